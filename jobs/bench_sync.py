@@ -171,7 +171,7 @@ def _name(record: dict[str, Any]) -> str:
     return f"{record['strategy']} {record['sync']}{compressed}"
 
 
-def _machine() -> str:
+def machine() -> str:
     """Return the number and model of this machine's processors."""
     models = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return f"{os.cpu_count()} cores: {', '.join(dict.fromkeys(models))}"
@@ -198,7 +198,7 @@ def report(results: Path, to: Path) -> None:
         "limit, ms | step / limit |\n|---|---|---|---|---|---|---|---|---|"
     )
     rates = list(dict.fromkeys(record["rate"] for record in records))
-    made = f"Made by `make bench-sync` (`jobs/bench_sync.py`) on {_machine()}."
+    made = f"Made by `make bench-sync` (`jobs/bench_sync.py`) on {machine()}."
     lines = ["# Sync policies between two hosts", "", made, ""]
     for rate in rates:
         bytes_a_second = statistics.median(record["line_rate"] for record in records if record["rate"] == rate)
