@@ -101,7 +101,7 @@ class SentBytes(TorchDispatchMode):
         "_allgather_base_": (0, 1), "_reduce_scatter_base_": (1, 1),
     }  # fmt: skip
     # nothing, or the few numbers of a broadcast of DDP's bucket layout and a gather of item counts
-    SMALL = ("recv_", "barrier", "broadcast_", "allgather_", "wait_tensor", "monitored_barrier_")
+    SMALL = ("recv_", "barrier", "broadcast_", "allgather_", "wait_tensor", "_wrap_tensor_autograd")
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,9 +149,7 @@ class LauncherDdp(Contender):
 
     def run(self, batches: list[Batch]) -> None:  # noqa: ARG002
         for tokens, targets in next(self._windows):
-            self.engine.backward(
-                loss_sum(self.engine.model(tokens), targets), (targets != IGNORED).sum()
-            )
+            self.engine.backward(loss_sum(self.engine.model(tokens), targets), (targets != IGNORED).sum())
         self.engine.step()
 
     def close(self) -> None:
@@ -268,14 +266,17 @@ class AccelerateFsdp(AccelerateDdp):
 
     def made(self, job: Job) -> Any:
         from accelerate import DistributedType, FullyShardedDataParallelPlugin
+        from accelerate.state import PartialState
 
         accelerator = super().made(job)
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"],
             cpu_ram_efficient_loading=False, mixed_precision_policy=job.policy(), state_dict_type="SHARDED_STATE_DICT",
         )  # fmt: skip
-        # Accelerate takes the plugin on GPUs only; what it then does runs on CPUs as well
-        accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
+        # Accelerate chooses FSDP on GPUs only; what it then does runs on CPUs as well
+        for state in (accelerator.state, PartialState()):
+            state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
         return accelerator
 
 

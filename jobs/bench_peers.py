@@ -40,6 +40,9 @@ MIN_ROUNDS, MAX_ROUNDS = 3, 40
 UNEVEN_ACCUMULATION = 4
 # relative to the distance that training has moved the parameters; rounding alone stays far below it in fp32
 SAME = 1e-2
+FAMILIES = {"ddp": "DDP", "fsdp": "FSDP2"}
+# heading of the part of peers.md that is written by hand
+NOTES = "## How each one accumulates"
 LIBRARY_NAMES = ("torch", "accelerate", "lightning-fabric", "transformers", "torchtitan")
 
 
@@ -193,6 +196,133 @@ def line(record: dict[str, Any]) -> str:
     )
 
 
+class Results:
+    """Records of one file, in the order in which settings, contenders and accumulations appear there."""
+
+    def __init__(self, records: Sequence[dict[str, Any]]) -> None:
+        self.timed = [record for record in records if not record["uneven"]]
+        self.uneven = {record["contender"]: record["difference"] for record in records if record["uneven"]}
+        self.settings, self.contenders, self.accumulations = (
+            list(dict.fromkeys(record[key] for record in self.timed))
+            for key in ("setting", "contender", "accumulation")
+        )
+        self.families = {record["contender"]: record["family"] for record in self.timed}
+        self._cells = {(r["setting"], r["contender"], r["accumulation"]): r for r in self.timed}
+
+    def family(self, name: str) -> list[str]:
+        """Return the contenders of a family, this launcher's first."""
+        return [contender for contender in self.contenders if self.families[contender] == name]
+
+    def cell(self, setting: str, contender: str, accumulation: int) -> dict[str, Any]:
+        return self._cells[setting, contender, accumulation]
+
+    def ours(self, setting: str, contender: str, accumulation: int) -> dict[str, Any]:
+        """Return the launcher's cell that a contender's is compared with."""
+        return self.cell(setting, self.family(self.families[contender])[0], accumulation)
+
+    def ratios(self, setting: str, contender: str, accumulation: int) -> list[float]:
+        """Return a contender's time as a multiple of the launcher's in the same round, for each round."""
+        cell = setting, contender, accumulation
+        return [a / b for a, b in zip(self.cell(*cell)["times_s"], self.ours(*cell)["times_s"], strict=True)]
+
+    def time_text(self, setting: str, contender: str, accumulation: int) -> str:
+        times_s = self.cell(setting, contender, accumulation)["times_s"]
+        middle, median = f"{statistics.median(times_s) * 1e3:,.1f}", self.ratios(setting, contender, accumulation)
+        if contender == self.family(self.families[contender])[0]:
+            low, _, high = statistics.quantiles([time_s * 1e3 for time_s in times_s], n=4)
+            return f"{middle} ms ({low:,.1f} to {high:,.1f})"
+        low, ratio, high = statistics.quantiles(median, n=4)
+        return f"{middle} ms, **{ratio:.2f}** ({low:.2f} to {high:.2f})"
+
+    def bytes_text(self, contender: str, accumulation: int) -> str:
+        """Return the counted megabytes, how many times the launcher's that is, and those on the shaped links."""
+        cells = [self.cell(setting, contender, accumulation) for setting in self.settings]
+        sent, own = cells[0]["sent_bytes"], self.ours(self.settings[0], contender, accumulation)["sent_bytes"]
+        linked = [cell["link_bytes"] for cell in cells if cell["link_bytes"] is not None]
+        link = f", link {statistics.median(linked) / 1e6:,.1f}" if linked else ""
+        return f"{sent / 1e6:,.2f} ({sent / own:.2f}{link})"
+
+
+def table(head: Sequence[object], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = ["| " + " | ".join(map(str, head)) + " |", "|---" * len(head) + "|"]
+    return [*lines, *("| " + " | ".join(row) + " |" for row in rows), ""]
+
+
+def report(results: Path, to: Path) -> None:
+    """Write peers.md, tables, and peers.png: time relative to the launcher over accumulation, one panel per setting."""
+    got = Results([json.loads(text) for text in results.read_text().splitlines()])
+    first = got.timed[0]
+    libraries = ", ".join(f"{name} {number}" for name, number in first["versions"].items())
+    lines = [
+        "# The engine beside other libraries", "",
+        f"Made by `make bench-peers` (`jobs/bench_peers.py`) on {first['machine']}, in {first['precision']}, with "
+        f"{first['ranks']} ranks: {libraries}.", "", "![time relative to the launcher](peers.png)", "",
+        "## Time of one optimizer step", "",
+        "Columns: micro-batches per window. The launcher's rows show the median and the middle half of its windows; the "
+        "others, their median and, in bold, how many times as long as the launcher they take: the median of the ratios "
+        "of each round, and their middle half.", "",
+    ]  # fmt: skip
+    for setting in got.settings:
+        for family, title in FAMILIES.items():
+            names = got.family(family)
+            head = [f"{setting}, {title}", *got.accumulations]
+            rows = [[name, *(got.time_text(setting, name, each) for each in got.accumulations)] for name in names]
+            lines += table(head, rows) if names else []
+    lines += [
+        "## Bytes of one optimizer step", "",
+        "Megabytes that a rank's collectives have to send, counted alike for all (`SentBytes` in "
+        "jobs/bench_contenders.py); in brackets, as a multiple of the launcher's, and what a shaped host then really sent "
+        "on its link, with headers.", "",
+    ]  # fmt: skip
+    for family, title in FAMILIES.items():
+        names = got.family(family)
+        rows = [[name, *(got.bytes_text(name, each) for each in got.accumulations)] for name in names]
+        lines += table([title, *got.accumulations], rows) if names else []
+    lines += [
+        "## What is learned", "",
+        "Distance of the parameters from those of one process that takes each window as one big batch in fp64, relative "
+        f"to the distance that training has moved them, after {CHECKED_WINDOWS} windows. Samples of one length: the "
+        "largest of all cells above. Unequal: each sample counts between one and all of its targets.", "",
+    ]  # fmt: skip
+    rows = []
+    for name in got.contenders:
+        largest = max(record["difference"] for record in got.timed if record["contender"] == name)
+        rows.append([name, _verdict(largest), _verdict(got.uneven[name]) if name in got.uneven else "-"])
+    lines += table(["", "samples of one length", "unequal numbers of items"], rows)
+    page = to / "peers.md"
+    _, heading, after = page.read_text().partition(NOTES) if page.exists() else ("", "", "")
+    page.write_text("\n".join(lines) + heading + after)
+    _plot(got, to / "peers.png")
+
+
+def _verdict(difference: float) -> str:
+    return f"equal ({difference:.0e})" if difference < SAME else f"**different** ({difference:.0e})"
+
+
+def _plot(got: Results, to: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(
+        1, len(got.settings), figsize=(5 * len(got.settings), 4.5), squeeze=False, sharey=True, layout="constrained"
+    )  # fmt: skip
+    for setting, panel in zip(got.settings, panels[0], strict=True):
+        for number, name in enumerate(got.contenders):
+            ratios = [statistics.median(got.ratios(setting, name, each)) for each in got.accumulations]
+            style = "-" if got.families[name] == "ddp" else "--"
+            panel.plot(
+                got.accumulations, ratios, style, marker="o", color=f"C{number}" if number < 10 else "k", label=name
+            )
+        panel.set(title=setting, xscale="log", yscale="log", xlabel="accumulation", xticks=got.accumulations)
+        panel.set_xticklabels(map(str, got.accumulations))
+    panels[0][0].set_ylabel("time, launcher of the same family = 1")
+    handles, labels = panels[0][-1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", fontsize=8)
+    figure.savefig(to, dpi=80)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
@@ -206,9 +336,14 @@ def main() -> None:
     measuring.add_argument("--only", nargs="*", help="names of contenders; default: all of them")
     measuring.add_argument("--width", type=int, default=192)
     measuring.add_argument("--depth", type=int, default=4)
+    reporting = verbs.add_parser("report", help="write tables and a plot")
+    reporting.add_argument("--results", type=Path, required=True)
+    reporting.add_argument("--to", type=Path, required=True)
     arguments = parser.parse_args()
     if arguments.verb == "measure":
         measure(arguments)
+    else:
+        report(arguments.results, arguments.to)
 
 
 if __name__ == "__main__":
