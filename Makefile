@@ -1,6 +1,6 @@
 # make train: install into .venv and run the main job on its defaults.   make train ARGS="train.steps=20"
 # make test:  install what the tests need and run them.                  make test PYTEST_ARGS="-m 'not slow'"
-# make test-all: with the nightly ones, which are longer series of what `make test` runs one or a few of.
+# make test-all: with the nightly ones: longer series of what `make test` runs one or a few of, and other libraries.
 # make coverage: the lines and branches that `make test` reaches, as a table and as pages in build/coverage.
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: train test test-all coverage lint docs-reference bench bench-balance bench-sync bench-speedup gpu gpu-wheels clean
+.PHONY: train test test-all coverage lint docs-reference bench bench-balance bench-sync bench-speedup bench-peers gpu gpu-wheels clean
 
 train: $(VENV)/.installed
 	$(BIN)/launch train $(ARGS)
@@ -17,7 +17,7 @@ PYTEST = -m pytest -n 4 --no-loadscope-reorder
 test: lint tools
 	$(BIN)/python $(PYTEST) -m "not nightly" $(PYTEST_ARGS)
 
-test-all: lint tools
+test-all: lint tools $(VENV)/.installed-peers
 	$(BIN)/python $(PYTEST) $(PYTEST_ARGS)
 
 # Measured: pytest, and what tests/infra/warm.py forks. Not: workers that are executed, whose environment is limited.
@@ -51,9 +51,9 @@ bench-balance: $(VENV)/.installed
 	$(call BALANCE,4,--strategy fsdp --sync every)
 
 # Two shaped hosts on this machine (needs root and iproute2): docs/explanations/sync.md and sync.png are made of it. 20 minutes.
-ON_HOSTS = $(BIN)/python -m tests.infra.hosts --rate $(1) -- $(BIN)/launch run cluster=hosts cluster.nodes=2 \
-	cluster.rendezvous={first}:29400 cluster.workers_per_node=$(2) run.dir=build/bench-sync -- \
-	jobs/bench_sync.py measure --rate $(1) --out build/sync.jsonl
+HOSTS = $(BIN)/python -m tests.infra.hosts --rate $(1) -- $(BIN)/launch run cluster=hosts cluster.nodes=2 \
+	cluster.rendezvous={first}:29400 cluster.workers_per_node=$(2) run.dir=build/$@ --
+ON_HOSTS = $(call HOSTS,$(1),$(2)) jobs/bench_sync.py measure --rate $(1) --out build/sync.jsonl
 bench-sync: $(VENV)/.installed-dev tools
 	mkdir -p build && rm -f build/sync.jsonl
 	$(call ON_HOSTS,1gbit,1)
@@ -65,9 +65,16 @@ bench-sync: $(VENV)/.installed-dev tools
 # On the same hosts: the printed speed-up against that of two whole runs. 15 minutes.
 bench-speedup: $(VENV)/.installed-dev tools
 	for rate in 1gbit 100mbit; do \
-		$(BIN)/python -m tests.infra.hosts --rate $$rate -- $(BIN)/launch run cluster=hosts cluster.nodes=2 \
-			cluster.rendezvous={first}:29400 cluster.workers_per_node=1 run.dir=build/bench-speedup -- \
-			jobs/bench_speedup.py --rate $$rate || exit 1; done
+		$(call HOSTS,$$rate,1) jobs/bench_speedup.py --rate $$rate || exit 1; done
+
+# The engine beside other libraries, here and on the same hosts: docs/explanations/peers.md and peers.png. 20 minutes.
+PEERS = jobs/bench_peers.py measure --setting $(1) --out build/peers.jsonl
+bench-peers: $(VENV)/.installed-peers tools
+	mkdir -p build && rm -f build/peers.jsonl
+	$(BIN)/launch run cluster.workers_per_node=2 -- $(call PEERS,one-machine) --uneven
+	$(call HOSTS,1gbit,1) $(call PEERS,1gbit)
+	$(call HOSTS,100mbit,1) $(call PEERS,100mbit)
+	$(BIN)/python jobs/bench_peers.py report --results build/peers.jsonl --to docs/explanations
 
 # The system tests make hosts of their own, and a Slurm cluster of them; where these are missing they skip, and say so.
 # Whether apt-get can start the daemons as services does not matter: the tests start their own.
@@ -103,6 +110,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/pip
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# torchtitan asks for datasets before 4.8, which it only reads data with; this project has a newer one
+$(VENV)/.installed-peers: $(VENV)/.installed-dev
+	$(BIN)/pip install -q -c constraints.txt -e '.[peers]'
+	$(BIN)/pip install -q -c constraints.txt --no-deps torchtitan
 	@touch $@
 
 clean:

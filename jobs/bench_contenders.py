@@ -1,19 +1,13 @@
-"""Contenders of jobs/bench_peers.py: the same optimizer step in this launcher's engine, by hand, and in other libraries.
+"""Contenders of jobs/bench_peers.py: the optimizer step in this launcher's engine and in hand-written loops.
 
-Each one is built from the same initial values, is handed the same micro-batches, and accumulates as its own documentation
-recommends; docs/explanations/peers.md links these pages. A library is imported by its own contender only.
+All contenders are built from the same initial values and are handed the same micro-batches. jobs/bench_libraries.py has
+those in other libraries.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-import tempfile
-import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from launcher import Engine, make_plan
 from launcher.plan.windows import share_of_window
@@ -107,7 +101,7 @@ class SentBytes(TorchDispatchMode):
         super().__init__()
         self.bytes = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         space, _, name = func._schema.name.partition("::")
         if space in ("c10d", "_c10d_functional") and name not in self.SMALL:
             where, factor = self.PAYLOAD[name]
@@ -138,7 +132,7 @@ class Contender:
 
 
 class LauncherDdp(Contender):
-    """This project's engine. It reads the micro-batches itself, and counts, checks and measures as in `launch train`."""
+    """This project's engine. It reads its micro-batches itself, and counts and measures as in `launch train`."""
 
     name = "launcher DDP"
 
@@ -211,265 +205,4 @@ class HandFsdpGathered(HandFsdp):
         return model
 
 
-class _AccelerateState:
-    """The state that Accelerate shares between all its objects in a process, one for each contender."""
-
-    def __init__(self) -> None:
-        self._own: list[dict[str, Any]] = [{}, {}, {}]
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        from accelerate.state import AcceleratorState, GradientState, PartialState
-
-        shared = [each._shared_state for each in (PartialState, AcceleratorState, GradientState)]
-        for state, own in zip(shared, self._own, strict=True):
-            state.clear()
-            state.update(own)
-        try:
-            yield
-        finally:
-            self._own = [dict(state) for state in shared]
-
-
-class AccelerateDdp(Contender):
-    name = "Accelerate DDP"
-
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        self._state = _AccelerateState()
-        with self._state.active():
-            self.accelerator = self.made(job)
-            self.model, self.optimizer = self.accelerator.prepare(self.raw, adamw(self.raw.parameters()))
-
-    def made(self, job: Job) -> Any:
-        from accelerate import Accelerator, DistributedDataParallelKwargs
-
-        ddp = DistributedDataParallelKwargs(bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True)
-        return Accelerator(
-            cpu=True, gradient_accumulation_steps=job.accumulation, kwargs_handlers=[ddp],
-            mixed_precision="bf16" if job.bf16 else "no",
-        )  # fmt: skip
-
-    def run(self, batches: list[Batch]) -> None:
-        with self._state.active():
-            for tokens, targets in batches:
-                with self.accelerator.accumulate(self.model):
-                    self.accelerator.backward(mean_loss(self.model(tokens), targets))
-                    if self.accelerator.sync_gradients:
-                        self.accelerator.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
-                    self.optimizer.step()
-                    self.optimizer.zero_grad()
-
-
-class AccelerateFsdp(AccelerateDdp):
-    name, family = "Accelerate FSDP2", "fsdp"
-
-    def made(self, job: Job) -> Any:
-        from accelerate import DistributedType, FullyShardedDataParallelPlugin
-        from accelerate.state import PartialState
-
-        accelerator = super().made(job)
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"],
-            cpu_ram_efficient_loading=False, mixed_precision_policy=job.policy(), state_dict_type="SHARDED_STATE_DICT",
-        )  # fmt: skip
-        # Accelerate chooses FSDP on GPUs only; what it then does runs on CPUs as well
-        for state in (accelerator.state, PartialState()):
-            state.distributed_type = DistributedType.FSDP
-        accelerator.state.fsdp_plugin = plugin
-        return accelerator
-
-
-class FabricDdp(Contender):
-    name = "Lightning Fabric DDP"
-
-    def __init__(self, job: Job) -> None:
-        from lightning_fabric import Fabric
-
-        super().__init__(job)
-        local = int(os.environ["LOCAL_WORLD_SIZE"])
-        self.fabric = Fabric(
-            accelerator="cpu", devices=local, num_nodes=dist.get_world_size() // local, strategy=self.strategy(),
-            precision="bf16-mixed" if job.bf16 else "32-true",
-        )  # fmt: skip
-        self.fabric.launch()
-        self.model = self.fabric.setup(self.raw)
-        self.optimizer = self.fabric.setup_optimizers(adamw(self.model.parameters()))
-
-    def strategy(self) -> Any:
-        from lightning_fabric.strategies import DDPStrategy
-
-        return DDPStrategy(bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True)
-
-    def run(self, batches: list[Batch]) -> None:
-        for number, (tokens, targets) in enumerate(batches, 1):
-            with self.fabric.no_backward_sync(self.model, enabled=number < len(batches)):
-                self.fabric.backward(mean_loss(self.model(tokens), targets) / len(batches))
-        self.fabric.clip_gradients(self.model, self.optimizer, max_norm=CLIP_NORM)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
-class FabricFsdp(FabricDdp):
-    name, family = "Lightning Fabric FSDP2", "fsdp"
-
-    def strategy(self) -> Any:
-        from lightning_fabric.strategies import ModelParallelStrategy
-
-        def shard(model: Any, mesh: Any) -> Any:
-            for module in (*model.blocks, model):
-                fully_shard(module, mesh=mesh["data_parallel"])
-            return model
-
-        return ModelParallelStrategy(shard, data_parallel_size=dist.get_world_size(), tensor_parallel_size=1)
-
-
-class TrainerDdp(Contender):
-    """transformers' Trainer owns its loop: it runs in a thread, which a callback pauses after each optimizer step."""
-
-    name = "transformers Trainer, DDP"
-
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        self._state, self._turn, self._paused = _AccelerateState(), threading.Semaphore(0), threading.Semaphore(0)
-        self._batches: list[Batch] = []
-        self._counting, self._closing = ExitStack(), False
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._train, daemon=True)
-        self._counter: AbstractContextManager[Any] = nullcontext()
-        with self._state.active():
-            self.trainer = self._trainer()
-            self._thread.start()
-            self._wait()
-
-    def _trainer(self) -> Any:
-        from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
-
-        peer, job = self, self.job
-
-        class Handed(IterableDataset[dict[str, Tensor]]):
-            def __iter__(self) -> Iterator[dict[str, Tensor]]:
-                while True:
-                    for tokens, targets in peer._batches:
-                        yield {"tokens": tokens, "labels": targets}
-
-        class Turns(TrainerCallback):
-            def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-                peer._pause()
-
-            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-                peer._pause()
-                control.should_training_stop = peer._closing
-
-        class OnHanded(Trainer):
-            def get_train_dataloader(self) -> DataLoader[Any]:
-                return DataLoader(Handed(), batch_size=None)
-
-        def loss(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
-            return loss_sum(logits, labels) / num_items_in_batch
-
-        arguments = TrainingArguments(
-            tempfile.gettempdir(), use_cpu=True, bf16=job.bf16, ddp_backend="gloo", max_steps=10**6,
-            per_device_train_batch_size=job.micro_size, gradient_accumulation_steps=job.accumulation,
-            max_grad_norm=CLIP_NORM, ddp_bucket_cap_mb=BUCKET_MB, ddp_find_unused_parameters=False,
-            ddp_broadcast_buffers=False, logging_strategy="no", save_strategy="no", report_to="none", disable_tqdm=True,
-        )  # fmt: skip
-        optimizer = adamw(self.raw.parameters())
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-        trainer = OnHanded(
-            self.raw, arguments, train_dataset=Handed(), callbacks=[Turns()], optimizers=(optimizer, schedule),
-            compute_loss_func=loss,
-        )  # fmt: skip
-        trainer.remove_callback(PrinterCallback)
-        return trainer
-
-    def _train(self) -> None:
-        torch.set_num_threads(1)
-        try:
-            self.trainer.train()
-        except BaseException as error:  # raised again by the turn that waits for this thread
-            self._error = error
-        self._paused.release()
-
-    def _pause(self) -> None:
-        self._counting.close()
-        self._paused.release()
-        self._turn.acquire()
-        self._counting.enter_context(self._counter)
-
-    def _wait(self) -> None:
-        self._paused.acquire()
-        if self._error is not None:
-            raise self._error
-
-    def window(self, batches: list[Batch], counter: AbstractContextManager[Any]) -> None:
-        self._batches, self._counter = batches, counter  # the counter is active in the thread of the Trainer
-        with self._state.active():
-            self._turn.release()
-            self._wait()
-
-    def close(self) -> None:
-        self._closing = True
-        self.window([], nullcontext())
-        self._thread.join()
-
-
-class TorchTitan(Contender):
-    """torchtitan's ``Trainer.train_step`` and ``apply_fsdp_to_decoder``. Its constructor builds models of its own for
-    GPUs: what the step needs is set here instead."""
-
-    name, family = "torchtitan", "fsdp"
-
-    def __init__(self, job: Job) -> None:
-        # its expert-parallel kernels import Triton, which a CPU build of torch does not have; nothing here uses them
-        kernels = "torchtitan.distributed.minimal_async_ep.kernels"
-        sys.modules.setdefault(kernels, _Absent(kernels))
-        from torchtitan.components.loss import CrossEntropyLoss
-        from torchtitan.config.configs import ParallelismConfig
-        from torchtitan.distributed import ParallelDims, parallel_dims
-        from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
-        from torchtitan.trainer import Trainer
-
-        super().__init__(job)
-        parallel_dims.device_type = "cpu"
-        dims = ParallelDims.from_config(ParallelismConfig(spmd_backend="partial_dtensor"), dist.get_world_size())
-        dims.build_mesh()
-        raw: Any = self.raw
-        # its names of a decoder's parts, beside the model's own; as plain attributes they are no further submodules
-        raw.__dict__ |= {
-            "tok_embeddings": raw.bytes, "lm_head": raw.head, "layers": dict(enumerate(raw.blocks)),
-            "enable_weight_tying": False,
-        }  # fmt: skip
-        dtype = torch.bfloat16 if job.bf16 else torch.float32
-        apply_fsdp_to_decoder(raw, dims.get_mesh("fsdp"), dtype, torch.float32, pp_enabled=False)
-        for module in (*raw.blocks, raw.bytes, raw.norm, raw):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction with torchtitan's factor of 1
-        self.trainer = Trainer.__new__(Trainer)
-        vars(self.trainer).update(
-            parallel_dims=dims, model_parts=[raw], model_config=None, optimizers=adamw(raw.parameters()),
-            loss_fn=CrossEntropyLoss(CrossEntropyLoss.Config()), device=torch.device("cpu"), step=1, ntokens_seen=0,
-            gradient_accumulation_steps=job.accumulation, num_pipeline_parallel_microbatches=1,
-            train_context=nullcontext, fwd_bwd_fn=self.trainer._forward_backward_body,
-            lr_schedulers=SimpleNamespace(get_metrics=dict, step=lambda: None),
-            metrics_processor=SimpleNamespace(should_log=lambda _: False),
-            checkpointer=SimpleNamespace(maybe_wait_for_staging=lambda: None),
-            config=SimpleNamespace(
-                training=SimpleNamespace(disable_cuda_graphs=True, max_norm=CLIP_NORM),
-                parallelism=SimpleNamespace(spmd_backend="partial_dtensor"),
-            ),
-        )  # fmt: skip
-
-    def run(self, batches: list[Batch]) -> None:
-        self.trainer.train_step(({"input": tokens}, targets) for tokens, targets in batches)
-
-
-class _Absent(ModuleType):
-    """Module of names that nothing uses."""
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-
 HAND_WRITTEN: list[type[Contender]] = [LauncherDdp, HandDdp, LauncherFsdp, HandFsdp, HandFsdpGathered]
-LIBRARIES: list[type[Contender]] = [AccelerateDdp, FabricDdp, TrainerDdp, AccelerateFsdp, FabricFsdp, TorchTitan]

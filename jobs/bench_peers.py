@@ -25,9 +25,8 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from bench_contenders import (
-    CLIP_NORM, HAND_WRITTEN, IGNORED, LEARNING_RATE, LIBRARIES, Contender, Job, SentBytes, loss_sum,
-)  # fmt: skip
+from bench_contenders import CLIP_NORM, HAND_WRITTEN, IGNORED, LEARNING_RATE, Contender, Job, SentBytes, loss_sum
+from bench_libraries import LIBRARIES
 from bench_sync import ACCUMULATIONS, MICRO_SIZE, machine
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -36,7 +35,7 @@ from torch.utils.data import TensorDataset
 from launcher.tasks.bytes_gpt import BytesGPT
 
 CHECKED_WINDOWS = 2
-MIN_ROUNDS, MAX_ROUNDS = 3, 40
+MIN_ROUNDS, MAX_ROUNDS = 3, 200
 UNEVEN_ACCUMULATION = 4
 # relative to the distance that training has moved the parameters; rounding alone stays far below it in fp32
 SAME = 1e-2
@@ -258,9 +257,9 @@ def report(results: Path, to: Path) -> None:
         f"Made by `make bench-peers` (`jobs/bench_peers.py`) on {first['machine']}, in {first['precision']}, with "
         f"{first['ranks']} ranks: {libraries}.", "", "![time relative to the launcher](peers.png)", "",
         "## Time of one optimizer step", "",
-        "Columns: micro-batches per window. The launcher's rows show the median and the middle half of its windows; the "
-        "others, their median and, in bold, how many times as long as the launcher they take: the median of the ratios "
-        "of each round, and their middle half.", "",
+        "Columns: micro-batches per window. The launcher's rows show the median and the middle half of its windows; "
+        "the others, their median and, in bold, how many times as long as the launcher they take: the median of the "
+        "ratios of each round, and the middle half of these.", "",
     ]  # fmt: skip
     for setting in got.settings:
         for family, title in FAMILIES.items():
@@ -271,8 +270,8 @@ def report(results: Path, to: Path) -> None:
     lines += [
         "## Bytes of one optimizer step", "",
         "Megabytes that a rank's collectives have to send, counted alike for all (`SentBytes` in "
-        "jobs/bench_contenders.py); in brackets, as a multiple of the launcher's, and what a shaped host then really sent "
-        "on its link, with headers.", "",
+        "jobs/bench_contenders.py); in brackets, as a multiple of the launcher's, and what a shaped host really sent on "
+        "its link in the same window, with headers.", "",
     ]  # fmt: skip
     for family, title in FAMILIES.items():
         names = got.family(family)
@@ -280,9 +279,10 @@ def report(results: Path, to: Path) -> None:
         lines += table([title, *got.accumulations], rows) if names else []
     lines += [
         "## What is learned", "",
-        "Distance of the parameters from those of one process that takes each window as one big batch in fp64, relative "
-        f"to the distance that training has moved them, after {CHECKED_WINDOWS} windows. Samples of one length: the "
-        "largest of all cells above. Unequal: each sample counts between one and all of its targets.", "",
+        "Distance of the parameters from those of one process that takes each window as one big batch in fp64, "
+        f"relative to the distance that training has moved them, after {CHECKED_WINDOWS} windows; equal means less than "
+        f"{SAME:.0e}. Samples of one length: the largest of all cells above. Unequal: of each sample between one and all "
+        "targets count.", "",
     ]  # fmt: skip
     rows = []
     for name in got.contenders:
