@@ -255,7 +255,7 @@ class TorchTitan(Contender):
         dtype = torch.bfloat16 if job.bf16 else torch.float32
         apply_fsdp_to_decoder(raw, dims.get_mesh("fsdp"), dtype, torch.float32, pp_enabled=False)
         for module in (*raw.blocks, raw.bytes, raw.norm, raw):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction with torchtitan's factor of 1
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other one with a factor of 1
         self.trainer = Trainer.__new__(Trainer)
         vars(self.trainer).update(
             parallel_dims=dims, model_parts=[raw], model_config=None, optimizers=adamw(raw.parameters()),

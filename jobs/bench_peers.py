@@ -45,15 +45,14 @@ NOTES = "## How each one accumulates"
 LIBRARY_NAMES = ("torch", "accelerate", "lightning-fabric", "transformers", "torchtitan")
 
 
-def samples(task: BytesGPT, count: int, *, uneven: bool) -> TensorDataset:
-    """Return tokens and targets in memory. ``uneven``: of each sample only the first few targets count, between one and
-    all of them."""
-    data = task.train_data()
-    text = torch.stack([data[index] for index in range(count)]).long()
+def samples(text: Tensor, *, uneven: bool) -> TensorDataset:
+    """Return tokens and targets of ``text`` [samples, time + 1]. ``uneven``: of each sample only the first few targets
+    count, between one and all of them."""
     tokens, targets = text[:, :-1].contiguous(), text[:, 1:].clone()
     if uneven:
-        lengths = torch.randint(1, task.seq_len + 1, (count, 1), generator=torch.Generator().manual_seed(0))
-        targets[torch.arange(task.seq_len) >= lengths] = IGNORED
+        count, time_steps = targets.shape
+        lengths = torch.randint(1, time_steps + 1, (count, 1), generator=torch.Generator().manual_seed(0))
+        targets[torch.arange(time_steps) >= lengths] = IGNORED
     return TensorDataset(tokens, targets)
 
 
@@ -154,13 +153,15 @@ def measure(arguments: argparse.Namespace) -> None:
     kinds = [kind for kind in (*HAND_WRITTEN, *LIBRARIES) if not arguments.only or kind.name in arguments.only]
     bf16 = arguments.precision == "bf16"
     count = 4 * max(*arguments.accumulation, UNEVEN_ACCUMULATION) * MICRO_SIZE * dist.get_world_size()
+    data = task.train_data()
+    text = torch.stack([data[index] for index in range(count)]).long()
     same = {
         "setting": arguments.setting, "precision": arguments.precision, "ranks": dist.get_world_size(),
         "machine": machine(), "versions": versions(kinds),
     }  # fmt: skip
     cells = [(accumulation, False) for accumulation in arguments.accumulation]
     for accumulation, uneven in cells + [(UNEVEN_ACCUMULATION, True)] * arguments.uneven:
-        job = Job(task, samples(task, count, uneven=uneven), accumulation, MICRO_SIZE, bf16)
+        job = Job(task, samples(text, uneven=uneven), accumulation, MICRO_SIZE, bf16)
         cell = Cell(job, kinds)
         differences = cell.check()
         if not uneven:
@@ -270,8 +271,8 @@ def report(results: Path, to: Path) -> None:
     lines += [
         "## Bytes of one optimizer step", "",
         "Megabytes that a rank's collectives have to send, counted alike for all (`SentBytes` in "
-        "jobs/bench_contenders.py); in brackets, as a multiple of the launcher's, and what a shaped host really sent on "
-        "its link in the same window, with headers.", "",
+        "jobs/bench_contenders.py); in brackets, as a multiple of the launcher's, and what a shaped host really sent "
+        "on its link in the same window, with headers.", "",
     ]  # fmt: skip
     for family, title in FAMILIES.items():
         names = got.family(family)
@@ -280,9 +281,9 @@ def report(results: Path, to: Path) -> None:
     lines += [
         "## What is learned", "",
         "Distance of the parameters from those of one process that takes each window as one big batch in fp64, "
-        f"relative to the distance that training has moved them, after {CHECKED_WINDOWS} windows; equal means less than "
-        f"{SAME:.0e}. Samples of one length: the largest of all cells above. Unequal: of each sample between one and all "
-        "targets count.", "",
+        f"relative to the distance that training has moved them, after {CHECKED_WINDOWS} windows; equal means less "
+        f"than {SAME:.0e}. Samples of one length: the largest of all cells above. Unequal: of each sample between one "
+        "and all targets count.", "",
     ]  # fmt: skip
     rows = []
     for name in got.contenders:

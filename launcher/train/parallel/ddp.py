@@ -31,7 +31,7 @@ class Ddp(Parallel):
 
     def __init__(self, model: nn.Module, plan: RunPlan, device: torch.device) -> None:
         super().__init__(model, plan, device)
-        strategy, self.averaged_over = plan.strategy, plan.batch.world_size
+        strategy, self._world_size = plan.strategy, plan.batch.world_size
         # with either option DDP never rebuilds its buckets, or not in the order of a single backward pass
         self._keeps_buckets = self._unused_allowed or strategy.static_graph
         self._order = self._first_order()
@@ -40,6 +40,8 @@ class Ddp(Parallel):
         # blocks that are compiled one by one are reduced one by one without this
         self._compiled, self._reduces = model._compiled_call_impl is not None, False
         self._zeroed: list[int] = []  # versions of the gradients when they were set to zero
+        self._copies = False  # the first backward pass of the current window copies its gradients into the buckets
+        self._views: list[tuple[nn.Parameter, Tensor]] = []  # those into the buckets, while the gradients are None
         self._ddp = self._wrapped(init_sync=True)
 
     def _first_order(self) -> list[str] | None:
@@ -68,7 +70,7 @@ class Ddp(Parallel):
         if self._strategy.compress is not Compress.powersgd:  # what it sends differs from the ranks' gradients
             self.local_norm.take([gradients])
         timer = self.meter.start_timer()
-        sent, payload, collectives = self._compression.reduce(bucket)
+        sent, payload, collectives = self._compression.reduce(bucket, self.averaged_over)
         self.meter.reduction_started()
         self.meter.count(Collective.all_reduce, payload, covers=gradients.nbytes, collectives=collectives)
 
@@ -79,9 +81,15 @@ class Ddp(Parallel):
 
         return sent.then(finished)
 
-    def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:  # noqa: ARG002
+    def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:
         self._sync, self._reduces = sync, reduces(sync, last=last)
+        # under `every` a mean: a bucket also holds the window's earlier micro-batches, already reduced
+        sums = self._compression.can_sum and sync is not Sync.every
+        self.averaged_over = 1 if sums else self._world_size
         self._rebuild_buckets()  # before the forward pass needs memory
+        if first:
+            self._copies = self._reduces and not self._keeps_buckets
+            self._detach_gradients() if self._copies else self._attach_gradients()
         records = self._reduces and self._order is None
         context = self._record_order() if records else nullcontext()
         return self._in_compiled_graphs(context) if self._compiled else context
@@ -94,7 +102,8 @@ class Ddp(Parallel):
 
     def _rebuild_buckets(self) -> None:
         """Lay out the buckets in the order of the first synchronised backward pass, once it has taken place."""
-        self._ddp._has_rebuilt_buckets |= self._ddp.reducer._rebuild_buckets()
+        if self._ddp.reducer._rebuild_buckets():
+            self._ddp._has_rebuilt_buckets, self._views = True, []
 
     def backward(self, loss: Tensor, items: Callable[[], float] | None = None) -> AbstractContextManager[None]:
         # under `every`, part of the residue is from this window already
@@ -134,16 +143,34 @@ class Ddp(Parallel):
             del self._ddp.reducer, self._ddp.logger  # removes the hooks from the parameters and frees the buckets
             vars(self._ddp).update(vars(self._wrapped(init_sync=False)))
             self._order = self._first_order()
+            self._views = []
             self._compression = _compression(self._strategy, self.module, self.meter)
             if kept:
                 self._compression.load_state_dict(kept)
         self.take_gradient_order(order)
 
     def _zero_gradients(self) -> None:
-        # in place: set to None, they would be allocated outside the buckets in the next window, as a second copy
-        if gradients := [p.grad for p in self._parameters if p.grad is not None]:
+        if self._copies:
+            self._detach_gradients()
+        # in place: set to None, they would be allocated outside the buckets by a pass that is not reduced, as a second
+        # copy
+        elif gradients := [p.grad for p in self._parameters if p.grad is not None]:
             torch._foreach_zero_(gradients)
         self._zeroed = self._versions()
+
+    def _detach_gradients(self) -> None:
+        """Set the gradients to None: DDP copies those of a reduced pass into the buckets, which is faster than to set
+        the buckets to zero and to add to them."""
+        if not self._views:
+            self._views = [(p, p.grad) for p in self._parameters if p.grad is not None]
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _attach_gradients(self) -> None:
+        """Undo ``_detach_gradients``, with gradients of zero."""
+        for parameter, view in self._views:
+            parameter.grad = view.zero_()
+        self._views = []
 
     def _versions(self) -> list[int]:
         """Return a number for each gradient, which changes when the gradient does."""
@@ -200,8 +227,10 @@ class Ddp(Parallel):
 class Compression(Protocol):
     """Reduction of DDP's gradient buckets."""
 
-    def reduce(self, bucket: dist.GradBucket) -> tuple[Future[Any], int, int]:
-        """Start to average a bucket over the ranks.
+    can_sum: bool  # gradients may be summed instead of averaged
+
+    def reduce(self, bucket: dist.GradBucket, divisor: int) -> tuple[Future[Any], int, int]:
+        """Start to sum a bucket over the ranks and to divide it by ``divisor``.
 
         Returns:
             The future of the reduced tensor (or of a list with it), the payload bytes, the number of collectives.
@@ -231,18 +260,21 @@ class _Cast:
     """Reduction of gradients in their own dtype, or rounded to bf16.
 
     bf16 has the exponent range of fp32, so that small gradients survive. A ring of W ranks rounds each number when it
-    is converted, when it is divided by W (unless W is a power of two), and in each of W-1 sums, by up to 2^-8 relative
-    (half a unit in the last place). To first order the error is at most (W+1) 2^-8 of the mean magnitude, sum(|g|)/W;
-    relative to the mean gradient it is larger if the ranks' gradients cancel.
+    is converted, when it is divided by W (in a mean, and unless W is a power of two), and in each of W-1 sums, by up to
+    2^-8 relative (half a unit in the last place). To first order the error is at most (W+1) 2^-8 of the mean magnitude,
+    sum(|g|)/W; relative to the mean gradient it is larger if the ranks' gradients cancel.
     """
+
+    can_sum = True
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self._dtype = dtype
 
-    def reduce(self, bucket: dist.GradBucket) -> tuple[Future[Any], int, int]:
+    def reduce(self, bucket: dist.GradBucket, divisor: int) -> tuple[Future[Any], int, int]:
         gradients = bucket.buffer()
-        # a mean, not a sum: under `every` a bucket also holds the window's earlier micro-batches, already reduced
-        sent = gradients.to(self._dtype or gradients.dtype).div_(dist.get_world_size())
+        sent = gradients.to(self._dtype or gradients.dtype)
+        if divisor > 1:
+            sent.div_(divisor)
         work = dist.all_reduce(sent, async_op=True)
         assert work is not None  # this rank is in the group
         done = work.get_future()

@@ -33,6 +33,8 @@ class PowerSgd:
         meter: records the time spent waiting.
     """
 
+    can_sum = False  # torch's hook averages
+
     def __init__(self, model: nn.Module, rank: int, start: int, meter: Meter) -> None:
         try:
             from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
@@ -50,7 +52,7 @@ class PowerSgd:
         self._factors: dict[nn.Parameter, Tensor] = {}
         self._items = 0.0
 
-    def reduce(self, bucket: dist.GradBucket) -> tuple[Future[Tensor], int, int]:
+    def reduce(self, bucket: dist.GradBucket, divisor: int) -> tuple[Future[Tensor], int, int]:  # noqa: ARG002
         self._assign_state(bucket.index(), cast("list[nn.Parameter]", bucket.parameters()))
         gradients = bucket.buffer()
         compresses = self._state.iter >= self._start
