@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import TensorDataset
+from torch.utils.data import TensorDataset, default_collate
 
 from launcher import Engine, make_plan
 from launcher.plan.windows import share_of_window
@@ -42,7 +43,7 @@ def adamw(parameters: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, LEARNING_RATE, fused=True)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
     """Model, data and batch that all contenders share."""
 
@@ -59,21 +60,26 @@ class Job:
     def plan(self, strategy: str) -> Any:
         options = [
             f"strategy={strategy}", f"batch.micro_size={self.micro_size}", f"batch.accumulation={self.accumulation}",
-            f"precision={'bf16' if self.bf16 else 'fp32'}", "cluster.device=cpu", "train.loader_workers=0",
-            f"train.steps={10**6}", f"train.clip_norm={CLIP_NORM}", "train.shuffle=false", "schedule=constant",
-            "schedule.warmup_steps=0", "run.calibrate_s=0",
+            "batch.short_window=drop", f"precision={'bf16' if self.bf16 else 'fp32'}", "cluster.device=cpu",
+            "train.loader_workers=0", f"train.steps={10**6}", f"train.clip_norm={CLIP_NORM}", "train.shuffle=false",
+            "schedule=constant", "schedule.warmup_steps=0", "run.calibrate_s=0",
         ]  # fmt: skip
         options += [f"strategy.bucket_mb={BUCKET_MB}"] if strategy == "ddp" else ["strategy.sync=gather_once"]
         return make_plan(options, samples=len(self.data))
 
     def micro_batches(self, window: int, rank: int) -> list[Batch]:
-        """Return the micro-batches of a window, the same ones that the engine reads."""
-        batch = self.plan("ddp").batch
-        first = window * batch.global_size % (len(self.data) // batch.global_size * batch.global_size)
+        """Return the micro-batches of a window, the same ones that the engine reads, as torch's DataLoader collates
+        them."""
+        batch, samples = self.batch, len(self.data)
+        first = window * batch.global_size % (samples // batch.global_size * batch.global_size)
         return [
-            self.data[first + share.start : first + share.stop]
+            default_collate([self.data[first + offset] for offset in share])
             for share in share_of_window(batch.global_size, batch, rank)
         ]
+
+    @cached_property
+    def batch(self) -> Any:
+        return self.plan("ddp").batch
 
     def autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast("cpu", torch.bfloat16) if self.bf16 else nullcontext()
@@ -116,12 +122,16 @@ class Contender:
 
     name: ClassVar[str]
     family: ClassVar[str] = "ddp"
+    reads_itself: ClassVar[bool] = False  # its windows are the job's, read by its own loader
 
     def __init__(self, job: Job) -> None:
         self.job, self.raw = job, job.model()
 
+    def step(self, window: int, counter: AbstractContextManager[Any]) -> None:
+        """Read this rank's micro-batches of a window, and take one optimizer step on them."""
+        self.window([] if self.reads_itself else self.job.micro_batches(window, dist.get_rank()), counter)
+
     def window(self, batches: list[Batch], counter: AbstractContextManager[Any]) -> None:
-        """Take one optimizer step, on this rank's micro-batches."""
         with counter:
             self.run(batches)
 
@@ -134,7 +144,7 @@ class Contender:
 class LauncherDdp(Contender):
     """This project's engine. It reads its micro-batches itself, and counts and measures as in `launch train`."""
 
-    name = "launcher DDP"
+    name, reads_itself = "launcher DDP", True
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)

@@ -97,7 +97,7 @@ class Cell:
     """All contenders at one accumulation."""
 
     def __init__(self, job: Job, kinds: Sequence[type[Contender]]) -> None:
-        self.job, self.windows = job, 0
+        self.job = job
         self.contenders = [kind(job) for kind in kinds]
         self.times: dict[str, list[float]] = {each.name: [] for each in self.contenders}
         self.sent: dict[str, tuple[int, int | None]] = {}
@@ -107,11 +107,10 @@ class Cell:
         expected = reference(self.job, CHECKED_WINDOWS)
         for window in range(CHECKED_WINDOWS):
             counted = window == CHECKED_WINDOWS - 1
-            batches = self._next_batches()
             for each in self.contenders:
                 counter, before = SentBytes(), link_bytes()
                 dist.barrier()
-                each.window(batches, counter if counted else nullcontext())
+                each.step(window, counter if counted else nullcontext())
                 dist.barrier()
                 after = link_bytes()
                 self.sent[each.name] = counter.bytes, None if before is None or after is None else after - before
@@ -121,11 +120,11 @@ class Cell:
         """Take turns for about ``budget_s`` seconds."""
         start = time.perf_counter()
         for number in range(MAX_ROUNDS):
-            batches, shift = self._next_batches(), number % len(self.contenders)
+            shift = number % len(self.contenders)
             for each in self.contenders[shift:] + self.contenders[:shift]:
                 dist.barrier()
                 began = time.perf_counter()
-                each.window(batches, nullcontext())
+                each.step(CHECKED_WINDOWS + number, nullcontext())
                 self.times[each.name].append(time.perf_counter() - began)
             over = torch.tensor(number + 1 >= MIN_ROUNDS and time.perf_counter() - start > budget_s)
             dist.broadcast(over, 0)
@@ -135,10 +134,6 @@ class Cell:
             slowest = torch.tensor(own, dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             self.times[name] = slowest.tolist()
-
-    def _next_batches(self) -> list[tuple[Tensor, Tensor]]:
-        self.windows += 1
-        return self.job.micro_batches(self.windows - 1, dist.get_rank())
 
     def close(self) -> None:
         for each in self.contenders:
