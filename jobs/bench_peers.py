@@ -37,8 +37,8 @@ from launcher.tasks.bytes_gpt import BytesGPT
 CHECKED_WINDOWS = 2
 MIN_ROUNDS, MAX_ROUNDS = 3, 200
 UNEVEN_ACCUMULATION = 4
-# relative to the distance that training has moved the parameters; rounding alone stays far below it in fp32
-SAME = 1e-2
+# relative to the distance that training has moved the parameters: above what rounding does, below a mean of means
+SAME = {"fp32": 1e-2, "bf16": 1e-1}
 FAMILIES = {"ddp": "DDP", "fsdp": "FSDP2"}
 # heading of the part of peers.md that is written by hand
 NOTES = "## How each one accumulates"
@@ -247,6 +247,7 @@ def report(results: Path, to: Path) -> None:
     """Write peers.md, tables, and peers.png: time relative to the launcher over accumulation, one panel per setting."""
     got = Results([json.loads(text) for text in results.read_text().splitlines()])
     first = got.timed[0]
+    same = SAME[first["precision"]]
     libraries = ", ".join(f"{name} {number}" for name, number in first["versions"].items())
     lines = [
         "# The engine beside other libraries", "",
@@ -277,13 +278,14 @@ def report(results: Path, to: Path) -> None:
         "## What is learned", "",
         "Distance of the parameters from those of one process that takes each window as one big batch in fp64, "
         f"relative to the distance that training has moved them, after {CHECKED_WINDOWS} windows; equal means less "
-        f"than {SAME:.0e}. Samples of one length: the largest of all cells above. Unequal: of each sample between one "
+        f"than {same:.0e}. Samples of one length: the largest of all cells above. Unequal: of each sample between one "
         "and all targets count.", "",
     ]  # fmt: skip
     rows = []
     for name in got.contenders:
         largest = max(record["difference"] for record in got.timed if record["contender"] == name)
-        rows.append([name, _verdict(largest), _verdict(got.uneven[name]) if name in got.uneven else "-"])
+        uneven = _verdict(got.uneven[name], same) if name in got.uneven else "-"
+        rows.append([name, _verdict(largest, same), uneven])
     lines += table(["", "samples of one length", "unequal numbers of items"], rows)
     page = to / "peers.md"
     _, heading, after = page.read_text().partition(NOTES) if page.exists() else ("", "", "")
@@ -291,8 +293,8 @@ def report(results: Path, to: Path) -> None:
     _plot(got, to / "peers.png")
 
 
-def _verdict(difference: float) -> str:
-    return f"equal ({difference:.0e})" if difference < SAME else f"**different** ({difference:.0e})"
+def _verdict(difference: float, same: float) -> str:
+    return f"equal ({difference:.0e})" if difference < same else f"**different** ({difference:.0e})"
 
 
 def _plot(got: Results, to: Path) -> None:
