@@ -315,6 +315,8 @@ def _plot(got: Results, to: Path) -> None:
             )
         panel.set(title=setting, xscale="log", yscale="log", xlabel="accumulation", xticks=got.accumulations)
         panel.set_xticklabels(map(str, got.accumulations))
+        panel.set(yticks=(1, 2, 4, 8), yticklabels=("1", "2", "4", "8"))
+        panel.minorticks_off()
     panels[0][0].set_ylabel("time, launcher of the same family = 1")
     handles, labels = panels[0][-1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", fontsize=8)
