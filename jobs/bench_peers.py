@@ -289,7 +289,7 @@ def report(results: Path, to: Path) -> None:
     lines += table(["", "samples of one length", "unequal numbers of items"], rows)
     page = to / "peers.md"
     _, heading, after = page.read_text().partition(NOTES) if page.exists() else ("", "", "")
-    page.write_text("\n".join(lines) + heading + after)
+    page.write_text("\n".join(lines) + (f"\n{heading}{after}" if heading else ""))
     _plot(got, to / "peers.png")
 
 
