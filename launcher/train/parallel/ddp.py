@@ -86,6 +86,8 @@ class Ddp(Parallel):
         # under `every` a mean: a bucket also holds the window's earlier micro-batches, already reduced
         sums = self._compression.can_sum and sync is not Sync.every
         self.averaged_over = 1 if sums else self._world_size
+        if first and not self._ddp._has_rebuilt_buckets:
+            self._attach_gradients()  # so that they move to the new buckets, where the views are taken again
         self._rebuild_buckets()  # before the forward pass needs memory
         if first:
             self._copies = self._reduces and not self._keeps_buckets
@@ -126,7 +128,9 @@ class Ddp(Parallel):
 
     @contextmanager
     def without_collectives(self) -> Iterator[None]:
-        self._reduces = False
+        # gradients that the previous pass has set to None would be allocated outside the buckets, as a second copy
+        self._reduces = self._copies = False
+        self._attach_gradients()
         yield
         self.zero_grad()
 

@@ -9,12 +9,31 @@ import pytest
 
 from tests.helpers import torchrun
 
+WORKER = Path(__file__).parent / "ddp_worker.py"
+
+
+def windows(tmp_path: Path, *arguments: str) -> list[tuple[int, float, int]]:
+    """Run the worker on two ranks; return micro-batches, error and storages of gradients of each window."""
+    seen = json.loads(torchrun(WORKER, list(arguments), 2, tmp_path).splitlines()[-1])
+    assert all(off < 1e-6 for _, off, _ in seen)
+    return seen
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sync", ["boundary", "every"])
 def test_windows_of_one_and_of_two_micro_batches_in_turn(sync: str, tmp_path: Path) -> None:
-    seen = json.loads(torchrun(Path(__file__).parent / "ddp_worker.py", [sync], 2, tmp_path).splitlines()[-1])
+    """A pass without collectives, as calibration runs it, follows on the second window of one micro-batch."""
+    options = ("batch.global_size=8", "train.epochs=3", f"strategy.sync={sync}")
+    seen = windows(tmp_path, "12", "3", *options)
     assert [count for count, _, _ in seen] == [2, 1] * 3
-    assert all(off < 1e-6 for _, off, _ in seen)
     # once the buckets have their final layout, no gradient is outside of them: there would be a second copy
     assert [storages for _, _, storages in seen[2:]] == [1] * 4
+
+
+@pytest.mark.slow
+def test_several_micro_batches_after_a_first_window_of_one(tmp_path: Path) -> None:
+    """The buckets get their final layout between two windows, while the gradients are None."""
+    options = ("batch.global_size=16", "batch.ramp=[[1,4]]", "train.epochs=1", "strategy.sync=boundary")
+    seen = windows(tmp_path, "36", "-1", *options)
+    assert [count for count, _, _ in seen] == [1, 4, 4]
+    assert [storages for _, _, storages in seen[1:]] == [1] * 2
