@@ -67,13 +67,14 @@ bench-speedup: $(VENV)/.installed-dev tools
 	for rate in 1gbit 100mbit; do \
 		$(call HOSTS,$$rate,1) jobs/bench_speedup.py --rate $$rate || exit 1; done
 
-# The engine beside other libraries, here and on the same hosts: docs/explanations/peers.md and peers.png. 20 minutes.
-PEERS = jobs/bench_peers.py measure --setting $(1) --out build/peers.jsonl
+# The engine beside other libraries, here and on the same hosts: docs/explanations/peers.md and peers.png. 15 minutes.
+# Each cell has at least seven rounds of all contenders: at 100 Mbit/s, 16 micro-batches alone would take a quarter of an hour.
+PEERS = jobs/bench_peers.py measure --setting $(1) --out build/peers.jsonl --seconds 15 --accumulation $(2)
 bench-peers: $(VENV)/.installed-peers tools
 	mkdir -p build && rm -f build/peers.jsonl
-	$(BIN)/launch run cluster.workers_per_node=2 -- $(call PEERS,one-machine) --uneven
-	$(call HOSTS,1gbit,1) $(call PEERS,1gbit)
-	$(call HOSTS,100mbit,1) $(call PEERS,100mbit)
+	$(BIN)/launch run cluster.workers_per_node=2 -- $(call PEERS,one-machine,1 2 4 8) --uneven
+	$(call HOSTS,1gbit,1) $(call PEERS,1gbit,1 4 16)
+	$(call HOSTS,100mbit,1) $(call PEERS,100mbit,4)
 	$(BIN)/python jobs/bench_peers.py report --results build/peers.jsonl --to docs/explanations
 
 # The system tests make hosts of their own, and a Slurm cluster of them; where these are missing they skip, and say so.

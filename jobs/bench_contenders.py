@@ -26,6 +26,7 @@ from launcher.tasks.bytes_gpt import BytesGPT
 
 LEARNING_RATE, CLIP_NORM, IGNORED = 1e-3, 1.0, -100
 BUCKET_MB = 1  # of DDP: the model has 7.6 MB, and several buckets are needed for overlap
+ITEMS_COUNTED, MEAN_OF_EACH = "sum over the window's items", "usual mean of each micro-batch"
 Batch = tuple[Tensor, Tensor]  # tokens and targets, int64 [samples, time]
 
 
@@ -57,14 +58,15 @@ class Job:
         torch.manual_seed(0)
         return self.task.model()
 
-    def plan(self, strategy: str) -> Any:
+    def plan(self, strategy: str, sync: str) -> Any:
         options = [
             f"strategy={strategy}", f"batch.micro_size={self.micro_size}", f"batch.accumulation={self.accumulation}",
             "batch.short_window=drop", f"precision={'bf16' if self.bf16 else 'fp32'}", "cluster.device=cpu",
             "train.loader_workers=0", f"train.steps={10**6}", f"train.clip_norm={CLIP_NORM}", "train.shuffle=false",
             "schedule=constant", "schedule.warmup_steps=0", "run.calibrate_s=0",
         ]  # fmt: skip
-        options += [f"strategy.bucket_mb={BUCKET_MB}"] if strategy == "ddp" else ["strategy.sync=gather_once"]
+        options += [f"strategy.sync={sync}"]
+        options += [f"strategy.bucket_mb={BUCKET_MB}"] if strategy == "ddp" else []
         return make_plan(options, samples=len(self.data))
 
     def micro_batches(self, window: int, rank: int) -> list[Batch]:
@@ -79,7 +81,7 @@ class Job:
 
     @cached_property
     def batch(self) -> Any:
-        return self.plan("ddp").batch
+        return self.plan("ddp", "boundary").batch
 
     def autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast("cpu", torch.bfloat16) if self.bf16 else nullcontext()
@@ -118,10 +120,15 @@ class SentBytes(TorchDispatchMode):
 
 
 class Contender:
-    """One way to train. ``raw`` is the plain model, whose parameters are trained in place."""
+    """One way to train. ``raw`` is the plain model, whose parameters are trained in place.
+
+    Attributes:
+        loss: what the contender is given to average: this decides about unequal numbers of items.
+    """
 
     name: ClassVar[str]
     family: ClassVar[str] = "ddp"
+    loss: ClassVar[str] = ITEMS_COUNTED
     reads_itself: ClassVar[bool] = False  # its windows are the job's, read by its own loader
 
     def __init__(self, job: Job) -> None:
@@ -145,10 +152,11 @@ class LauncherDdp(Contender):
     """This project's engine. It reads its micro-batches itself, and counts and measures as in `launch train`."""
 
     name, reads_itself = "launcher DDP", True
+    sync: ClassVar[str] = "boundary"
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self.engine = Engine(self.raw, adamw, job.plan(self.family))
+        self.engine = Engine(self.raw, adamw, job.plan(self.family, self.sync))
         self._windows = self.engine.windows(job.data)
 
     def run(self, batches: list[Batch]) -> None:  # noqa: ARG002
@@ -161,11 +169,17 @@ class LauncherDdp(Contender):
 
 
 class LauncherFsdp(LauncherDdp):
-    name, family = "launcher FSDP2, gather_once", "fsdp"
+    name, family, sync = "launcher FSDP2, gather_once", "fsdp", "gather_once"
+
+
+class LauncherFsdpBoundary(LauncherDdp):
+    """The policy that keeps no full parameters between passes: the memory of FSDP2's default mode."""
+
+    name, family = "launcher FSDP2, boundary", "fsdp"
 
 
 class HandDdp(Contender):
-    name = "DDP by hand"
+    name, loss = "DDP by hand", MEAN_OF_EACH
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -178,15 +192,32 @@ class HandDdp(Contender):
     def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last else self.model.no_sync()
 
+    def part_of_loss(self, logits: Tensor, targets: Tensor, batches: list[Batch]) -> Tensor:
+        return mean_loss(logits, targets) / len(batches)
+
     def run(self, batches: list[Batch]) -> None:
         for number, (tokens, targets) in enumerate(batches, 1):
             with self.accumulating(last=number == len(batches)):
                 with self.job.autocast() if self.family == "ddp" else nullcontext():
-                    loss = mean_loss(self.model(tokens), targets) / len(batches)
-                loss.backward()
+                    logits = self.model(tokens)
+                self.part_of_loss(logits, targets, batches).backward()
         nn.utils.clip_grad_norm_(self.raw.parameters(), CLIP_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+
+class HandDdpCounting(HandDdp):
+    """Also counts the window's items on all ranks before the first micro-batch, as the guide of Accelerate does."""
+
+    name, loss = "DDP by hand, counting items", ITEMS_COUNTED
+
+    def run(self, batches: list[Batch]) -> None:
+        self.items = torch.stack([(targets != IGNORED).sum() for _, targets in batches]).sum()
+        dist.all_reduce(self.items)
+        super().run(batches)
+
+    def part_of_loss(self, logits: Tensor, targets: Tensor, batches: list[Batch]) -> Tensor:  # noqa: ARG002
+        return loss_sum(logits, targets) * (dist.get_world_size() / self.items)  # DDP averages over the ranks
 
 
 class HandFsdp(HandDdp):
@@ -215,4 +246,6 @@ class HandFsdpGathered(HandFsdp):
         return model
 
 
-HAND_WRITTEN: list[type[Contender]] = [LauncherDdp, HandDdp, LauncherFsdp, HandFsdp, HandFsdpGathered]
+HAND_WRITTEN: list[type[Contender]] = [
+    LauncherDdp, HandDdp, HandDdpCounting, LauncherFsdp, LauncherFsdpBoundary, HandFsdp, HandFsdpGathered,
+]  # fmt: skip

@@ -1,7 +1,8 @@
 """Contenders of jobs/bench_peers.py: the same optimizer step in other libraries.
 
-A library is imported by its own contender only, and used as its own documentation recommends for accumulation:
-docs/explanations/peers.md links these pages.
+A library is imported by its own contender only, and accumulates as its own documentation shows it first:
+docs/explanations/peers.md links these pages. With Accelerate and Fabric that is a mean of each micro-batch; the guide
+of Accelerate also has a loop that counts items.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_contenders import BUCKET_MB, CLIP_NORM, Batch, Contender, Job, adamw, loss_sum, mean_loss
+from bench_contenders import BUCKET_MB, CLIP_NORM, MEAN_OF_EACH, Batch, Contender, Job, adamw, loss_sum, mean_loss
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, IterableDataset
@@ -44,16 +45,16 @@ class AccelerateState:
 
 
 class AccelerateDdp(Contender):
-    name = "Accelerate DDP"
+    name, loss = "Accelerate DDP", MEAN_OF_EACH
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._state = AccelerateState()
         with self._state.active():
-            self.accelerator = self.made(job)
+            self.accelerator = self.make_accelerator(job)
             self.model, self.optimizer = self.accelerator.prepare(self.raw, adamw(self.raw.parameters()))
 
-    def made(self, job: Job) -> Any:
+    def make_accelerator(self, job: Job) -> Any:
         from accelerate import Accelerator, DistributedDataParallelKwargs
 
         ddp = DistributedDataParallelKwargs(bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True)
@@ -74,16 +75,17 @@ class AccelerateDdp(Contender):
 
 
 class AccelerateFsdp(AccelerateDdp):
-    name, family = "Accelerate FSDP2", "fsdp"
+    name, family, reshards = "Accelerate FSDP2", "fsdp", True
 
-    def made(self, job: Job) -> Any:
+    def make_accelerator(self, job: Job) -> Any:
         from accelerate import DistributedType, FullyShardedDataParallelPlugin
         from accelerate.state import PartialState
 
-        accelerator = super().made(job)
+        accelerator = super().make_accelerator(job)
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"],
             cpu_ram_efficient_loading=False, mixed_precision_policy=job.policy(), state_dict_type="SHARDED_STATE_DICT",
+            reshard_after_forward=self.reshards,
         )  # fmt: skip
         # Accelerate chooses FSDP on GPUs only; what it then does runs on CPUs as well
         for state in (accelerator.state, PartialState()):
@@ -92,8 +94,12 @@ class AccelerateFsdp(AccelerateDdp):
         return accelerator
 
 
+class AccelerateFsdpGathered(AccelerateFsdp):
+    name, reshards = "Accelerate FSDP2, kept gathered", False
+
+
 class FabricDdp(Contender):
-    name = "Lightning Fabric DDP"
+    name, loss = "Lightning Fabric DDP", MEAN_OF_EACH
 
     def __init__(self, job: Job) -> None:
         from lightning_fabric import Fabric
@@ -123,17 +129,22 @@ class FabricDdp(Contender):
 
 
 class FabricFsdp(FabricDdp):
-    name, family = "Lightning Fabric FSDP2", "fsdp"
+    name, family, reshards = "Lightning Fabric FSDP2", "fsdp", True
 
     def strategy(self) -> Any:
         from lightning_fabric.strategies import ModelParallelStrategy
 
         def shard(model: Any, mesh: Any) -> Any:
             for module in (*model.blocks, model):
-                fully_shard(module, mesh=mesh["data_parallel"])
+                # None is torch's default: the root, whose backward pass starts at once, stays gathered
+                fully_shard(module, mesh=mesh["data_parallel"], reshard_after_forward=None if self.reshards else False)
             return model
 
         return ModelParallelStrategy(shard, data_parallel_size=dist.get_world_size(), tensor_parallel_size=1)
+
+
+class FabricFsdpGathered(FabricFsdp):
+    name, reshards = "Lightning Fabric FSDP2, kept gathered", False
 
 
 class TrainerDdp(Contender):
@@ -159,13 +170,13 @@ class TrainerDdp(Contender):
 
         peer, job = self, self.job
 
-        class Handed(IterableDataset[dict[str, Tensor]]):
+        class GivenBatches(IterableDataset[dict[str, Tensor]]):
             def __iter__(self) -> Iterator[dict[str, Tensor]]:
                 while True:
                     for tokens, targets in peer._batches:
                         yield {"tokens": tokens, "labels": targets}
 
-        class Turns(TrainerCallback):
+        class PauseAfterStep(TrainerCallback):
             def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
                 peer._pause()
 
@@ -173,9 +184,9 @@ class TrainerDdp(Contender):
                 peer._pause()
                 control.should_training_stop = peer._closing
 
-        class OnHanded(Trainer):
+        class TrainerOfGivenBatches(Trainer):
             def get_train_dataloader(self) -> DataLoader[Any]:
-                return DataLoader(Handed(), batch_size=None)
+                return DataLoader(GivenBatches(), batch_size=None)
 
         def loss(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
             return loss_sum(logits, labels) / num_items_in_batch
@@ -188,9 +199,9 @@ class TrainerDdp(Contender):
         )  # fmt: skip
         optimizer = adamw(self.raw.parameters())
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-        trainer = OnHanded(
-            self.raw, arguments, train_dataset=Handed(), callbacks=[Turns()], optimizers=(optimizer, schedule),
-            compute_loss_func=loss,
+        trainer = TrainerOfGivenBatches(
+            self.raw, arguments, train_dataset=GivenBatches(), callbacks=[PauseAfterStep()],
+            optimizers=(optimizer, schedule), compute_loss_func=loss,
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
         return trainer
@@ -230,7 +241,7 @@ class TorchTitan(Contender):
     """torchtitan's ``Trainer.train_step`` and ``apply_fsdp_to_decoder``. Its constructor builds models of its own for
     GPUs: what the step needs is set here instead."""
 
-    name, family = "torchtitan", "fsdp"
+    name, family, reshards = "torchtitan", "fsdp", "default"
 
     def __init__(self, job: Job) -> None:
         # its expert-parallel kernels import Triton, which a CPU build of torch does not have; nothing here uses them
@@ -253,7 +264,10 @@ class TorchTitan(Contender):
             "enable_weight_tying": False,
         }  # fmt: skip
         dtype = torch.bfloat16 if job.bf16 else torch.float32
-        apply_fsdp_to_decoder(raw, dims.get_mesh("fsdp"), dtype, torch.float32, pp_enabled=False)
+        apply_fsdp_to_decoder(
+            raw, dims.get_mesh("fsdp"), dtype, torch.float32, pp_enabled=False,
+            reshard_after_forward_policy=self.reshards,
+        )  # fmt: skip
         for module in (*raw.blocks, raw.bytes, raw.norm, raw):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other one with a factor of 1
         self.trainer = Trainer.__new__(Trainer)
@@ -275,6 +289,10 @@ class TorchTitan(Contender):
         self.trainer.train_step(({"input": tokens}, targets) for tokens, targets in batches)
 
 
+class TorchTitanGathered(TorchTitan):
+    name, reshards = "torchtitan, kept gathered", "never"
+
+
 class _Absent(ModuleType):
     """Module of names that nothing uses."""
 
@@ -283,4 +301,7 @@ class _Absent(ModuleType):
             raise AttributeError(name)
 
 
-LIBRARIES: list[type[Contender]] = [AccelerateDdp, FabricDdp, TrainerDdp, AccelerateFsdp, FabricFsdp, TorchTitan]
+LIBRARIES: list[type[Contender]] = [
+    AccelerateDdp, FabricDdp, TrainerDdp, AccelerateFsdp, AccelerateFsdpGathered, FabricFsdp, FabricFsdpGathered,
+    TorchTitan, TorchTitanGathered,
+]  # fmt: skip

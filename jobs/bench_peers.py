@@ -35,14 +35,23 @@ from torch.utils.data import TensorDataset
 from launcher.tasks.bytes_gpt import BytesGPT
 
 CHECKED_WINDOWS = 2
-MIN_ROUNDS, MAX_ROUNDS = 3, 200
+MIN_ROUNDS, MAX_ROUNDS = 7, 200
 UNEVEN_ACCUMULATION = 4
 # relative to the distance that training has moved the parameters: above what rounding does, below a mean of means
 SAME = {"fp32": 1e-2, "bf16": 1e-1}
 FAMILIES = {"ddp": "DDP", "fsdp": "FSDP2"}
 # heading of the part of peers.md that is written by hand
 NOTES = "## How each one accumulates"
-LIBRARY_NAMES = ("torch", "accelerate", "lightning-fabric", "transformers", "torchtitan")
+PACKAGES = {
+    "Accelerate": "accelerate", "Lightning Fabric": "lightning-fabric", "transformers": "transformers",
+    "torchtitan": "torchtitan",
+}  # fmt: skip
+GLOO_CAVEAT = """\
+gloo runs a reduce-scatter as an all-reduce. Between hosts, contenders that call it therefore send more on the link than
+is counted, and take longer than they would on NCCL: compare the two in the table of bytes. The launcher exchanges the
+parts directly. "Kept gathered" and `gather_once` hold parameters between forward and backward passes; all other rows
+reshard after the forward pass, the default of FSDP2, and need less memory.
+"""
 
 
 def samples(text: Tensor, *, uneven: bool) -> TensorDataset:
@@ -123,9 +132,9 @@ class Cell:
             shift = number % len(self.contenders)
             for each in self.contenders[shift:] + self.contenders[:shift]:
                 dist.barrier()
-                began = time.perf_counter()
+                start_s = time.perf_counter()
                 each.step(CHECKED_WINDOWS + number, nullcontext())
-                self.times[each.name].append(time.perf_counter() - began)
+                self.times[each.name].append(time.perf_counter() - start_s)
             over = torch.tensor(number + 1 >= MIN_ROUNDS and time.perf_counter() - start > budget_s)
             dist.broadcast(over, 0)
             if over:
@@ -164,7 +173,8 @@ def measure(arguments: argparse.Namespace) -> None:
         for each in cell.contenders:
             sent_bytes, on_link = cell.sent[each.name]
             record = {
-                **same, "contender": each.name, "family": each.family, "accumulation": accumulation, "uneven": uneven,
+                **same, "contender": each.name, "family": each.family, "loss": each.loss,
+                "accumulation": accumulation, "uneven": uneven,
                 "times_s": cell.times[each.name], "sent_bytes": sent_bytes, "link_bytes": on_link,
                 "difference": differences[each.name],
             }  # fmt: skip
@@ -178,8 +188,8 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def versions(kinds: Sequence[type[Contender]]) -> dict[str, str]:
-    names = LIBRARY_NAMES if any(kind in LIBRARIES for kind in kinds) else LIBRARY_NAMES[:1]
-    return {name: version(name) for name in names}
+    used = [package for start, package in PACKAGES.items() if any(kind.name.startswith(start) for kind in kinds)]
+    return {name: version(name) for name in ("torch", *used)}
 
 
 def line(record: dict[str, Any]) -> str:
@@ -197,16 +207,21 @@ class Results:
     def __init__(self, records: Sequence[dict[str, Any]]) -> None:
         self.timed = [record for record in records if not record["uneven"]]
         self.uneven = {record["contender"]: record["difference"] for record in records if record["uneven"]}
-        self.settings, self.contenders, self.accumulations = (
-            list(dict.fromkeys(record[key] for record in self.timed))
-            for key in ("setting", "contender", "accumulation")
+        self.settings, self.contenders = (
+            list(dict.fromkeys(record[key] for record in self.timed)) for key in ("setting", "contender")
         )
+        self.accumulations = sorted({record["accumulation"] for record in self.timed})
         self.families = {record["contender"]: record["family"] for record in self.timed}
+        self.losses = {record["contender"]: record["loss"] for record in self.timed}
         self._cells = {(r["setting"], r["contender"], r["accumulation"]): r for r in self.timed}
 
     def family(self, name: str) -> list[str]:
         """Return the contenders of a family, this launcher's first."""
         return [contender for contender in self.contenders if self.families[contender] == name]
+
+    def measured(self, setting: str) -> list[int]:
+        """Return the accumulations of a setting."""
+        return sorted({record["accumulation"] for record in self.timed if record["setting"] == setting})
 
     def cell(self, setting: str, contender: str, accumulation: int) -> dict[str, Any]:
         return self._cells[setting, contender, accumulation]
@@ -222,20 +237,38 @@ class Results:
 
     def time_text(self, setting: str, contender: str, accumulation: int) -> str:
         times_s = self.cell(setting, contender, accumulation)["times_s"]
-        middle, median = f"{statistics.median(times_s) * 1e3:,.1f}", self.ratios(setting, contender, accumulation)
+        median, ratios = f"{statistics.median(times_s) * 1e3:,.1f}", self.ratios(setting, contender, accumulation)
         if contender == self.family(self.families[contender])[0]:
             low, _, high = statistics.quantiles([time_s * 1e3 for time_s in times_s], n=4)
-            return f"{middle} ms ({low:,.1f} to {high:,.1f})"
-        low, ratio, high = statistics.quantiles(median, n=4)
-        return f"{middle} ms, **{ratio:.2f}** ({low:.2f} to {high:.2f})"
+            return f"{median} ms ({low:,.1f} to {high:,.1f})"
+        low, ratio, high = statistics.quantiles(ratios, n=4)
+        return f"{median} ms, **{ratio:.2f}** ({low:.2f} to {high:.2f})"
 
     def bytes_text(self, contender: str, accumulation: int) -> str:
         """Return the counted megabytes, how many times the launcher's that is, and those on the shaped links."""
-        cells = [self.cell(setting, contender, accumulation) for setting in self.settings]
-        sent, own = cells[0]["sent_bytes"], self.ours(self.settings[0], contender, accumulation)["sent_bytes"]
+        settings = [setting for setting in self.settings if accumulation in self.measured(setting)]
+        cells = [self.cell(setting, contender, accumulation) for setting in settings]
+        sent, own = cells[0]["sent_bytes"], self.ours(settings[0], contender, accumulation)["sent_bytes"]
         linked = [cell["link_bytes"] for cell in cells if cell["link_bytes"] is not None]
         link = f", link {statistics.median(linked) / 1e6:,.1f}" if linked else ""
         return f"{sent / 1e6:,.2f} ({sent / own:.2f}{link})"
+
+    def fixed_cost(self, plain: str = "DDP by hand") -> str:
+        """Return a sentence on the time of the launcher's DDP in addition to that of a loop by hand."""
+        setting = self.settings[0]
+        if not {"launcher DDP", plain} <= set(self.contenders):
+            return ""
+        parts = []
+        for accumulation in self.measured(setting):
+            own, other = (self.cell(setting, name, accumulation)["times_s"] for name in ("launcher DDP", plain))
+            more_s = statistics.median(a - b for a, b in zip(own, other, strict=True))
+            share = more_s / statistics.median(other)
+            parts.append(f"{more_s * 1e3:+.1f} ms ({share:+.0%}) at accumulation {accumulation}")
+        return (
+            "Under DDP the engine adds a fixed cost to each window: it counts items and bytes, compares the ranks and "
+            f"estimates the noise scale. Its windows are short here: {setting}, against DDP by hand, the median "
+            f"difference is {', '.join(parts)}. "
+        )
 
 
 def table(head: Sequence[object], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -252,18 +285,22 @@ def report(results: Path, to: Path) -> None:
     lines = [
         "# The engine beside other libraries", "",
         f"Made by `make bench-peers` (`jobs/bench_peers.py`) on {first['machine']}, in {first['precision']}, with "
-        f"{first['ranks']} ranks: {libraries}.", "", "![time relative to the launcher](peers.png)", "",
+        f"{first['ranks']} ranks: {libraries}. {got.fixed_cost()}",
+        "", "![time relative to the launcher](peers.png)", "",
         "## Time of one optimizer step", "",
         "Columns: micro-batches per window. The launcher's rows show the median and the middle half of its windows; "
         "the others, their median and, in bold, how many times as long as the launcher they take: the median of the "
-        "ratios of each round, and the middle half of these.", "",
+        "ratios of each round, and the middle half of these. In each round every contender takes one window.", "",
     ]  # fmt: skip
-    for setting in got.settings:
-        for family, title in FAMILIES.items():
-            names = got.family(family)
-            head = [f"{setting}, {title}", *got.accumulations]
-            rows = [[name, *(got.time_text(setting, name, each) for each in got.accumulations)] for name in names]
-            lines += table(head, rows) if names else []
+    for family, title in FAMILIES.items():
+        names = got.family(family)
+        lines += [f"### {title}", ""] if names else []
+        lines += [GLOO_CAVEAT] if names and family == "fsdp" else []
+        for setting in got.settings if names else ():
+            counts = got.measured(setting)
+            rows = [[name, *(got.time_text(setting, name, each) for each in counts)] for name in names]
+            rounds = [str(len(got.cell(setting, names[0], each)["times_s"])) for each in counts]
+            lines += table([setting, *counts], [*rows, ["rounds", *rounds]])
     lines += [
         "## Bytes of one optimizer step", "",
         "Megabytes that a rank's collectives have to send, counted alike for all (`SentBytes` in "
@@ -275,18 +312,18 @@ def report(results: Path, to: Path) -> None:
         rows = [[name, *(got.bytes_text(name, each) for each in got.accumulations)] for name in names]
         lines += table([title, *got.accumulations], rows) if names else []
     lines += [
-        "## What is learned", "",
+        "## Equality of the result", "",
         "Distance of the parameters from those of one process that takes each window as one big batch in fp64, "
         f"relative to the distance that training has moved them, after {CHECKED_WINDOWS} windows; equal means less "
         f"than {same:.0e}. Samples of one length: the largest of all cells above. Unequal: of each sample between one "
-        "and all targets count.", "",
+        "and all targets count; the mean of a micro-batch's own items is then no equal part of the window's.", "",
     ]  # fmt: skip
     rows = []
     for name in got.contenders:
         largest = max(record["difference"] for record in got.timed if record["contender"] == name)
         uneven = _verdict(got.uneven[name], same) if name in got.uneven else "-"
-        rows.append([name, _verdict(largest, same), uneven])
-    lines += table(["", "samples of one length", "unequal numbers of items"], rows)
+        rows.append([name, got.losses[name], _verdict(largest, same), uneven])
+    lines += table(["", "loss of the job's loop", "samples of one length", "unequal numbers of items"], rows)
     page = to / "peers.md"
     _, heading, after = page.read_text().partition(NOTES) if page.exists() else ("", "", "")
     page.write_text("\n".join(lines) + (f"\n{heading}{after}" if heading else ""))
@@ -308,11 +345,11 @@ def _plot(got: Results, to: Path) -> None:
     )  # fmt: skip
     for setting, panel in zip(got.settings, panels[0], strict=True):
         for number, name in enumerate(got.contenders):
-            ratios = [statistics.median(got.ratios(setting, name, each)) for each in got.accumulations]
+            counts = got.measured(setting)
+            ratios = [statistics.median(got.ratios(setting, name, each)) for each in counts]
             style = "-" if got.families[name] == "ddp" else "--"
-            panel.plot(
-                got.accumulations, ratios, style, marker="o", color=f"C{number}" if number < 10 else "k", label=name
-            )
+            color, marker = f"C{number % 10}", "o" if number < 10 else "s"
+            panel.plot(counts, ratios, style, marker=marker, color=color, label=name)
         panel.set(title=setting, xscale="log", yscale="log", xlabel="accumulation", xticks=got.accumulations)
         panel.set_xticklabels(map(str, got.accumulations))
         panel.set(yticks=(1, 2, 4, 8), yticklabels=("1", "2", "4", "8"))
