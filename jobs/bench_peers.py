@@ -266,8 +266,8 @@ class Results:
             parts.append(f"{more_s * 1e3:+.1f} ms ({share:+.0%}) at accumulation {accumulation}")
         return (
             "Under DDP the engine adds a fixed cost to each window: it counts items and bytes, compares the ranks and "
-            f"estimates the noise scale. Its windows are short here: {setting}, against DDP by hand, the median "
-            f"difference is {', '.join(parts)}. "
+            "estimates the noise scale. The windows are short here, so that it shows: in the setting "
+            f"{setting}, the median difference from DDP by hand is {', '.join(parts)}."
         )
 
 
@@ -285,12 +285,12 @@ def report(results: Path, to: Path) -> None:
     lines = [
         "# The engine beside other libraries", "",
         f"Made by `make bench-peers` (`jobs/bench_peers.py`) on {first['machine']}, in {first['precision']}, with "
-        f"{first['ranks']} ranks: {libraries}. {got.fixed_cost()}",
+        f"{first['ranks']} ranks: {libraries}. {got.fixed_cost()}".strip(),
         "", "![time relative to the launcher](peers.png)", "",
         "## Time of one optimizer step", "",
-        "Columns: micro-batches per window. The launcher's rows show the median and the middle half of its windows; "
-        "the others, their median and, in bold, how many times as long as the launcher they take: the median of the "
-        "ratios of each round, and the middle half of these. In each round every contender takes one window.", "",
+        "Columns: micro-batches per window. The first row of a table shows the median and the middle half of the "
+        "launcher's windows; the others, their median and, in bold, how many times as long they take: the median of "
+        "the ratios of each round, and the middle half of these. In each round every contender takes one window.", "",
     ]  # fmt: skip
     for family, title in FAMILIES.items():
         names = got.family(family)
@@ -304,7 +304,7 @@ def report(results: Path, to: Path) -> None:
     lines += [
         "## Bytes of one optimizer step", "",
         "Megabytes that a rank's collectives have to send, counted alike for all (`SentBytes` in "
-        "jobs/bench_contenders.py); in brackets, as a multiple of the launcher's, and what a shaped host really sent "
+        "jobs/bench_contenders.py); in brackets, as a multiple of the first row, and what a shaped host really sent "
         "on its link in the same window, with headers.", "",
     ]  # fmt: skip
     for family, title in FAMILIES.items():
