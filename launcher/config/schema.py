@@ -110,8 +110,8 @@ class StrategyConfig:
     static_graph: bool = False
     """ddp: DDP's static_graph; only with sync=every."""
     find_unused_parameters: bool = False
-    """ddp: DDP's find_unused_parameters; only with sync=every. In a window in which no rank uses a parameter, its gradient
-    is zero: momentum and weight decay still change it."""
+    """ddp: DDP's find_unused_parameters; only with sync=every. The gradient of a parameter that no rank uses in a
+    window is zero after its first use: momentum and weight decay still change it."""
     compress: Compress = Compress.none
     """ddp: send gradients as bf16, or as low-rank factors (powersgd, with error feedback). fp16 is refused."""
     powersgd_rank: int | None = None
