@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 REQUIRED_METHODS = ("model", "train_data", "loss")
 OPTIONAL_METHODS = (
-    "eval_data", "collate", "order", "lengths", "length", "items", "flops_per_sample", "shard_units", "optimizer",
-    "schedule", "eval_metrics", "sample", "export",
+    "eval_data", "collate", "order", "lengths", "length", "items", "flops_per_sample", "shard_units", "compile_units",
+    "optimizer", "schedule", "eval_metrics", "sample", "export", "export_config",
 )  # fmt: skip
 
 
@@ -50,6 +50,8 @@ class Task(Protocol):
             and throughput/mfu; by default they are counted.
         ``shard_units(model) -> list[nn.Module]``: modules that FSDP and HSDP gather together; by default, the repeated
             blocks of the model.
+        ``compile_units(model) -> list[nn.Module]``: modules that train.compile compiles one by one; by default, the
+            whole model under single and DDP, the shard units under FSDP and HSDP.
         ``optimizer(model)``: an optimizer of the model's trained parameters, or a list of several; by default, that of
             the optimizer group.
         ``schedule(optimizer, steps)``: a torch.optim.lr_scheduler.LRScheduler that is stepped after each of ``steps``
@@ -57,6 +59,8 @@ class Task(Protocol):
         ``eval_metrics()``: torchmetrics objects, updated in the evaluation with the outputs of the loss.
         ``export(model, directory)``: writes further files of `launch export` into ``directory`` (pathlib.Path);
             ``model`` is on the CPU and has the exported values.
+        ``export_config(model, directory, dtype)``: writes the configuration of a model that is not of transformers into
+            ``directory``; ``model`` may have no values, ``dtype`` is the torch.dtype of the exported parameters.
         ``outputs(model, batch)`` and ``window_loss(outputs) -> Loss``, in place of ``loss``: a tensor, or a tuple or
             dict of tensors, with one row for each sample; and the loss of the rows of all samples of a window.
     """

@@ -42,7 +42,7 @@ def _require_memory(size: str, settings: tuple[str, ...]) -> None:
 
     from launcher.tasks.llama_shape import LlamaShape
 
-    count = LlamaShape.of(size, None, {}).counts()["parameters"]
+    count = LlamaShape.resolve(size, None, {}).counts()["parameters"]
     needed, memory = count * (8 if NARROW[0] in settings else 16), torch.cuda.get_device_properties(0).total_memory
     if needed > 0.95 * memory:
         raise Skip(
@@ -102,7 +102,6 @@ def documents(environment: Environment) -> str:
     import torch
 
     from launcher.tasks.llama import Llama
-    from launcher.train.engine.build import compile_forward, recompute
 
     if environment.on_gpu and not _compiles():
         raise Skip("triton or a C compiler is not installed, which FlexAttention needs")
@@ -113,33 +112,56 @@ def documents(environment: Environment) -> str:
     rows = torch.randint(4, 512, (2, 513))
     for row, ends in enumerate(([0, 99, 100, 300], [511])):
         rows[row, ends] = 3
-    total = torch.zeros((), dtype=torch.float64)
-    for row in rows:
-        stops = [1 + int(place) for place in (row[:-1] == 3).nonzero()]
-        for start, stop in zip([0, *stops], [*stops, 512], strict=True):
-            if stop > start:
-                predicted = torch.where(row[start:stop] == 3, -100, row[start + 1 : stop + 1])
-                total = total + reference(row[None, start:stop], predicted[None])
+    total = _loss_of_each_alone(reference, rows)
     total.backward()
     report = list[str]()
     for dtype, within in ((torch.float32, 1e-3), (torch.bfloat16, 5e-2)):
         for way in ("plain", "recompute", "compile", "compile and recompute"):
             if "compile" in way and not environment.on_gpu:
                 continue
-            model: Any = task.model()
-            model.load_state_dict(reference.state_dict())
-            model.to(environment.device)
-            if "compile" in way:
-                compile_forward([*model.model.layers, model.chunk_loss])
-            if "recompute" in way:
-                recompute(list(model.model.layers))
-            with torch.autocast(environment.device, dtype, enabled=dtype is torch.bfloat16):
-                loss = task.loss(model, rows.to(environment.device))
-            loss.total.backward()
+            model, loss = _trained_in(way, task, reference, rows, environment.device, dtype)
             pairs = zip(model.parameters(), reference.parameters(), strict=True)
             worst = max(((a.grad.cpu() - b.grad).norm() / b.grad.norm()).item() for a, b in pairs)
-            worst = max(worst, abs(loss.total.item() / total.item() - 1))
+            worst = max(worst, abs(loss / total.item() - 1))
             if not worst < within:
                 raise AssertionError(f"{way}, {dtype}: relative distance {worst:.2g} from each document alone")
             report.append(f"{way} {worst:.0e}")
     return ", ".join(report)
+
+
+def _loss_of_each_alone(model: Any, rows: Any) -> Any:
+    """Return the summed loss of the documents of ``rows``, each in a pass of its own."""
+    import torch
+
+    total = torch.zeros((), dtype=torch.float64)
+    for row in rows:
+        stops = [1 + int(place) for place in (row[:-1] == 3).nonzero()]
+        for start, stop in zip([0, *stops], [*stops, 512], strict=True):
+            if stop > start:
+                predicted = torch.where(row[start:stop] == 3, -100, row[start + 1 : stop + 1])
+                total = total + model(row[None, start:stop], predicted[None])
+    return total
+
+
+def _trained_in(way: str, task: Any, reference: Any, rows: Any, device: Any, dtype: Any) -> tuple[Any, float]:
+    """Return a model with the parameters of ``reference`` and their gradients, and its loss.
+
+    Args:
+        way: names compile, recompute or both.
+        dtype: of autocast, or fp32.
+    """
+    import torch
+
+    from launcher.train.engine.build import compile_forward, recompute
+
+    model: Any = task.model()
+    model.load_state_dict(reference.state_dict())
+    model.to(device)
+    if "compile" in way:
+        compile_forward(task.compile_units(model))
+    if "recompute" in way:
+        recompute(task.shard_units(model))
+    with torch.autocast(device, dtype, enabled=dtype is torch.bfloat16):
+        loss = task.loss(model, rows.to(device))
+    loss.total.backward()
+    return model, loss.total.item()

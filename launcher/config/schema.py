@@ -258,8 +258,8 @@ class TrainConfig:
     deterministic: bool = False
     """Use deterministic kernels only: slower, bitwise repeatable."""
     compile: bool = False
-    """torch.compile the model: as a whole, or one by one the blocks that are sharded, recomputed, or that the task
-    names (shard_units)."""
+    """torch.compile the model: as a whole; under FSDP and HSDP its shard units one by one; or the modules that the
+    task names (compile_units)."""
     log_every: int = 1
     """Optimizer steps between two records."""
     eval_every: int = 0

@@ -123,8 +123,8 @@ class ExportedModel:
         return self._adapters.merge_into(name, value, read)
 
     def write_files(self, directory: Path, task: Task, dtype: torch.dtype) -> None:
-        """Write the configuration of a model or of an adapter, and the tokenizer of the task. A model has one if it is
-        of transformers, or has a method ``save_config(directory, dtype)``.
+        """Write the configuration of a model or of an adapter, and the tokenizer of the task. A model that is not of
+        transformers has one if the task has a method ``export_config``.
 
         Args:
             dtype: of the exported parameters.
@@ -139,8 +139,8 @@ class ExportedModel:
             generation = getattr(self._model, "generation_config", None)
             if generation is not None and self._model.can_generate():
                 generation.save_pretrained(directory)
-        elif callable(save_config := getattr(self._model, "save_config", None)):
-            save_config(directory, dtype)
+        elif callable(export_config := getattr(task, "export_config", None)):
+            export_config(self._model, directory, dtype)
         tokenizer = getattr(task, "tokenizer", None)
         if callable(save := getattr(tokenizer, "save_pretrained", None)):
             save(directory)

@@ -190,10 +190,42 @@ def _load_tokenizer(key: str, path: str) -> Any:
     """
     from transformers import AutoTokenizer
 
+    if not Path(path).is_dir():
+        _require_hub_name(key, path)
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise TaskError(f"{key}={path}: no tokenizer: {_first_line(error)}\n  Name one with task.tokenizer=.") from None
+
+
+def _require_hub_name(key: str, name: str) -> None:
+    """Raise TaskError unless the hub has a repository of this name, or the local cache has a file of it.
+
+    It is asked once: transformers asks for each of several files and repeats it for about a minute.
+    """
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    path, hint = Path(name), "Name a directory that save_pretrained wrote, or a name on the hub, with task.tokenizer=."
+    if path.is_file() or path.suffix == ".json":
+        problem = "a file is not one" if path.is_file() else "no such file"
+        raise TaskError(f"{key}={name}: no tokenizer: {problem}.\n  Name its directory: task.tokenizer={path.parent}.")
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        raise TaskError(f"{key}={name}: no tokenizer: no such directory.\n  {hint}") from None
+    if "/" in name and path.parent.is_dir():
+        raise TaskError(f"{key}={name}: no tokenizer: {path.parent} has no directory {path.name}.\n  {hint}")
+    files = ("tokenizer_config.json", "tokenizer.json", "config.json")
+    if any(isinstance(try_to_load_from_cache(name, file), str) for file in files):
+        return
+    try:
+        HfApi().model_info(name, timeout=10)
+    except Exception as error:  # of the network, the hub, and HF_HUB_OFFLINE, which have no common type
+        raise TaskError(
+            f"{key}={name}: no tokenizer: there is no such directory; as a name on the hub: {_first_line(error)}"
+            f"\n  {hint}"
+        ) from None
 
 
 def _with_lora(model: Any, lora: dict[str, Any], kind: str, new: list[str]) -> Any:

@@ -5,22 +5,22 @@ The module does not import torch at module level, so that a plan can be made fro
 
 from __future__ import annotations
 
+import json
+import shutil
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from launcher.errors import DataError, TaskError
+from launcher.errors import TaskError
 from launcher.loss import Loss
 from launcher.tasks.bytes_gpt import BytesGPT
-from launcher.tasks.llama_shape import LlamaShape
+from launcher.tasks.llama_shape import SPECIAL_IDS, LlamaShape
+from launcher.train.data.token_file import TOKEN_TYPES, TokenRows, require_token_file
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 DEFAULT_SEQ_LEN = 1024
-# target of a position at which nothing is predicted, as in launcher.train.data.packing
-IGNORED = -100
-_FILES = (".npy", ".bin")
 # smallest vocabulary of the bytes of a text
 _BYTES = 256
 
@@ -41,8 +41,10 @@ class Llama:
             start at 0. "none": each row is one text.
         token_type: numbers in a .bin file. Default: uint16, or uint32 if the vocabulary is larger.
         eval_data: data of the evaluation; default: a part of ``data``.
-        held_out: share of ``data`` for the evaluation: the end of a file of tokens; 0: none.
-        eval_samples: number of rows of an evaluation, spread evenly over the held-out tokens; None: all.
+        held_out: share of ``data`` for the evaluation: the end of a file of tokens; 0: none. Not used with
+            ``eval_data``.
+        eval_samples: number of rows of an evaluation, spread evenly over the held-out tokens; None: all. Not used with
+            ``tokenizer``: train.eval_samples limits any evaluation.
         tokenizer: directory or hub name of a tokenizer of transformers.
         text: with ``tokenizer``: column of the text, as for task=hf_causal_lm.
         unusable: with ``tokenizer``: examples that are empty or too long: ``error``, or ``skip``.
@@ -72,69 +74,64 @@ class Llama:
         dtype: Literal["fp32", "bf16"] = "fp32",
     ) -> None:
         changes = {"width": width, "depth": depth, "heads": heads, "kv_heads": kv_heads, "ffn": ffn, "vocab": vocab}
-        self.shape = LlamaShape.of(size, model, changes)
-        longest = self.shape.positions
-        self.seq_len = min(DEFAULT_SEQ_LEN, longest) if seq_len is None else seq_len
-        if not 2 <= self.seq_len <= longest:
-            raise TaskError(
-                f"task.seq_len={seq_len}: must be at least 2 and at most {longest}, the length of the "
-                "model's sequences."
-            )
-        if dtype not in ("fp32", "bf16"):
-            raise TaskError(f"task.dtype={dtype}: must be fp32 or bf16.")
-        if eval_samples is not None and eval_samples < 1:
-            raise TaskError(f"task.eval_samples={eval_samples}: must be at least 1.")
-        if not 0 <= held_out < 1:
-            raise TaskError(f"task.held_out={held_out}: must be at least 0 and below 1.")
-        self._dtype, self._eval_samples = dtype, eval_samples
+        self.shape = LlamaShape.resolve(size, model, changes)
+        self.seq_len = min(DEFAULT_SEQ_LEN, self.shape.positions) if seq_len is None else seq_len
+        self._model, self._dtype = model, dtype
         self._data, self._eval_data, self._held_out = data, eval_data, held_out
+        self._eval_samples = eval_samples
+        self._tokenizer, self._text, self._unusable = tokenizer, text, unusable
         self.notes: list[str] = []  # which the plan shows
+        self._source = self._source_of_data()
+        self._require_values()
+        self.eos = self._checked_eos(eos)
+        self._token_type = self._checked_token_type(token_type)
         if model is not None and Path(model).is_dir() and next(Path(model).glob("*.safetensors"), None) is not None:
             self.notes.append(
                 f"task.model={model} gives the shape; its weights are used with checkpoint.init_from={model}."
             )
-        self._tokenizer, self._text, self._unusable = tokenizer, text, unusable
-        if tokenizer is not None and data is None:
-            raise TaskError("task.tokenizer without task.data: there is no text.\n  Name it with task.data=PATH.")
-        if data is None:
-            self._require_bytes()
-        self.eos = self._checked_eos(eos)
-        self._token_type = self._checked_token_type(token_type)
 
-    @cached_property
-    def _texts(self) -> Any:
-        """Examples for the tokenizer; None without one. Not made by the constructor, for the sake of the plan."""
-        if self._tokenizer is None:
-            return None
-        from launcher.tasks.hf_causal_lm import TextsForModel
-
-        texts = TextsForModel(
-            str(self._data), self._tokenizer, self.seq_len, self._eval_data, self._held_out, text=self._text,
-            unusable=self._unusable,
-        )  # fmt: skip
-        if (words := len(texts.tokenizer)) > self.shape.vocab:
-            raise TaskError(
-                f"task.tokenizer={self._tokenizer}: it has {words} tokens, and the model only {self.shape.vocab}.\n"
-                f"  Use task.vocab={words}, or the model's own tokenizer."
-            )
-        return texts
-
-    def _require_bytes(self) -> None:
-        if self.shape.vocab < _BYTES:
-            raise TaskError(f"task.vocab={self.shape.vocab}: must be at least {_BYTES} for the bytes of a text.")
+    def _source_of_data(self) -> Literal["bytes", "tokens", "examples"]:
+        """Return the kind of ``data``: bytes of the standard library, files of tokens, or examples for a tokenizer."""
+        if self._tokenizer is not None:
+            if self._data is None:
+                raise TaskError("task.tokenizer needs examples in task.data.\n  Name them with task.data=PATH.")
+            return "examples"
+        if self._text is not None:
+            raise TaskError(f"task.text={self._text}: only examples for a tokenizer have columns.\n  Leave it out.")
+        if self._data is not None:
+            require_token_file("task.data", self._data)
+            if self._eval_data is not None:
+                require_token_file("task.eval_data", self._eval_data)
+            return "tokens"
         if self._eval_data is not None:
             raise TaskError("task.eval_data without task.data: the bytes of the standard library have their own.")
+        if self.shape.vocab < _BYTES:
+            raise TaskError(f"task.vocab={self.shape.vocab}: must be at least {_BYTES} for the bytes of a text.")
+        return "bytes"
+
+    def _require_values(self) -> None:
+        longest = self.shape.positions
+        if not 2 <= self.seq_len <= longest:
+            raise TaskError(
+                f"task.seq_len={self.seq_len}: must be at least 2 and at most {longest}, the length of the "
+                "model's sequences."
+            )
+        if self._dtype not in ("fp32", "bf16"):
+            raise TaskError(f"task.dtype={self._dtype}: must be fp32 or bf16.")
+        if self._eval_samples is not None and self._eval_samples < 1:
+            raise TaskError(f"task.eval_samples={self._eval_samples}: must be at least 1.")
+        if not 0 <= self._held_out < 1:
+            raise TaskError(f"task.held_out={self._held_out}: must be at least 0 and below 1.")
 
     def _checked_eos(self, eos: int | Literal["none"] | None) -> int | None:
         """Return the token that ends documents in the rows; None if each row is one text."""
-        of_tokens = self._data is not None and self._tokenizer is None
-        if of_tokens and eos is None:
+        if self._source == "tokens" and eos is None:
             raise TaskError(
                 f"task.data={self._data}: task.eos is not set.\n"
                 "  Name the token that ends each document, such as task.eos=128001; task.eos=none joins all documents "
                 "to one text."
             )
-        if not of_tokens and eos is not None:
+        if self._source != "tokens" and eos is not None:
             raise TaskError(f"task.eos={eos}: only a file of tokens needs it.\n  Leave it out.")
         if eos is None or eos == "none":
             return None
@@ -143,9 +140,34 @@ class Llama:
         return eos
 
     def _checked_token_type(self, token_type: str | None) -> str:
-        if token_type not in (None, "uint16", "uint32"):
-            raise TaskError(f"task.token_type={token_type}: must be uint16 or uint32.")
+        if token_type not in (None, *TOKEN_TYPES):
+            raise TaskError(f"task.token_type={token_type}: must be {' or '.join(TOKEN_TYPES)}.")
+        files = [path for path in (self._data, self._eval_data) if path is not None and self._source == "tokens"]
+        if token_type is not None and not any(Path(path).suffix == ".bin" for path in files):
+            raise TaskError(
+                f"task.token_type={token_type}: only a .bin file needs it; a .npy file names its own type.\n  Leave it "
+                "out."
+            )
         return token_type or ("uint16" if self.shape.vocab <= 2**16 else "uint32")
+
+    @cached_property
+    def _texts(self) -> Any:
+        """Return the tokenised examples, or None without a tokenizer. Built on first use so that a plan need not load
+        transformers."""
+        if self._source != "examples":
+            return None
+        from launcher.tasks.hf_causal_lm import TextsForModel
+
+        texts = TextsForModel(
+            str(self._data), str(self._tokenizer), self.seq_len, self._eval_data, self._held_out, text=self._text,
+            unusable=self._unusable,
+        )  # fmt: skip
+        if (tokenizer_size := len(texts.tokenizer)) > self.shape.vocab:
+            raise TaskError(
+                f"task.tokenizer={self._tokenizer}: it has {tokenizer_size} tokens, more than the model's vocabulary "
+                f"of {self.shape.vocab}.\n  Use task.vocab={tokenizer_size}, or the model's own tokenizer."
+            )
+        return texts
 
     @cached_property
     def _bytes(self) -> BytesGPT:
@@ -154,10 +176,14 @@ class Llama:
     @cached_property
     def _rows(self) -> tuple[TokenRows, TokenRows | None]:
         """Return (training, held-out) rows of a file of tokens."""
+        rows = self._rows_of_file("task.data", str(self._data))
+        if self.eos is not None and self.eos not in (sample := rows.sampled_tokens()):
+            self.notes.append(
+                f"task.eos={self.eos} does not occur in the {len(sample):,} tokens of {self._data} that were checked: "
+                "each row is read as one text."
+            )
         if self._eval_data is not None:
-            held_out = self._file("task.eval_data", self._eval_data)
-            return self._file("task.data", str(self._data)), held_out.spread(self._eval_samples)
-        rows = self._file("task.data", str(self._data))
+            return rows, self._rows_of_file("task.eval_data", self._eval_data).spread(self._eval_samples)
         if not self._held_out:
             return rows, None
         count = max(1, round(len(rows) * self._held_out))
@@ -168,17 +194,24 @@ class Llama:
             )
         return rows.part(0, len(rows) - count), rows.part(len(rows) - count, len(rows)).spread(self._eval_samples)
 
-    def _file(self, key: str, path: str) -> TokenRows:
+    def _rows_of_file(self, key: str, path: str) -> TokenRows:
         return TokenRows.of_file(key, path, self.seq_len, self.shape.vocab, self._token_type)
 
     def facts(self) -> dict[str, int] | None:
         """Return numbers of samples and parameters by arithmetic; None if the model or the data must be inspected."""
-        if self._tokenizer is not None or self._dtype != "fp32" or (self._data is not None and self._rows[1] is None):
+        if self._source == "examples" or self._dtype != "fp32":
             return None
-        samples = self._bytes.facts()["samples"] if self._data is None else len(self._rows[0])
+        if self._source == "tokens" and self._rows[1] is None:
+            return None
+        samples = self._bytes.facts()["samples"] if self._source == "bytes" else len(self._rows[0])
         return {"samples": samples, **self.shape.counts()}
 
     def model(self) -> nn.Module:
+        """Return a LlamaModel with initial values.
+
+        Returns:
+            Its parameters are in ``dtype``.
+        """
         import torch
 
         from launcher.tasks.llama_model import LlamaModel
@@ -191,18 +224,31 @@ class Llama:
             torch.set_default_dtype(before)
 
     def train_data(self) -> Any:
-        if self._texts is not None:
-            return self._with_notes(self._texts.train_data())
-        return self._bytes.train_data() if self._data is None else self._rows[0]
+        """Return the training data.
+
+        Returns:
+            Data set of rows of ``seq_len`` + 1 tokens, or of tokenised examples.
+        """
+        if self._source == "examples":
+            data = self._texts.train_data()
+            self._collect_notes()
+            return data
+        return self._bytes.train_data() if self._source == "bytes" else self._rows[0]
 
     def eval_data(self) -> Any:
-        if self._texts is not None:
-            return self._with_notes(self._texts.eval_data())
-        return self._bytes.eval_data() if self._data is None else self._rows[1]
+        """Return the held-out data.
 
-    def _with_notes(self, data: Any) -> Any:
+        Returns:
+            Data set of the same kind as ``train_data``; None with ``held_out=0``.
+        """
+        if self._source == "examples":
+            data = self._texts.eval_data()
+            self._collect_notes()
+            return data
+        return self._bytes.eval_data() if self._source == "bytes" else self._rows[1]
+
+    def _collect_notes(self) -> None:
         self.notes += [note for note in self._texts.notes if note not in self.notes]
-        return data
 
     @property
     def tokenizer(self) -> Any:
@@ -210,6 +256,14 @@ class Llama:
         return None if self._texts is None else self._texts.tokenizer
 
     def collate(self, samples: list[Any]) -> Any:
+        """Return a batch.
+
+        Args:
+            samples: elements of ``train_data`` or ``eval_data``.
+
+        Returns:
+            Tokens [rows, seq_len + 1], or a batch of ``Packing`` if there is a tokenizer.
+        """
         if self._texts is not None:
             return self._texts.collate(samples)
         import torch
@@ -217,7 +271,47 @@ class Llama:
         return torch.stack(samples)
 
     def shard_units(self, model: Any) -> list[nn.Module]:
+        """Return the decoder layers.
+
+        Args:
+            model: result of ``model``.
+
+        Returns:
+            Modules that are gathered, and recomputed, as one.
+        """
         return list(model.model.layers)
+
+    def compile_units(self, model: Any) -> list[nn.Module]:
+        """Return the decoder layers, which share one compilation, and the loss.
+
+        Args:
+            model: result of ``model``.
+
+        Returns:
+            Modules that are compiled one by one.
+        """
+        return [*model.model.layers, model.chunk_loss]
+
+    def export_config(self, model: Any, directory: Path, dtype: Any) -> None:
+        """Write the files with which transformers loads exported parameters: config.json, and the
+        generation_config.json of ``task.model``.
+
+        Args:
+            model: result of ``model``, possibly on the meta device.
+            directory: of the export.
+            dtype: torch.dtype of the exported parameters.
+        """
+        special = {**dict.fromkeys(SPECIAL_IDS), "eos_token_id": self.eos}
+        if self.tokenizer is not None:
+            special = {name: getattr(self.tokenizer, name, None) for name in SPECIAL_IDS}
+        config = model.shape.config(str(dtype).removeprefix("torch."), special)
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if self._model is None or self.shape.vocab != self.shape.origin.get("vocab_size"):
+            return
+        start = Path(self._model)
+        generation = (start if start.is_dir() else start.parent) / "generation_config.json"
+        if generation.is_file():
+            shutil.copyfile(generation, directory / generation.name)
 
     def flops_per_sample(self) -> float:
         """Return the FLOPs of a row of ``seq_len`` tokens, with the formula of ``LlamaShape.flops_per_token``."""
@@ -227,8 +321,11 @@ class Llama:
         """Return the cross-entropy in nats, summed over the predicted tokens.
 
         Args:
+            model: result of ``model``.
             batch: tokens [rows, seq_len + 1], of which the last one is target only; or a batch of ``Packing``.
         """
+        from launcher.train.data.packing import NO_TARGET
+
         if isinstance(batch, dict):
             inputs = (batch["input_ids"], batch["targets"], batch["position_ids"], batch["document_ids"])
             return Loss(model(*inputs), items=batch["items"])
@@ -237,8 +334,8 @@ class Llama:
         if self.eos is None:
             return Loss(model(inputs, targets), items=targets.numel())
         ends = inputs == self.eos
-        targets = targets.masked_fill(ends, IGNORED)
-        return Loss(model(inputs, targets, *document_places(ends)), items=(targets != IGNORED).sum())
+        targets = targets.masked_fill(ends, NO_TARGET)
+        return Loss(model(inputs, targets, *document_places(ends)), items=(targets != NO_TARGET).sum())
 
 
 def document_places(ends: Tensor) -> tuple[Tensor, Tensor]:
@@ -254,112 +351,3 @@ def document_places(ends: Tensor) -> tuple[Tensor, Tensor]:
     after_end = torch.nn.functional.pad(ends[:, :-1], (1, 0))
     starts = torch.where(after_end, index, 0).cummax(1).values
     return index - starts, document_ids
-
-
-class TokenRows:
-    """Data set whose sample i is the tokens [i*L, (i+1)*L] of a file: int32 [L + 1], the last one target only.
-
-    The file is mapped into memory, by each process when it reads its first sample.
-
-    Args:
-        path: .npy or .bin file.
-        seq_len: L.
-        vocab: smallest number that is no token.
-        token_type: numbers in a .bin file.
-        first, count, stride: rows of the file that are samples.
-    """
-
-    def __init__(
-        self, path: Path, seq_len: int, vocab: int, token_type: str, first: int, count: int, stride: int = 1
-    ) -> None:
-        self._path, self._seq_len, self._vocab, self._token_type = path, seq_len, vocab, token_type
-        self._first, self._count, self._stride = first, count, stride
-        self._tokens: Any = None
-
-    @classmethod
-    def of_file(cls, key: str, path: str, seq_len: int, vocab: int, token_type: str) -> TokenRows:
-        """Return all rows of a file.
-
-        Args:
-            key: config key that names ``path``, for messages.
-
-        Raises:
-            TaskError: it cannot be read, holds other numbers, or has no whole row.
-        """
-        file = Path(path)
-        if not file.is_file():
-            problem = "is a directory" if file.is_dir() else "no such file"
-            raise TaskError(f"{key}={path}: {problem}.\n  Name a {' or '.join(_FILES)} file of tokens.")
-        if file.suffix not in _FILES:
-            raise TaskError(
-                f"{key}={path}: not a file of tokens ({', '.join(_FILES)}).\n"
-                "  For text and examples, name a tokenizer: task.tokenizer=DIR."
-            )
-        try:
-            tokens = _mapped(file, token_type)
-        except (ValueError, EOFError, OSError) as error:  # of NumPy
-            raise TaskError(f"{key}={path}: it cannot be read: {error}") from None
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise TaskError(
-                f"{key}={path}: it holds {tokens.dtype} of the shape {list(tokens.shape)}, and must be one sequence of "
-                "integers."
-            )
-        count = (len(tokens) - 1) // seq_len
-        if count < 1:
-            raise TaskError(
-                f"{key}={path}: it has {len(tokens)} tokens, and a row needs task.seq_len + 1 = {seq_len + 1}."
-            )
-        return cls(file, seq_len, vocab, token_type, 0, count)
-
-    def part(self, start: int, stop: int) -> TokenRows:
-        """Return the samples from ``start`` to before ``stop``."""
-        return self._with(self._first + start * self._stride, stop - start, self._stride)
-
-    def spread(self, at_most: int | None) -> TokenRows:
-        """Return at most so many samples, spread evenly; None: all."""
-        count = self._count if at_most is None else min(self._count, at_most)
-        return self._with(self._first, count, self._stride * (self._count // count))
-
-    def _with(self, first: int, count: int, stride: int) -> TokenRows:
-        return TokenRows(self._path, self._seq_len, self._vocab, self._token_type, first, count, stride)
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> Tensor:
-        if not 0 <= index < self._count:
-            raise IndexError(index)
-        import numpy
-        import torch
-
-        if self._tokens is None:
-            self._tokens = _mapped(self._path, self._token_type)
-        start = (self._first + index * self._stride) * self._seq_len
-        row = self._tokens[start : start + self._seq_len + 1]
-        low, high = int(row.min()), int(row.max())
-        if low < 0 or high >= self._vocab:
-            raise DataError(
-                f"{self._path}: token {low if low < 0 else high} between {start} and {start + self._seq_len} is not in "
-                f"the model's vocabulary of {self._vocab}.\n"
-                "  Use the model that the tokens are for, or task.token_type for the numbers of a .bin file."
-            )
-        return torch.from_numpy(row.astype(numpy.int32))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_tokens": None}  # a map of a file would be pickled as its contents
-
-
-def _mapped(path: Path, token_type: str) -> Any:
-    """Return the numbers of a file, mapped into memory.
-
-    Raises:
-        ValueError: it is no file of numbers.
-    """
-    import numpy
-
-    if path.suffix == ".npy":
-        return numpy.load(path, mmap_mode="r", allow_pickle=False)
-    size, width = path.stat().st_size, numpy.dtype(token_type).itemsize
-    if not size or size % width:
-        raise ValueError(f"{size} bytes are no whole number of {token_type}")
-    return numpy.memmap(path, dtype=token_type, mode="r")

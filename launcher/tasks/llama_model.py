@@ -9,10 +9,8 @@ autocast or of the parameters.
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +23,8 @@ from launcher.train.data.packing import NO_TARGET, document_mask, document_mask_
 
 # elements of the logits that exist at once: 512 MiB in fp32
 CHUNK_ELEMENTS = 2**27
+# factor of the logits' gradient in fp16, which would round small probabilities to zero; the gradient is at most 1
+FP16_SCALE = 2.0**10
 # standard deviation of initial values: initializer_range of transformers' LlamaConfig
 INITIAL_STD = 0.02
 
@@ -140,7 +140,7 @@ def _compiled_flex_attention() -> Callable[..., Any]:
 
 
 def _flex_attention() -> Callable[..., Any]:
-    """Return flex_attention, compiled in any case: without the compiler it stores all scores."""
+    """Return flex_attention, always compiled: the eager version stores all scores."""
     if torch.compiler.is_compiling():
         from torch.nn.attention.flex_attention import flex_attention
 
@@ -251,22 +251,19 @@ class LlamaModel(nn.Module):
         hidden, targets = hidden.flatten(0, 1), targets.flatten()
         return linear_cross_entropy(hidden, self.lm_head.weight, targets, loss=self.chunk_loss)
 
-    def save_config(self, directory: Path, dtype: torch.dtype) -> None:
-        """Write the config.json with which transformers loads exported parameters of this dtype."""
-        config = self.shape.config(str(dtype).removeprefix("torch."))
-        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
 
 class ChunkLoss(nn.Module):
     """Cross-entropy of a chunk of logits, with its gradient. A module, so that ``train.compile`` compiles it and fuses
     its passes over the logits."""
 
     def forward(self, logits: Tensor, targets: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
-        """Return the loss summed over the targets, and its gradient with respect to the logits, in their dtype.
+        """Return the loss summed over the targets, and its gradient with respect to the logits, in their dtype, times
+        ``gradient_scale`` of it.
 
         Args:
             logits: [items, vocabulary].
             targets: int64 [items]; -100 where nothing is predicted.
+            with_gradient: without it, the second result is None.
         """
         wide = torch.promote_types(logits.dtype, torch.float32)
         logs = torch.log_softmax(logits, -1, dtype=wide)
@@ -280,7 +277,13 @@ class ChunkLoss(nn.Module):
         else:
             gradient = logs.exp_().scatter_add_(-1, chosen, torch.full_like(chosen, -1, dtype=wide))
             gradient.masked_fill_(ignored, 0)
-        return loss, gradient.to(logits.dtype)
+        scale = gradient_scale(logits.dtype)
+        return loss, (gradient if scale == 1 else gradient * scale).to(logits.dtype)
+
+
+def gradient_scale(dtype: torch.dtype) -> float:
+    """Return the factor of the gradient of logits of this dtype between ``ChunkLoss`` and the end of the loss."""
+    return FP16_SCALE if dtype is torch.float16 else 1.0
 
 
 def linear_cross_entropy(
@@ -322,19 +325,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
             matrix = weight.to(dtype)
             total = x.new_zeros((), dtype=wide)
             needed = [with_gradient and each for each in ctx.needs_input_grad[:2]]
-            of_x = torch.empty_like(x) if needed[0] else None
-            of_weight = torch.zeros_like(matrix, dtype=wide) if needed[1] else None
+            scale = gradient_scale(dtype)
+            # unscaled below, which fp16 has no room for
+            grad_x = torch.empty_like(x, dtype=x.dtype if scale == 1 else wide) if needed[0] else None
+            grad_weight = torch.zeros_like(matrix, dtype=wide) if needed[1] else None
             for start in range(0, len(x), chunk):
                 rows = slice(start, start + chunk)
                 part = x[rows].to(dtype)
-                own, of_logits = loss(functional.linear(part, matrix), targets[rows], any(needed))
-                total += own
-                if of_x is not None:
-                    of_x[rows] = of_logits @ matrix
-                if of_weight is not None:
-                    _add_product(of_weight, of_logits.T, part)
-                del of_logits  # before the next chunk's are made
-        ctx.save_for_backward(of_x, of_weight)
+                chunk_loss, grad_logits = loss(functional.linear(part, matrix), targets[rows], any(needed))
+                total += chunk_loss
+                if grad_x is not None:
+                    grad_x[rows] = grad_logits @ matrix
+                if grad_weight is not None:
+                    _add_product(grad_weight, grad_logits.T, part)
+                del grad_logits  # before the next chunk's are made
+            for gradient in (grad_x, grad_weight):
+                if gradient is not None and scale != 1:
+                    gradient /= scale
+        ctx.save_for_backward(grad_x, grad_weight)
         return total
 
     @staticmethod

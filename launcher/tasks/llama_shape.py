@@ -51,6 +51,10 @@ _CONFIG_DEFAULTS = {
     "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
     "num_attention_heads": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
 }  # fmt: skip
+# special tokens of a LlamaConfig, each a number, a list of numbers or None
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# keys of a config.json that an export replaces by others
+_REPLACED = ("rope_parameters", "dtype", "torch_dtype")
 # settings of a LlamaConfig that change the function and are not implemented, with the only value that is
 _REQUIRED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0}
 
@@ -88,7 +92,7 @@ class LlamaShape:
     origin: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
 
     @classmethod
-    def of(cls, size: str | None, model: str | None, changes: dict[str, int | None]) -> Self:
+    def resolve(cls, size: str | None, model: str | None, changes: dict[str, int | None]) -> Self:
         """Return the shape of a name in SIZES, or of a configuration.
 
         Args:
@@ -97,8 +101,8 @@ class LlamaShape:
             changes: values that replace those of the shape, by attribute; None: no change.
 
         Raises:
-            TaskError: both are given, there is no such size or configuration, it is not one of a Llama, or the shape
-                is impossible.
+            TaskError: both are given, there is no such size or configuration, the configuration is not of
+                model_type llama, or the shape is impossible.
         """
         if model is not None and size is not None:
             raise TaskError(f"task.size={size} and task.model={model}: both name a shape.\n  Leave one of them out.")
@@ -112,32 +116,10 @@ class LlamaShape:
 
     @classmethod
     def _of_config(cls, model: str, config: dict[str, Any]) -> Self:
-        kind = config.get("model_type")
-        if kind != "llama":
-            raise TaskError(
-                f"task.model={model}: its model_type is {kind}, and task=llama trains llama only.\n"
-                "  Use task=hf_causal_lm for other architectures."
-            )
-        for name, value in _REQUIRED.items():
-            if config.get(name) not in (None, value):
-                raise TaskError(
-                    f"task.model={model}: {name}={config[name]}, and task=llama has {value} only.\n"
-                    "  Use task=hf_causal_lm for this model."
-                )
-        # transformers 5 writes rope_parameters, earlier ones rope_theta and rope_scaling
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
-        if rope_type not in ("default", "llama3") or rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise TaskError(
-                f"task.model={model}: rotary embeddings of the type {rope_type}, and task=llama has default and "
-                "llama3 only.\n  Use task=hf_causal_lm for this model."
-            )
+        _require_supported(model, config)
         given = {**_CONFIG_DEFAULTS, **{name: value for name, value in config.items() if value is not None}}
         heads = given["num_attention_heads"]
-        positions = given["max_position_embeddings"]
-        scaling = {"original_max_position_embeddings": positions, **rope} if rope_type == "llama3" else None
-        if scaling is not None and (missing := [name for name in _SCALING_KEYS if name not in scaling]):
-            raise TaskError(f"task.model={model}: its rotary scaling lacks {', '.join(missing)}.")
+        theta, scaling = _rotary_settings(model, given)
         return cls(
             width=given["hidden_size"],
             depth=given["num_hidden_layers"],
@@ -146,11 +128,11 @@ class LlamaShape:
             head_dim=given.get("head_dim", given["hidden_size"] // heads),
             ffn=given["intermediate_size"],
             vocab=given["vocab_size"],
-            positions=positions,
-            theta=float(rope.get("rope_theta", given.get("rope_theta", 10_000.0))),
+            positions=given["max_position_embeddings"],
+            theta=theta,
             eps=given["rms_norm_eps"],
             tied=given.get("tie_word_embeddings", False),
-            scaling=scaling and {"rope_type": "llama3", **{name: scaling[name] for name in _SCALING_KEYS}},
+            scaling=scaling,
             origin=config,
         )
 
@@ -170,13 +152,18 @@ class LlamaShape:
             raise TaskError(f"task.width={shape.width}: a head is {shape.head_dim} wide, and must be even.")
         return shape
 
-    def config(self, dtype: str) -> dict[str, Any]:
+    def config(self, dtype: str, special: dict[str, int | None] | None = None) -> dict[str, Any]:
         """Return the configuration for transformers' LlamaForCausalLM.
 
         Args:
             dtype: of the parameters in the files, such as "float32".
+            special: ids of special tokens by the names in SPECIAL_IDS, for those that ``origin`` does not name.
         """
-        origin = {name: value for name, value in self.origin.items() if name not in ("rope_parameters", "torch_dtype")}
+        origin = {name: value for name, value in self.origin.items() if name not in _REPLACED}
+        # null, because a missing one would be that of LlamaConfig's defaults
+        known: dict[str, Any] = {} if origin else dict.fromkeys(SPECIAL_IDS)
+        known |= {name: value for name, value in (special or {}).items() if value is not None}
+        known |= {name: origin[name] for name in SPECIAL_IDS if name in origin}
         return {
             **origin,
             "architectures": ["LlamaForCausalLM"],
@@ -194,8 +181,15 @@ class LlamaShape:
             "rms_norm_eps": self.eps,
             "tie_word_embeddings": self.tied,
             **_REQUIRED,
+            **{name: self._in_vocabulary(value) for name, value in known.items()},
             "torch_dtype": dtype,
         }
+
+    def _in_vocabulary(self, ids: Any) -> Any:
+        """Return the ids of a special token that ``vocab`` has, None if there is none: others cannot be loaded."""
+        if isinstance(ids, list):
+            return [each for each in ids if each < self.vocab] or None
+        return ids if ids is not None and ids < self.vocab else None
 
     @property
     def layer_matrices(self) -> int:
@@ -228,9 +222,54 @@ class LlamaShape:
 
         Attention counts all pairs of positions, whatever the mask leaves out, and recomputation does not count:
         Chowdhery et al., "PaLM" (2022), appendix B.
+
+        Args:
+            seq_len: tokens in a row.
         """
         matrices = self.depth * self.layer_matrices + self.embedding
         return 6.0 * matrices + 12.0 * self.depth * self.heads * self.head_dim * seq_len
+
+
+def _require_supported(model: str, config: dict[str, Any]) -> None:
+    """Raise TaskError for an architecture, or a setting of it, that is not implemented."""
+    kind = config.get("model_type")
+    if kind != "llama":
+        raise TaskError(
+            f"task.model={model}: its model_type is {kind}, and task=llama trains llama only.\n"
+            "  Use task=hf_causal_lm for other architectures."
+        )
+    for name, value in _REQUIRED.items():
+        if config.get(name) not in (None, value):
+            raise TaskError(
+                f"task.model={model}: {name}={config[name]}, and task=llama has {value} only.\n"
+                "  Use task=hf_causal_lm for this model."
+            )
+
+
+def _rotary_settings(model: str, config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """Return (theta, scaling) of a LlamaShape."""
+    # transformers 5 writes rope_parameters, earlier ones rope_theta and rope_scaling
+    earlier, later = config.get("rope_scaling"), config.get("rope_parameters")
+    if earlier and later and earlier != later:
+        raise TaskError(
+            f"task.model={model}: its rope_scaling and rope_parameters differ.\n  Remove one of them from config.json; "
+            "transformers uses rope_scaling."
+        )
+    rope = earlier or later or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in ("default", "llama3") or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise TaskError(
+            f"task.model={model}: rotary embeddings of the type {rope_type}, and task=llama has default and "
+            "llama3 only.\n  Use task=hf_causal_lm for this model."
+        )
+    theta = float(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))
+    if rope_type == "default":
+        return theta, None
+    original = config.get("original_max_position_embeddings", config["max_position_embeddings"])
+    scaling = {"original_max_position_embeddings": original, **rope}
+    if missing := [name for name in _SCALING_KEYS if name not in scaling]:
+        raise TaskError(f"task.model={model}: its rotary scaling lacks {', '.join(missing)}.")
+    return theta, {"rope_type": "llama3", **{name: scaling[name] for name in _SCALING_KEYS}}
 
 
 def _read_config(model: str) -> dict[str, Any]:
@@ -245,5 +284,5 @@ def _read_config(model: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise TaskError(f"task.model={model}: {file.name} cannot be read: {error}") from None
     if not isinstance(config, dict):
-        raise TaskError(f"task.model={model}: {file.name} is no configuration.")
+        raise TaskError(f"task.model={model}: {file.name} is not a JSON object.")
     return config

@@ -114,6 +114,33 @@ def test_from_pretrained_gives_the_same_logits(name: str, tmp_path: Path) -> Non
         assert loaded.eval()(ids).logits.equal(model(ids).logits)
 
 
+class Own(nn.Linear):
+    """Model with a method that is none of the launcher's."""
+
+    def save_config(self) -> None:
+        raise AssertionError
+
+
+class Configured:
+    """Task whose model is not of transformers, and has a configuration."""
+
+    def model(self) -> nn.Module:
+        return Own(2, 3)
+
+    def train_data(self) -> Any: ...
+    def loss(self, model: Any, batch: Any) -> Any: ...
+
+    def export_config(self, model: Any, directory: Path, dtype: torch.dtype) -> None:
+        (directory / "own.json").write_text(json.dumps([model.out_features, str(dtype)]))
+
+
+def test_a_task_writes_the_configuration_of_its_own_model(tmp_path: Path) -> None:
+    target = "tests.export.test_model_files.Configured"
+    directory = exported(tmp_path, "", Own(2, 3), target=target, params={}, dtype="bf16")
+    assert json.loads((directory / "own.json").read_text()) == [3, "torch.bfloat16"]
+    assert not (directory / "config.json").exists()
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "adapter"), [("llama", "linear"), ("classifier", "saved"), ("gpt2", "conv1d")])
 def test_adapters_alone_and_merged(name: str, adapter: str, tmp_path: Path) -> None:

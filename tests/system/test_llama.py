@@ -32,7 +32,9 @@ def save_start(directory: Path, *, tied: bool) -> Path:
         },
     )  # fmt: skip
     torch.manual_seed(SEED)
-    LlamaForCausalLM(config).save_pretrained(directory)
+    model = LlamaForCausalLM(config)
+    model.generation_config.max_new_tokens = 7
+    model.save_pretrained(directory)
     return directory
 
 
@@ -92,6 +94,7 @@ def test_a_job_trains_the_llama_of_transformers(strategy: str, tied: bool, tmp_p
     assert exported.returncode == 0, exported.stdout + exported.stderr
     found, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"]
+    assert found.generation_config.max_new_tokens == 7
     assert found.config.eos_token_id == EOS, "keys of the configuration that are not the shape's are kept"
     expected = trained_by_transformers(start, params)
     before = dict(AutoModelForCausalLM.from_pretrained(start).named_parameters())
@@ -113,7 +116,31 @@ def test_the_head_is_gathered_in_the_precision_of_the_products(tmp_path: Path) -
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     log = "".join(path.read_text() for path in (tmp_path / "job/logs").glob("rank0.*log"))
+    assert log
     assert "gathered in fp32" not in log
     losses = [record["train/loss"] for record in records(tmp_path / "job") if "train/loss" in record]
     assert 5.3 < losses[0] < 5.8
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["task.size=9b"], "task.size=9b: no such size."),
+        (["task.data=texts.json"], "task.data=texts.json: not a file of tokens (.npy, .bin)."),
+        (["task.data=tokens.npy", "task.eos=5", "task.vocab=10"], "task.data=tokens.npy: token"),
+        (
+            ["task.data=texts.json", "task.tokenizer=own/tokenizer.json"],
+            "task.tokenizer=own/tokenizer.json: no tokenizer",
+        ),
+    ],
+)
+def test_a_mistake_is_one_message(arguments: list[str], message: str, tmp_path: Path) -> None:
+    save_tokens(tmp_path / "tokens.npy")
+    (tmp_path / "texts.json").write_text('[{"text": "some words"}]')
+    done = launch("plan", "task=llama", *arguments, cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    shown = done.stdout + done.stderr
+    assert shown.count(message) == 1, shown
+    assert "Traceback" not in shown
+    assert len(shown.splitlines()) <= 3, shown

@@ -147,7 +147,10 @@ def test_the_held_out_part_is_the_same_in_every_run(llama: Path, tmp_path: Path)
         ({"unusable": "drop"}, "task.unusable=drop"),
         ({"lora": {"rank": 4}}, "task.lora.rank: no such argument"),
         ({"lora": {"r": 4, "targets": ["q_porj"]}}, "task.lora.targets=q_porj.*\n.*q_proj"),
-        ({"tokenizer": "nowhere/at/all"}, "task.tokenizer=nowhere/at/all: no tokenizer"),
+        ({"tokenizer": "nowhere/at/all"}, "task.tokenizer=nowhere/at/all: no tokenizer: no such directory"),
+        ({"tokenizer": "nowhere/tokenizer.json"}, r"no such file.\n  Name its directory: task.tokenizer=nowhere"),
+        ({"tokenizer": "../nowhere"}, "task.tokenizer=../nowhere: no tokenizer: no such directory"),
+        ({"tokenizer": "tests/nowhere"}, "no tokenizer: tests has no directory nowhere"),
     ],
 )
 def test_wrong_settings_are_named(llama: Path, tmp_path: Path, settings: dict[str, Any], message: str) -> None:

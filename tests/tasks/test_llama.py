@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,8 @@ import numpy
 import pytest
 import torch
 
-from launcher.errors import DataError, TaskError
+from launcher.errors import TaskError
+from launcher.plan import task_inspection
 from launcher.plan.task_inspection import describe_task
 from launcher.tasks.llama import Llama
 from launcher.tasks.llama_shape import SIZES, LlamaShape
@@ -23,17 +23,9 @@ from tests.helpers import inspection_of
 from tests.infra.warm import ROOT
 from tests.tasks.hf_files import TEXTS, save_lines, save_model, save_tokenizer
 from tests.tasks.test_tasks import require_true_products
+from tests.train.data.test_token_file import write
 
 SMALL = {"width": 32, "depth": 2, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 300, "seq_len": 16}
-
-
-def write(path: Path, numbers: Any, dtype: str = "uint16") -> Path:
-    values = numpy.asarray(numbers, dtype=dtype)
-    if path.suffix == ".npy":
-        numpy.save(path, values)
-    else:
-        values.tofile(path)
-    return path
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -71,24 +63,73 @@ def test_flops_are_those_that_are_counted() -> None:
 
 def test_a_shape_survives_its_configuration(tmp_path: Path) -> None:
     for size in ("400m", "8b"):
-        shape = LlamaShape.of(size, None, {})
+        shape = LlamaShape.resolve(size, None, {})
         (tmp_path / "config.json").write_text(json.dumps(shape.config("float32")))
-        again = LlamaShape.of(None, str(tmp_path), {})
+        again = LlamaShape.resolve(None, str(tmp_path), {})
         assert again.config("float32") == shape.config("float32")
         assert again.scaling == shape.scaling
 
 
-@pytest.mark.parametrize("suffix", [".npy", ".bin"])
-def test_rows_are_the_tokens(suffix: str, tmp_path: Path) -> None:
+def test_the_end_of_a_file_is_held_out(tmp_path: Path) -> None:
     numbers = numpy.arange(1000) % 300
-    task = Llama(**SMALL, data=str(write(tmp_path / f"tokens{suffix}", numbers)), eos=7, eval_samples=2)
+    task = Llama(**SMALL, data=str(write(tmp_path / "tokens.npy", numbers)), eos=7, eval_samples=2)
     train, held_out = task.train_data(), task.eval_data()
     assert (len(train), len(held_out)) == (59, 2)
-    for index in (0, 58):
-        assert train[index].tolist() == numbers[16 * index : 16 * index + 17].tolist()
+    assert train[58].tolist() == numbers[16 * 58 : 16 * 58 + 17].tolist()
     assert held_out[1].tolist() == numbers[16 * 60 : 16 * 60 + 17].tolist()
-    assert pickle.loads(pickle.dumps(train))[3].equal(train[3])
-    assert len(pickle.dumps(train)) < 1000, "not the file's contents"
+
+
+def test_an_end_that_does_not_occur_is_a_note_of_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_inspection, "run_probe", None)  # without another process
+    data = str(write(tmp_path / "tokens.npy", numpy.arange(1000) % 299))
+    target = "launcher.tasks.llama.Llama"
+    (note,) = describe_task(inspection_of(target, **SMALL, data=data, eos=299)).data_notes
+    assert note.startswith(f"task.eos=299 does not occur in the 1,000 tokens of {data}")
+    assert not describe_task(inspection_of(target, **SMALL, data=data, eos=298)).data_notes
+
+
+def exported_config(task: Llama, directory: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The configuration and the settings of generation that transformers reads from an export."""
+    from transformers import AutoConfig
+
+    directory.mkdir()
+    task.export_config(build_inspected(task, "Llama", 0), directory, dtype)
+    return AutoConfig.from_pretrained(directory)
+
+
+def test_an_exported_configuration_has_the_dtype_of_its_files(tmp_path: Path) -> None:
+    start = config(tmp_path / "start", dtype="float32")
+    exported = exported_config(Llama(model=start), tmp_path / "out", torch.bfloat16)
+    assert exported.dtype is torch.bfloat16
+    assert json.loads((tmp_path / "out" / "config.json").read_text()).keys().isdisjoint({"dtype", "rope_parameters"})
+
+
+def test_an_export_names_special_tokens_that_are_known(tmp_path: Path) -> None:
+    def found(task: Llama, name: str) -> list[Any]:
+        exported = exported_config(task, tmp_path / name)
+        return [getattr(exported, f"{each}_token_id") for each in ("bos", "eos", "pad")]
+
+    data = str(write(tmp_path / "tokens.npy", numpy.arange(1000) % 300))
+    assert found(Llama(**SMALL), "bytes") == [None, None, None]
+    assert found(Llama(**SMALL, data=data, eos=7), "tokens") == [None, 7, None]
+    save_tokenizer(tmp_path / "tokenizer")
+    texts = Llama(**SMALL | {"vocab": 400}, data="texts.jsonl", tokenizer=str(tmp_path / "tokenizer"))
+    assert found(texts, "texts") == [None, 0, 2]
+    start = config(tmp_path / "start", bos_token_id=290, eos_token_id=[5, 299, 310], pad_token_id=350)
+    (tmp_path / "start" / "generation_config.json").write_text('{"max_new_tokens": 9}')
+    assert found(Llama(model=start, data=data, eos=7), "model") == [290, [5, 299, 310], 350]
+    assert json.loads((tmp_path / "model" / "generation_config.json").read_text())["max_new_tokens"] == 9
+    assert found(Llama(model=start, data=data, eos=7, vocab=300), "smaller") == [290, [5, 299], None]
+    assert not (tmp_path / "smaller" / "generation_config.json").exists()
+
+
+@pytest.mark.parametrize("top", [True, False])
+def test_the_original_length_of_scaled_positions(top: bool, tmp_path: Path) -> None:
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    place = {"original_max_position_embeddings": 16} if top else {}
+    shape = LlamaShape.resolve(None, config(tmp_path, rope_scaling=scaling, max_position_embeddings=64, **place), {})
+    assert shape.scaling is not None
+    assert shape.scaling["original_max_position_embeddings"] == (16 if top else 64)
 
 
 def test_the_end_of_a_document_predicts_nothing(tmp_path: Path) -> None:
@@ -139,7 +180,7 @@ def test_parameters_in_bf16() -> None:
 
 def config(directory: Path, **changes: Any) -> str:
     directory.mkdir(exist_ok=True)
-    settings = {**LlamaShape.of("15m", None, {}).config("float32"), **changes}
+    settings = {**LlamaShape.resolve("15m", None, {}).config("float32"), **changes}
     (directory / "config.json").write_text(json.dumps(settings))
     return str(directory)
 
@@ -154,6 +195,20 @@ def config(directory: Path, **changes: Any) -> str:
         ({"model": {"attention_bias": True}}, "attention_bias=True, and task=llama has False only"),
         ({"model": {"rope_scaling": {"rope_type": "yarn"}}}, "of the type yarn, and task=llama has default and llama3"),
         ({"seq_len": 5000}, "task.seq_len=5000: must be at least 2 and at most 4096, the length of the model's"),
+        (
+            {"model": {"rope_scaling": {"rope_type": "default"}, "rope_parameters": {"rope_theta": 1.0}}},
+            "its rope_scaling and rope_parameters differ",
+        ),
+        (
+            {"data": "texts.json"},
+            r"task.data=texts.json: not a file of tokens.*\n.* name a tokenizer: task.tokenizer=DIR",
+        ),
+        (
+            {"data": "tokens.npy", "eval_data": "texts.json", "eos": 3},
+            "task.eval_data=texts.json: not a file of tokens",
+        ),
+        ({"data": "tokens.npy", "eos": 3, "token_type": "uint16"}, "task.token_type=uint16: only a .bin file needs it"),
+        ({"text": "body"}, "task.text=body: only examples for a tokenizer have columns"),
         ({"data": "tokens.npy"}, r"task.eos is not set.\n  Name the token that ends each document"),
         ({"data": "tokens.npy", "eos": 32000}, "task.eos=32000: must be none, or a token from 0 to 31999"),
         ({"eos": 3}, "task.eos=3: only a file of tokens needs it"),
@@ -161,7 +216,7 @@ def config(directory: Path, **changes: Any) -> str:
         ({"kv_heads": 4}, "task.kv_heads=4: must divide the number of heads, 6"),
         ({"depth": 0}, "task.depth=0: must be at least 1"),
         ({"vocab": 100}, "task.vocab=100: must be at least 256"),
-        ({"tokenizer": "x"}, "task.tokenizer without task.data"),
+        ({"tokenizer": "x"}, "task.tokenizer needs examples in task.data"),
         ({"dtype": "fp8"}, "task.dtype=fp8: must be fp32 or bf16"),
         ({"token_type": "int8"}, "task.token_type=int8: must be uint16 or uint32"),
         ({"held_out": 1.0}, "task.held_out=1.0: must be at least 0 and below 1"),
@@ -174,39 +229,17 @@ def test_wrong_values(params: dict[str, Any], message: str, tmp_path: Path) -> N
         Llama(**params)
 
 
-def test_wrong_files(tmp_path: Path) -> None:
-    (tmp_path / "odd.bin").write_bytes(b"123")
-    (tmp_path / "broken.npy").write_bytes(b"no array")
-    (tmp_path / "empty.npy").write_bytes(b"")
-    (tmp_path / "text.txt").write_text("text")
-    write(tmp_path / "short.bin", [1, 2, 3])
-    numpy.save(tmp_path / "floats.npy", numpy.zeros(100))
-    for name, message in {
-        "none.npy": "no such file",
-        "text.txt": r"not a file of tokens \(.npy, .bin\)",
-        "odd.bin": "it cannot be read: 3 bytes are no whole number of uint16",
-        "broken.npy": "it cannot be read",
-        "empty.npy": "it cannot be read",
-        "short.bin": r"it has 3 tokens, and a row needs task.seq_len \+ 1 = 17",
-        "floats.npy": r"it holds float64 of the shape \[100\]",
-    }.items():
-        with pytest.raises(TaskError, match=rf"task.data=.*{name}: {message}"):
-            Llama(**SMALL, data=str(tmp_path / name), eos=3).train_data()
-    one_row = Llama(**SMALL, data=str(write(tmp_path / "row.bin", range(20))), eos=3)
+def test_one_row_cannot_be_divided(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"the 1 rows of .* cannot be divided"):
-        one_row.train_data()
-
-
-def test_a_token_that_the_model_does_not_know(tmp_path: Path) -> None:
-    task = Llama(**SMALL, data=str(write(tmp_path / "tokens.bin", [*range(100), 300, *range(200)])), eos=3)
-    with pytest.raises(DataError, match="token 300 between 96 and 112 is not in the model's vocabulary of 300"):
-        task.train_data()[6]
+        Llama(**SMALL, data=str(write(tmp_path / "row.bin", range(20))), eos=3).train_data()
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     data = save_lines(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])
-    with pytest.raises(TaskError, match=r"it has \d+ tokens, and the model only 256.\n  Use task.vocab="):
+    with pytest.raises(
+        TaskError, match=r"it has \d+ tokens, more than the model's vocabulary of 256.\n  Use task.vocab="
+    ):
         Llama(vocab=256, data=str(data), tokenizer=str(tmp_path)).train_data()
 
 

@@ -89,7 +89,8 @@ def build_parts(
     values: OtherValues | None,
 ) -> EngineParts:
     """Build the parts of an engine. All ranks call it. Raises like ``Engine``."""
-    parallel, optimizer = build_parallel(model, optimizer, plan, device, shard_units, world, values)
+    compile_units = getattr(owner, "compile_units", None)
+    parallel, optimizer = build_parallel(model, optimizer, plan, device, shard_units, world, values, compile_units)
     offloads = torch.device("cpu") if plan.strategy.cpu_offload else None
     precision = Precision(plan.precision, device, gradients_on=offloads)
     norms = norms_of(plan, parallel, precision, device)
@@ -104,6 +105,7 @@ def build_parallel(
     shard_units: ShardUnits | None,
     world: World | None = None,
     values: OtherValues | None = None,
+    compile_units: ShardUnits | None = None,
 ) -> tuple[Parallel, Optimizer]:
     """Wrap the model, and make the optimizer of the parameters that it then has.
 
@@ -114,6 +116,7 @@ def build_parallel(
         world: ranks that check that they have the same model, and share its values. None: no communication, for an
             inspection of the model.
         values: replace those of the model before the optimizer is made.
+        compile_units: the task's function of that name.
     """
     world = world or ALONE
     sharded = plan.strategy.kind in SHARDED
@@ -134,7 +137,7 @@ def build_parallel(
         optimizer = as_one(optimizer)
     _set_formats(model, optimizer if isinstance(optimizer, Optimizer) else None, plan, world)
     if not isinstance(optimizer, Optimizer):
-        parallel = wrap(model, plan, device, shard_units, recipe)
+        parallel = wrap(model, plan, device, shard_units, recipe, compile_units)
         if values is not None:
             values.fill(model)
         if isinstance(optimizer, FromModel):
@@ -146,7 +149,7 @@ def build_parallel(
         return parallel, optimizer
     _require_all_parameters(model, optimizer)
     before = dict(model.named_parameters())
-    parallel = wrap(model, plan, device, shard_units, recipe)
+    parallel = wrap(model, plan, device, shard_units, recipe, compile_units)
     if values is not None:
         values.fill(model)
     _replace_parameters(optimizer, before, model)
@@ -313,54 +316,69 @@ def wrap(
     device: torch.device,
     shard_units: ShardUnits | None,
     recipe: Recipe | None,
+    compile_units: ShardUnits | None = None,
 ) -> Parallel:
     """Wrap ``model`` by the plan's strategy.
 
     Args:
         shard_units: the task's function of that name; default: the model's repeated blocks.
         recipe: values of a model that was built without them; only for strategies that shard.
+        compile_units: the task's function of that name.
 
     Raises:
-        TaskError: ``shard_units`` cannot be applied, or the model has nothing to train.
+        TaskError: ``shard_units`` or ``compile_units`` cannot be applied, or the model has nothing to train.
     """
     require_parameters(model)
     strategy = plan.strategy
+    sharded = strategy.kind in SHARDED
     units: list[nn.Module] = []
-    by_unit = strategy.kind in SHARDED or strategy.recompute is Recompute.blocks
-    if by_unit or (plan.train.compile and shard_units is not None):
+    if sharded or strategy.recompute is Recompute.blocks:
         units = find_units(model, None if shard_units is None else shard_units(model))
-    if plan.train.compile and (units or strategy.kind in SHARDED):
-        compile_forward([*units, *_parts_without_parameters(model)] if units else [model])
+    if plan.train.compile and compile_units is not None:
+        compile_forward(_parts_of(model, compile_units(model)))
+    elif plan.train.compile and sharded:
+        compile_forward(units or [model])
     if strategy.recompute is Recompute.blocks:
         recompute(units)
-    if strategy.kind in SHARDED:
+    if sharded:
         from launcher.train.parallel.fsdp import Fsdp
 
         return Fsdp(model, units, plan, device, recipe)
     model.to(device)
-    if plan.train.compile and not units:
+    whole = plan.train.compile and compile_units is None
+    if whole:
         model.compile()
     if strategy.kind is StrategyKind.single or plan.batch.world_size == 1:
         return Parallel(model, plan, device)
     from launcher.train.parallel.ddp import Ddp
 
-    return Ddp(model, plan, device)
+    return Ddp(model, plan, device, compiled=whole)
 
 
 def compile_forward(modules: Sequence[nn.Module]) -> None:
     """Compile the forward function of each of ``modules``, inside the hooks of ``fully_shard`` and inside recompute.
-    One compilation serves all modules of one kind.
+    One compilation serves all modules of one kind. A deep copy of a module computes with its own parameters.
 
     ``Module.compile`` would put both into the compiled region. They are not traced there: under recompute the unit
     then runs without the compiler, and no message says so.
     """
     for module in modules:
-        module.forward = torch.compile(module.forward)
+        if "forward" in vars(module):  # a function of the user's
+            module.forward = torch.compile(module.forward)
+        else:  # a bound method would stay that of the original in a copy
+            module.forward = functools.partial(torch.compile(type(module).forward), module)
 
 
-def _parts_without_parameters(model: nn.Module) -> list[nn.Module]:
-    """Return the model's own children that have no parameters, such as a loss."""
-    return [part for part in model.children() if next(part.parameters(), None) is None]
+def _parts_of(model: nn.Module, units: Sequence[nn.Module]) -> Sequence[nn.Module]:
+    """Return ``units``, the result of the task's ``compile_units``, if they are modules of ``model``."""
+    known = set(model.modules())
+    for unit in units:
+        if unit not in known:
+            raise TaskError(
+                f"compile_units(model): {type(unit).__name__} is not part of this model.\n"
+                "  Return modules of the model that it is called with."
+            )
+    return units
 
 
 def recompute(units: Sequence[nn.Module]) -> None:

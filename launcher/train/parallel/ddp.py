@@ -27,9 +27,12 @@ class Ddp(Parallel):
     The forward pass is that of the user's own model: DDP's would only prepare its reducer, which ``micro_batch`` and
     ``backward`` do here. A loss may therefore call any method of the model, in any number of passes. Until ``backward``
     prepares the reducer, gradients are accumulated and not reduced, as under ``no_sync``.
+
+    Args:
+        compiled: the engine compiles the model as a whole.
     """
 
-    def __init__(self, model: nn.Module, plan: RunPlan, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, plan: RunPlan, device: torch.device, *, compiled: bool) -> None:
         super().__init__(model, plan, device)
         strategy, self._world_size = plan.strategy, plan.batch.world_size
         # with either option DDP never rebuilds its buckets, or not in the order of a single backward pass
@@ -38,7 +41,7 @@ class Ddp(Parallel):
         self._strategy, self._device = strategy, device
         self._compression = _compression(strategy, model, self.meter)
         # blocks that are compiled one by one are reduced one by one without this
-        self._compiled, self._reduces = model._compiled_call_impl is not None, False
+        self._compiled, self._reduces = compiled, False
         self._zeroed: list[int] = []  # versions of the gradients when they were set to zero
         self._copies = False  # the first backward pass of the current window copies its gradients into the buckets
         self._views: list[tuple[nn.Parameter, Tensor]] = []  # those into the buckets, while the gradients are None

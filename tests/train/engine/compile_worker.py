@@ -1,7 +1,8 @@
 """Compiled models under every strategy, run by test_engine_compile.py: the same steps as without a compiler.
 
 The backend is aot_eager: the graphs, guards and graph breaks of train.compile, without a C++ compiler. Prints one JSON
-object from rank 0: for each case the relative distance of the parameters, and how many operators were compiled.
+object from rank 0: for each case the relative distance of the parameters, how many operators were compiled, which
+functions, and how often DDP let the compiler split its graphs.
 """
 
 from __future__ import annotations
@@ -15,18 +16,27 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 
 from launcher import Engine, make_plan
 from tests.infra.workers import leave_group, print_on_rank_0
 
 SAMPLES, WIDTH = 44, 16  # windows of 16, 16 and a short one of 12
-CASES = [  # strategy, sync, recompute, precision, and whether the task names its blocks, which are then compiled alone
+CASES = [  # strategy, sync, recompute, precision, and what is compiled
     ("ddp", "boundary", "none", "bf16", "whole"),
-    ("ddp", "boundary", "none", "fp32", "blocks"),
+    ("ddp", "boundary", "none", "fp32", "named"),  # by the task
+    ("ddp", "boundary", "none", "fp32", "own"),  # by the user, without train.compile
     ("ddp", "every", "blocks", "fp32", "whole"),
-    ("fsdp", "boundary", "blocks", "bf16", "blocks"),
-    ("fsdp", "gather_once", "none", "fp32", "blocks"),
+    ("fsdp", "boundary", "blocks", "bf16", "units"),
+    ("fsdp", "gather_once", "none", "fp32", "units"),
 ]
+
+
+class Names:
+    """Task that names the blocks."""
+
+    def compile_units(self, model: Any) -> list[nn.Module]:
+        return list(model.blocks)
 
 
 class Block(nn.Module):
@@ -65,7 +75,7 @@ def build() -> nn.Module:
     return Model()
 
 
-def trained(strategy: str, sync: str, recompute: str, precision: str, named: str, *, compiles: bool) -> Tensor:
+def trained(strategy: str, sync: str, recompute: str, precision: str, part: str, *, compiles: bool) -> Tensor:
     plan = make_plan(
         [
             f"strategy={strategy}", f"strategy.sync={sync}", f"strategy.recompute={recompute}",
@@ -74,9 +84,12 @@ def trained(strategy: str, sync: str, recompute: str, precision: str, named: str
         ],
         samples=SAMPLES,
     )  # fmt: skip
-    plan = dataclasses.replace(plan, train=dataclasses.replace(plan.train, compile=compiles))
-    units = (lambda model: list(model.blocks)) if named == "blocks" else None
-    engine = Engine(build, lambda p: torch.optim.SGD(p, 0.05), plan, shard_units=units)
+    plan = dataclasses.replace(plan, train=dataclasses.replace(plan.train, compile=compiles and part != "own"))
+    model = build()
+    if compiles and part == "own":
+        model.compile()
+    owner = Names() if part == "named" else None
+    engine = Engine(model, lambda p: torch.optim.SGD(p, 0.05), plan, owner=owner)
 
     def loss(model: Any, batch: Any) -> tuple[Tensor, int]:
         x, scale, target = batch
@@ -95,16 +108,32 @@ def trained(strategy: str, sync: str, recompute: str, precision: str, named: str
 
 
 def main() -> None:
-    torch.compile = functools.partial(torch.compile, backend="aot_eager")
+    compile_with, functions = functools.partial(torch.compile, backend="aot_eager"), list[str]()
+
+    def recorded(function: Any, **options: Any) -> Any:
+        functions.append(function.__qualname__)
+        return compile_with(function, **options | {"backend": "aot_eager"})
+
+    torch.compile = recorded
+    inside, splits = DistributedDataParallel._inside_ddp_forward, list[int]()
+    setattr(  # noqa: B010
+        DistributedDataParallel, "_inside_ddp_forward", lambda self: (splits.append(1), inside(self))[1]
+    )
     results: dict[str, Any] = {}
     for case in CASES:
         torch._dynamo.reset()
-        counters.clear()
         plain = trained(*case, compiles=False)
+        counters.clear()
+        functions.clear()
+        splits.clear()
         compiled = trained(*case, compiles=True)
-        # of each forward pass the linear layers of both blocks, whose graph may serve both
-        calls = counters["stats"]["calls_captured"]
-        results[" ".join(case)] = {"distance": ((compiled - plain).norm() / plain.norm()).item(), "calls": calls}
+        results[" ".join(case)] = {
+            "distance": ((compiled - plain).norm() / plain.norm()).item(),
+            # of each forward pass the linear layers of both blocks, whose graph may serve both
+            "calls": counters["stats"]["calls_captured"],
+            "functions": functions.copy(),
+            "splits": len(splits),
+        }
     print_on_rank_0(results)
     leave_group()
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+from launcher.train.engine.build import compile_forward
 from tests.helpers import torchrun
 
 
@@ -14,7 +19,21 @@ from tests.helpers import torchrun
 def test_a_compiled_model_takes_the_same_steps(tmp_path: Path) -> None:
     worker = Path(__file__).parent / "compile_worker.py"
     seen = json.loads(torchrun(worker, [], 2, tmp_path, timeout=900).splitlines()[-1])
-    assert len(seen) == 5
+    assert len(seen) == 6
     for case, result in seen.items():
+        part = case.split()[-1]
+        whole = part in ("whole", "own")
+        assert result["functions"] == (["Module._call_impl"] if whole else ["Block.forward"] * 2), (case, result)
+        assert bool(result["splits"]) == (part == "whole"), (case, result, "graphs are split by buckets")
         assert result["calls"] >= 6, (case, result, "the layers of the blocks are captured")
         assert result["distance"] < (1e-3 if "bf16" in case else 1e-6), (case, result)
+
+
+def test_a_copy_of_a_compiled_module_computes_with_its_own_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    original, x = nn.Linear(2, 2), torch.ones(1, 2)
+    compile_forward([original])
+    twin = copy.deepcopy(original)
+    nn.init.zeros_(twin.weight)
+    assert twin(x).equal(twin.bias[None])
+    assert original(x).allclose(nn.functional.linear(x, original.weight, original.bias))
