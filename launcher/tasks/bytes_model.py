@@ -29,15 +29,14 @@ class ByteWindows(Dataset[Tensor]):
         self.text = mmap.mmap(-1, total)
         for path in files:
             self.text.write(path.read_bytes())
-        available = (total - 1) // seq_len
-        self.length = available if at_most is None else min(available, at_most)
-        self.stride = available // self.length
+        self.available = (total - 1) // seq_len
+        self.length = self.available if at_most is None else min(self.available, at_most)
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> Tensor:
-        start = index * self.stride * self.seq_len
+        start = index * self.available // self.length * self.seq_len
         return torch.frombuffer(bytearray(self.text[start : start + self.seq_len + 1]), dtype=torch.uint8)
 
 

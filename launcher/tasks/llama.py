@@ -145,8 +145,8 @@ class Llama:
         files = [path for path in (self._data, self._eval_data) if path is not None and self._source == "tokens"]
         if token_type is not None and not any(Path(path).suffix == ".bin" for path in files):
             raise TaskError(
-                f"task.token_type={token_type}: only a .bin file needs it; a .npy file names its own type.\n  Leave it "
-                "out."
+                f"task.token_type={token_type}: only a .bin file needs it; a .npy file names its own type.\n"
+                "  Leave it out."
             )
         return token_type or ("uint16" if self.shape.vocab <= 2**16 else "uint32")
 

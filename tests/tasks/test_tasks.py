@@ -13,6 +13,7 @@ import torch
 import launcher
 from launcher.errors import TaskError
 from launcher.tasks.bytes_gpt import BytesGPT
+from launcher.tasks.bytes_model import ByteWindows
 from launcher.tasks.digits import Digits
 from launcher.tracebacks import users_frames
 from launcher.train.parallel.batchnorm import batch_norms
@@ -49,6 +50,12 @@ def test_samples_are_the_text(tmp_path: Path) -> None:
     data = task.train_data()
     for index in (0, 1, len(data) - 1):
         assert bytes(data[index].tolist()) == text[index * 16 : index * 16 + 17]
+
+
+def test_samples_of_an_evaluation_are_spread_over_the_text(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(bytes(number // 16 for number in range(11 * 16 + 1)))
+    windows = ByteWindows([tmp_path / "text"], 16, at_most=6)
+    assert [int(windows[index][0]) for index in range(len(windows))] == [0, 1, 3, 5, 7, 9]
 
 
 def test_the_untrained_loss_is_that_of_guessing() -> None:
