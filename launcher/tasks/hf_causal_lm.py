@@ -19,96 +19,26 @@ if TYPE_CHECKING:
 IGNORED = -100
 
 
-class HfCausalLM(HfTask):
-    """Fine-tuning or training of a causal language model. An item is a predicted token; a sample is an example.
-
-    Examples are of one of three kinds, by their columns: ``messages`` (a chat; the loss is on the answers only),
-    ``prompt`` and ``completion`` (the loss is on the completion only), or text.
+class TextRows(HfTask):
+    """Examples as rows of tokens for a causal language model.
 
     Args:
-        model: directory of a model, name on the hub, or path of a configuration (random initial values).
-        data: file or directory of examples: json, parquet, csv, text, or what ``save_to_disk`` of datasets wrote.
-        text: column of the text; if set, it is used although there are columns of the other kinds.
-        tokenizer: directory or hub name; default: the model's.
-        seq_len: tokens in a row; longer texts are cut into pieces that do not see each other. Default: 1,024, or the
-            length of the model's sequences if that is less.
-        pack: examples share rows. Otherwise each has a row of its own, padded to the longest of its micro-batch.
-        eval_data: examples of the evaluation; default: a part of ``data``.
-        held_out: share of ``data`` for the evaluation, the same in every run; 0: none.
-        unusable: examples that are empty or, where they cannot be cut, too long: ``error``, or ``skip``.
-        lora: train LoRA adapters only: ``{r, alpha, dropout, targets}``.
+        name: name of the task, for messages.
+        model: as for HfTask; None: the model is not one of transformers.
+        data: file or directory of examples.
+        text: column of the text; None: ``text``, unless the columns are those of another kind of examples.
+        pack: examples share rows.
+        unusable: error or skip.
+        arguments: those of HfTask.
     """
 
     def __init__(
-        self,
-        model: str,
-        data: str,
-        text: str | None = None,
-        tokenizer: str | None = None,
-        seq_len: int | None = None,
-        pack: bool = True,
-        eval_data: str | None = None,
-        held_out: float = 0.05,
-        unusable: Literal["error", "skip"] = "error",
-        lora: dict[str, Any] | None = None,
+        self, name: str, model: str | None, data: str, *, text: str | None, pack: bool, unusable: str, **arguments: Any
     ) -> None:
-        super().__init__(
-            "hf_causal_lm",
-            model,
-            data,
-            tokenizer=tokenizer,
-            seq_len=seq_len,
-            eval_data=eval_data,
-            held_out=held_out,
-            lora=lora,
-        )
-        self._choose_rows(text, pack, unusable)
-
-    def _choose_rows(self, text: str | None, pack: bool, unusable: str) -> None:
-        """Set the arguments of the class that decide which rows the examples become."""
+        super().__init__(name, model, data, **arguments)
         if unusable not in ("error", "skip"):
             raise TaskError(f"task.unusable={unusable}: must be error or skip.")
         self._text, self._pack, self._unusable = text, pack, unusable
-
-    def model(self) -> nn.Module:
-        from transformers import AutoModelForCausalLM
-
-        self._require_causal()
-        model = self._build(AutoModelForCausalLM, new_head=False)
-        if self._pack:
-            self._require_packable(model)
-        return self._adapted(model, "CAUSAL_LM")
-
-    def _require_causal(self) -> None:
-        """Raise TaskError for an encoder, whose tokens see those that they predict."""
-        from transformers import MODEL_FOR_MASKED_LM_MAPPING
-
-        if type(self._config) in MODEL_FOR_MASKED_LM_MAPPING:
-            raise TaskError(
-                f"task.model={self._model}: {self._config.model_type} is a masked language model: its tokens see those "
-                "that they would predict.\n  Name a causal language model."
-            )
-
-    def _require_packable(self, model: Any) -> None:
-        """Raise TaskError if a document of ``model`` could see others in its row, or could see less than alone."""
-        config = model.config.get_text_config()
-        layers = set(getattr(config, "layer_types", None) or ["full_attention"])
-        window = getattr(config, "sliding_window", None)
-        window = window if getattr(config, "use_sliding_window", True) else None
-        reason = ""
-        if "position_ids" not in inspect.signature(model.forward).parameters:
-            reason = "takes no position_ids"
-        elif getattr(model, "_is_stateful", False) or layers - {"full_attention", "sliding_attention"}:
-            reason = "has layers that cannot keep documents apart, such as recurrent ones"
-        elif window is not None and window < self._seq_len:
-            reason = f"attends to windows of {window} tokens, less than task.seq_len={self._seq_len}"
-        elif config._attn_implementation not in ("sdpa", "eager"):
-            reason = f"uses {config._attn_implementation}, which takes no mask of documents"
-        if reason:
-            raise TaskError(
-                f"task.pack=true: {type(model).__name__} {reason}, so documents cannot share a row.\n"
-                "  Use task.pack=false, with batch.balance=length against padding."
-            )
 
     def _encoding(self, path: str, data: Any) -> tuple[Encode, dict[str, Any]]:
         columns, text = set(data.column_names), self._text or "text"
@@ -197,6 +127,94 @@ class HfCausalLM(HfTask):
 
         return Packing(self._seq_len, own_rows=not self._pack)
 
+
+class HfCausalLM(TextRows):
+    """Fine-tuning or training of a causal language model. An item is a predicted token; a sample is an example.
+
+    Examples are of one of three kinds, by their columns: ``messages`` (a chat; the loss is on the answers only),
+    ``prompt`` and ``completion`` (the loss is on the completion only), or text.
+
+    Args:
+        model: directory of a model, name on the hub, or path of a configuration (random initial values).
+        data: file or directory of examples: json, parquet, csv, text, or what ``save_to_disk`` of datasets wrote.
+        text: column of the text; if set, it is used although there are columns of the other kinds.
+        tokenizer: directory or hub name; default: the model's.
+        seq_len: tokens in a row; longer texts are cut into pieces that do not see each other. Default: 1,024, or the
+            length of the model's sequences if that is less.
+        pack: examples share rows. Otherwise each has a row of its own, padded to the longest of its micro-batch.
+        eval_data: examples of the evaluation; default: a part of ``data``.
+        held_out: share of ``data`` for the evaluation, the same in every run; 0: none.
+        unusable: examples that are empty or, where they cannot be cut, too long: ``error``, or ``skip``.
+        lora: train LoRA adapters only: ``{r, alpha, dropout, targets}``.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        data: str,
+        text: str | None = None,
+        tokenizer: str | None = None,
+        seq_len: int | None = None,
+        pack: bool = True,
+        eval_data: str | None = None,
+        held_out: float = 0.05,
+        unusable: Literal["error", "skip"] = "error",
+        lora: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            "hf_causal_lm",
+            model,
+            data,
+            tokenizer=tokenizer,
+            seq_len=seq_len,
+            eval_data=eval_data,
+            held_out=held_out,
+            lora=lora,
+            text=text,
+            pack=pack,
+            unusable=unusable,
+        )
+
+    def model(self) -> nn.Module:
+        from transformers import AutoModelForCausalLM
+
+        self._require_causal()
+        model = self._build(AutoModelForCausalLM, new_head=False)
+        if self._pack:
+            self._require_packable(model)
+        return self._adapted(model, "CAUSAL_LM")
+
+    def _require_causal(self) -> None:
+        """Raise TaskError for an encoder, whose tokens see those that they predict."""
+        from transformers import MODEL_FOR_MASKED_LM_MAPPING
+
+        if type(self._config) in MODEL_FOR_MASKED_LM_MAPPING:
+            raise TaskError(
+                f"task.model={self._model}: {self._config.model_type} is a masked language model: its tokens see those "
+                "that they would predict.\n  Name a causal language model."
+            )
+
+    def _require_packable(self, model: Any) -> None:
+        """Raise TaskError if a document of ``model`` could see others in its row, or could see less than alone."""
+        config = model.config.get_text_config()
+        layers = set(getattr(config, "layer_types", None) or ["full_attention"])
+        window = getattr(config, "sliding_window", None)
+        window = window if getattr(config, "use_sliding_window", True) else None
+        reason = ""
+        if "position_ids" not in inspect.signature(model.forward).parameters:
+            reason = "takes no position_ids"
+        elif getattr(model, "_is_stateful", False) or layers - {"full_attention", "sliding_attention"}:
+            reason = "has layers that cannot keep documents apart, such as recurrent ones"
+        elif window is not None and window < self._seq_len:
+            reason = f"attends to windows of {window} tokens, less than task.seq_len={self._seq_len}"
+        elif config._attn_implementation not in ("sdpa", "eager"):
+            reason = f"uses {config._attn_implementation}, which takes no mask of documents"
+        if reason:
+            raise TaskError(
+                f"task.pack=true: {type(model).__name__} {reason}, so documents cannot share a row.\n"
+                "  Use task.pack=false, with batch.balance=length against padding."
+            )
+
     def loss(self, model: Any, batch: dict[str, Any]) -> Loss:
         """Return the cross-entropy in nats, summed over the predicted tokens."""
         import torch
@@ -215,20 +233,6 @@ class HfCausalLM(HfTask):
         logits, targets = result.logits.flatten(0, 1).float(), batch["targets"].flatten()
         total = functional.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
         return Loss(total, items=batch["items"])
-
-
-class TextsForModel(HfCausalLM):
-    """Examples, packed into rows, for a causal language model that is not one of transformers."""
-
-    def __init__(
-        self, data: str, tokenizer: str, seq_len: int, eval_data: str | None, held_out: float, *, text: str | None,
-        unusable: str,
-    ) -> None:  # fmt: skip
-        HfTask.__init__(
-            self, "llama", None, data, tokenizer=tokenizer, seq_len=seq_len, eval_data=eval_data, held_out=held_out,
-            lora=None,
-        )  # fmt: skip
-        self._choose_rows(text, True, unusable)
 
 
 def _message(message: Any) -> dict[str, Any]:

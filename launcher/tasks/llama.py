@@ -156,11 +156,11 @@ class Llama:
         transformers."""
         if self._source != "examples":
             return None
-        from launcher.tasks.hf_causal_lm import TextsForModel
+        from launcher.tasks.hf_causal_lm import TextRows
 
-        texts = TextsForModel(
-            str(self._data), str(self._tokenizer), self.seq_len, self._eval_data, self._held_out, text=self._text,
-            unusable=self._unusable,
+        texts = TextRows(
+            "llama", None, str(self._data), tokenizer=self._tokenizer, seq_len=self.seq_len, eval_data=self._eval_data,
+            held_out=self._held_out, lora=None, text=self._text, pack=True, unusable=self._unusable,
         )  # fmt: skip
         if (tokenizer_size := len(texts.tokenizer)) > self.shape.vocab:
             raise TaskError(

@@ -62,7 +62,8 @@ class Engine(EngineProgress):
         stop: called once a window; if it returns true on any rank, all ranks stop after that window.
         save_due: called once a window on rank 0; StepResult.save_due has the result on all ranks.
         shard_units: modules that FSDP gathers as one and that recompute wraps. Default: the model's repeated blocks.
-        owner: object that the forward pass belongs to, such as the task; calibration restores its attributes.
+        owner: object that the forward pass belongs to, such as the task; calibration restores its attributes, and its
+            ``compile_units(model)``, if it has one, names the modules that train.compile compiles.
         schedule: (optimizer, steps) -> learning rate schedule, instead of the plan's.
         callbacks: objects with the methods of ``Callback`` in launcher/train/callback_set.py. Default: the plan's.
 

@@ -27,7 +27,7 @@ CASES = [  # strategy, sync, recompute, precision, and what is compiled
     ("ddp", "boundary", "none", "fp32", "named"),  # by the task
     ("ddp", "boundary", "none", "fp32", "own"),  # by the user, without train.compile
     ("ddp", "every", "blocks", "fp32", "whole"),
-    ("fsdp", "boundary", "blocks", "bf16", "units"),
+    ("fsdp", "boundary", "blocks", "bf16", "named"),
     ("fsdp", "gather_once", "none", "fp32", "units"),
 ]
 
