@@ -9,16 +9,15 @@ object to the file named on the command line.
 from __future__ import annotations
 
 import dataclasses
-import functools
+import gc
 import itertools
 import json
 import logging
 import os
 import sys
+import time
 import warnings
-import weakref
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,29 +26,39 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
-from torch.distributed._tools.common_utils import get_untyped_storages
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from launcher.config.schema import Device, Sync
 from launcher.errors import LauncherError
 from launcher.loss import as_losses, loss_of_batch
 from launcher.plan.run_plan import Forecast, RunPlan
-from launcher.plan.sync_policy import POLICIES, Collective, transfers_per_window
+from launcher.plan.sync_policy import POLICIES, Collective, Layout, transfers_per_window
 from launcher.process import die_with_parent
 from launcher.task import Task, build_model, first_batch, load_task, train_data
 from launcher.train.context import ContextSource
 from launcher.train.engine.build import build_parallel
-from launcher.train.parallel.base import Parallel
+from launcher.train.inspection.allocation_log import AllocationLog, free_host_bytes, memory_bytes
+from launcher.train.inspection.repeated_blocks import (
+    LEAST,
+    BlockRun,
+    BlockTrace,
+    StandIns,
+    block_runs,
+    extrapolated,
+)
+from launcher.train.measure.flops import time_limit
+from launcher.train.parallel.base import Parallel, ShardUnits
 from launcher.train.parallel.fsdp import mesh_of
+from launcher.train.parallel.shard_units import find_units
 from launcher.train.precision import Precision
 from launcher.train.trainer import optimizer_of
 
 WINDOWS = 2  # the optimizer's state exists from the second window on
 # fraction of the free host memory that a model may take whose construction needs real values
 BUILT_SHARE = 0.5
+LIMIT_S = 60.0  # for the traces of a whole model
 
 
 class NotPredictable(Exception):
@@ -67,47 +76,144 @@ def forecasts(plan: RunPlan) -> tuple[list[Forecast], str | None]:
     device = torch.device("cuda" if plan.cluster.device is Device.cuda and torch.cuda.is_available() else "cpu")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.batch.world_size)
     mesh_of(device, plan.batch.world_size, plan.strategy.shard_size)  # created here: its tensors must be real
-    with ContextSource(device, plan.train.seed, world_size=plan.batch.world_size).active():
-        batch, _ = first_batch(task, data, plan.batch.micro_size)
-        results = [_forecast(plan, sync, task, batch, device) for sync in POLICIES[plan.strategy.kind]]
+    collects = gc.isenabled()
+    gc.collect()
+    gc.freeze()  # so that collecting the garbage of each micro-batch takes little time
+    gc.disable()  # a collection at another time would change the order of the trace
+    try:
+        with ContextSource(device, plan.train.seed, world_size=plan.batch.world_size).active():
+            batch, _ = first_batch(task, data, plan.batch.micro_size)
+            tracer = Tracer(plan, task, batch, device)
+            results = [tracer.forecast(sync) for sync in POLICIES[plan.strategy.kind]]
+    finally:
+        gc.unfreeze()
+        if collects:
+            gc.enable()
     return [forecast for forecast, _ in results], next((reason for _, reason in results if reason), None)
 
 
-def _forecast(plan: RunPlan, sync: Sync, task: Task, batch: Any, device: torch.device) -> tuple[Forecast, str | None]:
-    plan = dataclasses.replace(
-        plan,
-        strategy=dataclasses.replace(plan.strategy, sync=sync),
-        train=dataclasses.replace(plan.train, compile=False),
-    )
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    model = _model_without_memory(plan, task, fake, device)
-    with fake:
-        with patch.object(torch.utils, "swap_tensors", _set_data):
-            parallel, optimizer = build_parallel(
-                model, optimizer_of(task, plan), plan, device,
-                getattr(task, "shard_units", None),
-            )  # fmt: skip
-        memory = PeakMemory(device)
-        memory.add([*model.parameters(), *model.buffers()])
-        inputs = tree_map(lambda x: fake.from_tensor(x).to(device) if isinstance(x, Tensor) else x, batch)
-        # without a run, the payload follows from the policy table and the shapes of the sharded model
-        passes_of_window = transfers_per_window(plan.strategy.kind, plan.strategy.sync, plan.batch.accumulation)
-        payload, problem = parallel.meter.layout.payload(passes_of_window), None
+class Tracer:
+    """Traces of windows of a task under the policies of its strategy.
+
+    Args:
+        batch: the first micro-batch.
+        shorten: whether repeated blocks are traced once.
+
+    Attributes:
+        operators: number of operators that the traces have run.
+    """
+
+    def __init__(self, plan: RunPlan, task: Task, batch: Any, device: torch.device, *, shorten: bool = True) -> None:
+        self._task, self._batch, self._device = task, batch, device
+        self._plan = dataclasses.replace(plan, train=dataclasses.replace(plan.train, compile=False))
+        self.operators = 0
+        self._until = time.monotonic() + LIMIT_S
+        self._whole: nn.Module | None = None
+        self._runs: list[BlockRun] = []
+        if shorten:
+            self._whole = _model_without_memory(plan, task, FakeTensorMode(allow_non_fake_inputs=True), device)
+            self._runs = block_runs(self._whole)
+            names = {module: name for name, module in self._whole.named_modules()}
+            shard_units = getattr(task, "shard_units", None)
+            units = find_units(self._whole, None if shard_units is None else shard_units(self._whole))
+            self._units = [names[unit] for unit in units]
+
+    def forecast(self, sync: Sync) -> tuple[Forecast, str | None]:
+        """Return the forecast of a policy, and why its memory is not predicted (None if it is)."""
+        plan = dataclasses.replace(self._plan, strategy=dataclasses.replace(self._plan.strategy, sync=sync))
+        irregular: Exception | None = None
+        if self._runs:
+            try:
+                return self._of(sync, self._from_shortened(plan)), None
+            except Exception as error:  # the whole model may run where a shortened one fails
+                irregular = error
         try:
-            with memory:
-                payload = _run_windows(plan, task, inputs, parallel, optimizer, device)
-        except LauncherError:  # the same error would occur in the job
-            raise
-        except Exception as error:  # a loss may need tensors with values
-            problem = _describe(error)
-    forecast = Forecast(
-        sync=sync,
-        payload_bytes=sum(payload.values()),
-        wire_bytes=parallel.meter.layout.wire(payload),
-        wire_s=None,
-        peak_bytes=memory.peak if problem is None else None,
-    )
-    return forecast, problem
+            with time_limit(max(1.0, self._until - time.monotonic())):
+                trace, problem = self._whole_trace(plan)
+        except TimeoutError:
+            reason = "" if irregular is None else f", and it is too irregular to be shortened ({_describe(irregular)})"
+            raise NotPredictable(f"the trace of the whole model takes more than {LIMIT_S:.0f} s{reason}") from None
+        return self._of(sync, trace, known=problem is None), problem
+
+    def _of(self, sync: Sync, trace: BlockTrace, *, known: bool = True) -> Forecast:
+        strategy, payload = self._plan.strategy, trace.payload
+        replicas = self._plan.batch.world_size // strategy.shard_size
+        layout = Layout(shard_size=strategy.shard_size, replicas=replicas, unit_bytes=0, root_bytes=0, gradient_bytes=0)
+        return Forecast(
+            sync=sync,
+            payload_bytes=sum(payload.values()),
+            wire_bytes=layout.wire(payload),
+            wire_s=None,
+            peak_bytes=trace.peak if known else None,
+        )
+
+    def _from_shortened(self, plan: RunPlan) -> BlockTrace:
+        least = dict.fromkeys(self._runs, LEAST)
+        shortest = self._shortened(plan, least)
+        longer = {run: self._shortened(plan, least | {run: LEAST + 1}) for run in self._runs}
+        longest = self._shortened(plan, dict.fromkeys(self._runs, LEAST + 2))
+        return extrapolated(least, shortest, longer, longest)
+
+    def _shortened(self, plan: RunPlan, real: dict[BlockRun, int]) -> BlockTrace:
+        assert self._whole is not None
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        short = StandIns(self._whole, fake, self._device, real)
+        trace, error = self._trace(plan, short.model, fake, lambda _: short.named(self._units))
+        if error is not None:
+            raise error
+        short.check()
+        return trace
+
+    def _whole_trace(self, plan: RunPlan) -> tuple[BlockTrace, str | None]:
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        model = _model_without_memory(plan, self._task, fake, self._device)
+        trace, error = self._trace(plan, model, fake, getattr(self._task, "shard_units", None))
+        if isinstance(error, LauncherError):  # the same error would occur in the job
+            raise error
+        return trace, None if error is None else _describe(error)
+
+    def _trace(
+        self, plan: RunPlan, model: nn.Module, fake: FakeTensorMode, shard_units: ShardUnits | None
+    ) -> tuple[BlockTrace, Exception | None]:
+        """Return the trace of the windows, and the exception that they raised."""
+        task, device = self._task, self._device
+        with fake:
+            with (
+                patch.object(torch.utils, "swap_tensors", _set_data),
+                patch.object(_fsdp_param, "_chunk_with_empty", _OwnChunk),
+            ):
+                parallel, optimizer = build_parallel(model, optimizer_of(task, plan), plan, device, shard_units)
+            log = AllocationLog(device)
+            log.add([*model.parameters(), *model.buffers()])
+            inputs = tree_map(lambda x: fake.from_tensor(x).to(device) if isinstance(x, Tensor) else x, self._batch)
+            # without a run, the payload follows from the policy table and the shapes of the sharded model
+            passes_of_window = transfers_per_window(plan.strategy.kind, plan.strategy.sync, plan.batch.accumulation)
+            payload = parallel.meter.layout.payload(passes_of_window)
+            problem: Exception | None = None
+            try:
+                with log:
+                    payload = _run_windows(plan, task, inputs, parallel, optimizer, device)
+            except TimeoutError:
+                raise
+            except Exception as error:  # a loss may need tensors with values
+                problem = error
+        self.operators += log.operators
+        return BlockTrace(list(log.events), payload), problem
+
+
+class _OwnChunk:
+    """Stand-in for torch's list of a parameter's parts on all ranks: only this rank's part is made, because their
+    number may be in the thousands."""
+
+    def __init__(self, whole: Tensor, parts: int, dim: int) -> None:
+        self._whole, self._parts, self._dim = whole, parts, dim
+
+    def __getitem__(self, rank: int) -> Tensor:
+        length = self._whole.size(self._dim)
+        each = -(-length // self._parts)
+        if rank * each >= length:
+            return self._whole.new_empty(0) if rank else self._whole.narrow(self._dim, 0, 0)
+        return self._whole.narrow(self._dim, rank * each, min(each, length - rank * each))
 
 
 def _run_windows(
@@ -131,6 +237,7 @@ def _run_windows(
             optimizer.step()
             parallel.zero_grad()
         payloads.append(parallel.meter.payload)
+        gc.collect()  # frees what reference cycles of the task and of torch hold
     return _full_window(payloads[-micro_batches], payloads[-1], plan.batch.accumulation)
 
 
@@ -199,90 +306,6 @@ def _convert(model: nn.Module, device: torch.device) -> None:
         for name, buffer in list(module._buffers.items()):
             if buffer is not None and is_real(buffer):
                 module._buffers[name] = replaced(buffer)
-
-
-class PeakMemory(TorchDispatchMode):
-    """Mode that records the peak sum of all storages that exist on one kind of device.
-
-    torch's MemTracker also classifies memory by use, for which it hooks each parameter and each module, and fails for
-    frozen parameters. Only the sum is needed here.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._type = device.type
-        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        self._current = self.peak = 0
-        self._resize = torch.UntypedStorage.resize_
-
-    def add(self, tree: Any) -> None:
-        """Count every tensor in ``tree``."""
-        for leaf in tree_leaves(tree):
-            if isinstance(leaf, Tensor) and leaf.device.type == self._type:
-                for storage in get_untyped_storages(leaf):
-                    self._count(storage)
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = id(storage), storage.size()
-        reference, before = self._storages.get(key, (None, 0))
-        if reference is None:
-            reference = weakref.ref(storage, functools.partial(self._forget, key))
-        self._storages[key] = reference, size
-        self._current += size - before
-        self.peak = max(self.peak, self._current)
-
-    def _forget(self, key: int, _: Any) -> None:
-        self._current -= self._storages.pop(key)[1]
-
-    def __enter__(self) -> PeakMemory:
-        def resize(storage: torch.UntypedStorage, size: int) -> None:  # FSDP frees and gathers units by this
-            self._resize(storage, size)
-            if id(storage) in self._storages:
-                self._count(storage)
-
-        torch.UntypedStorage.resize_ = resize  # pyright: ignore[reportAttributeAccessIssue]
-        return super().__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        torch.UntypedStorage.resize_ = self._resize
-        super().__exit__(*error)  # pyright: ignore[reportArgumentType]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind is DTensor for kind in types):
-            return NotImplemented  # DTensor then calls the operator on its local tensors
-        result = func(*args, **(kwargs or {}))
-        self.add(result)
-        return result
-
-
-def memory_bytes(plan: RunPlan) -> int | None:
-    """Return the bytes of memory of one rank's device; None if this machine has no such device."""
-    if plan.cluster.device is Device.cuda:
-        return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
-    return free_host_bytes() // plan.cluster.workers_per_node
-
-
-def free_host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the memory available to this process in bytes: the host's, or less if its cgroup (version 2) or a parent
-    of it has less left.
-
-    Inactive file cache counts as available: the kernel reclaims it at the limit.
-    """
-    available = 1024 * _numbers(proc / "meminfo")["MemAvailable:"]
-    lines = (proc / "self" / "cgroup").read_text().splitlines()
-    own = cgroups / next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
-    for group in (own, *own.parents):
-        if group.is_relative_to(cgroups):
-            with suppress(OSError, ValueError):  # no memory controller; no limit: "max"
-                limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-                cached = _numbers(group / "memory.stat").get("inactive_file", 0)
-                available = min(available, max(0, limit - used + cached))
-    return available
-
-
-def _numbers(file: Path) -> dict[str, int]:
-    """Parse a file of lines "NAME NUMBER ..." and return the numbers by name."""
-    return {words[0]: int(words[1]) for words in map(str.split, file.read_text().splitlines())}
 
 
 def _describe(error: Exception) -> str:

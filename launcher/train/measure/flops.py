@@ -107,7 +107,7 @@ def flops_per_sample(task: Task, model: nn.Module, data: Any) -> float | None:
         data: the task's training data; its first samples are read.
     """
     try:
-        with _time_limit(LIMIT_S), ContextSource(torch.device("cpu"), seed=0).active():
+        with time_limit(LIMIT_S), ContextSource(torch.device("cpu"), seed=0).active():
             batch, samples = first_batch(task, data, SAMPLES)
             return _count(task, model, batch, samples)
     except (Exception, SystemExit):  # a model may need tensors with values, and the data may not be on this machine
@@ -127,7 +127,7 @@ def _count(task: Task, model: nn.Module, batch: Any, samples: int) -> float | No
 
 
 def _flops_of(task: Task, model: nn.Module, batch: Any, fake: FakeTensorMode) -> int:
-    twin = _without_memory(model, fake).train()
+    twin = without_memory(model, fake).train()
     with fake, FlopCounterMode(display=False, custom_mapping=_MODEL_FLOPS) as counter:
         inputs = tree_map_only(Tensor, fake.from_tensor, batch)
         loss = loss_of_batch(task, twin, inputs)
@@ -136,25 +136,42 @@ def _flops_of(task: Task, model: nn.Module, batch: Any, fake: FakeTensorMode) ->
     return counter.get_total_flops()
 
 
-def _without_memory(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
-    """Return a copy of ``model`` with fake CPU tensors, which use no memory, whatever the device of ``model``."""
-    copies: dict[int, Any] = {}
+def without_memory(
+    model: nn.Module,
+    fake: FakeTensorMode,
+    device: torch.device | str = "cpu",
+    replaced: Mapping[nn.Module, nn.Module] | None = None,
+) -> nn.Module:
+    """Return a copy of ``model`` with fake tensors on ``device``, which use no memory, whatever the device of
+    ``model``.
+
+    Args:
+        replaced: modules that the copy has others for, which are not copied.
+    """
+    copies: dict[int, Any] = {id(module): other for module, other in (replaced or {}).items()}
 
     def empty(tensor: Tensor) -> Tensor:
         with fake:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
-    for module in model.modules():
+    def visit(module: nn.Module) -> None:
         for value in (*module.parameters(recurse=False), *module.buffers(recurse=False), *vars(module).values()):
+            if id(value) in copies:
+                continue
             if isinstance(value, nn.Parameter):
                 copies[id(value)] = nn.Parameter(empty(value), value.requires_grad)
             elif isinstance(value, Tensor):
                 copies[id(value)] = empty(value)
+        for child in module.children():
+            if id(child) not in copies:
+                visit(child)
+
+    visit(model)
     return copy.deepcopy(model, copies)
 
 
 @contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
+def time_limit(seconds: float) -> Iterator[None]:
     """Raise TimeoutError in a body that runs longer: data that waits for something, or a model of thousands of
     layers."""
 

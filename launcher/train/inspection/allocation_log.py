@@ -1,0 +1,128 @@
+"""Memory in inspections: the allocations of a trace, and the memory of this machine."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._tools.common_utils import get_untyped_storages
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from launcher.config.schema import Device
+from launcher.plan.run_plan import RunPlan
+
+
+# DTensor's derivation of a result's shape: it runs the operator on tensors of the whole size, once for each shape in a
+# process, on fake tensors in a real job too
+_DERIVE = "_propagate_tensor_meta_non_cached"
+
+
+class AllocationLog(TorchDispatchMode):
+    """Mode that records each allocation and each free of storages on one kind of device.
+
+    torch's MemTracker also classifies memory by use, for which it hooks each parameter and each module, and fails for
+    frozen parameters. Only the sum is needed here.
+
+    Attributes:
+        events: bytes of each allocation (positive) and each free (negative), in order.
+        operators: number of operators that ran.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._type = device.type
+        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self.events: list[int] = []
+        self.operators = 0
+        self._resize = torch.UntypedStorage.resize_
+        self._derive = getattr(ShardingPropagator, _DERIVE)
+        self._paused = False
+
+    def add(self, tree: Any) -> None:
+        """Count every tensor in ``tree``."""
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, Tensor) and leaf.device.type == self._type:
+                for storage in get_untyped_storages(leaf):
+                    self._count(storage)
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = id(storage), storage.size()
+        reference, before = self._storages.get(key, (None, 0))
+        if reference is None:
+            reference = weakref.ref(storage, functools.partial(self._forget, key))
+        self._storages[key] = reference, size
+        if size != before:
+            self.events.append(size - before)
+
+    def _forget(self, key: int, _: Any) -> None:
+        if size := self._storages.pop(key)[1]:
+            self.events.append(-size)
+
+    def __enter__(self) -> AllocationLog:
+        def resize(storage: torch.UntypedStorage, size: int) -> None:  # FSDP frees and gathers units by this
+            self._resize(storage, size)
+            if id(storage) in self._storages:
+                self._count(storage)
+
+        def derive(*args: Any) -> Any:  # a method: it takes the propagator
+            self._paused = True
+            try:
+                return self._derive(*args)
+            finally:
+                self._paused = False
+
+        torch.UntypedStorage.resize_ = resize  # pyright: ignore[reportAttributeAccessIssue]
+        setattr(ShardingPropagator, _DERIVE, derive)
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        torch.UntypedStorage.resize_ = self._resize
+        setattr(ShardingPropagator, _DERIVE, self._derive)
+        super().__exit__(*error)  # pyright: ignore[reportArgumentType]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind is DTensor for kind in types):
+            return NotImplemented  # DTensor then calls the operator on its local tensors
+        result = func(*args, **(kwargs or {}))
+        if not self._paused:
+            self.operators += 1
+            self.add(result)
+        return result
+
+
+def memory_bytes(plan: RunPlan) -> int | None:
+    """Return the bytes of memory of one rank's device; None if this machine has no such device."""
+    if plan.cluster.device is Device.cuda:
+        return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
+    return free_host_bytes() // plan.cluster.workers_per_node
+
+
+def free_host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the memory available to this process in bytes: the host's, or less if its cgroup (version 2) or a parent
+    of it has less left.
+
+    Inactive file cache counts as available: the kernel reclaims it at the limit.
+    """
+    available = 1024 * _numbers(proc / "meminfo")["MemAvailable:"]
+    lines = (proc / "self" / "cgroup").read_text().splitlines()
+    own = cgroups / next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    for group in (own, *own.parents):
+        if group.is_relative_to(cgroups):
+            with suppress(OSError, ValueError):  # no memory controller; no limit: "max"
+                limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+                cached = _numbers(group / "memory.stat").get("inactive_file", 0)
+                available = min(available, max(0, limit - used + cached))
+    return available
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    """Parse a file of lines "NAME NUMBER ..." and return the numbers by name."""
+    return {words[0]: int(words[1]) for words in map(str.split, file.read_text().splitlines())}

@@ -1,0 +1,310 @@
+"""Repeated blocks: traces of a shortened model, from which the trace of the whole one follows.
+
+A transformer's blocks are alike, so a trace of all of them repeats itself. A shortened model keeps some blocks of each
+run of equal ones; the others become stand-ins, which pass their input on and hold nothing. The model's own code, which
+may iterate over its list, index it, or know its length, stays as it is.
+
+The memory of the whole model follows event by event. A trace is the sequence of all allocations and frees in bytes.
+With one block more, the same events appear again at each place where the trace repeats itself: in the forward pass, the
+backward pass, the reductions and the optimizer step. These places are found by comparing two traces. Each further block
+adds its events there, and the peak is that of the resulting sequence, whichever phase it falls into. A third trace,
+with two further blocks, must equal the sequence predicted for it, event by event.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from launcher.train.measure.flops import without_memory
+from launcher.train.parallel.mixed_precision import in_backward
+
+# real blocks of a run in the shortest trace: the first ones and the last one differ from those between them, because a
+# unit is gathered while its neighbour runs
+LEAST = 4
+PREDICTED_FROM = LEAST + 2  # blocks in the longest trace
+_COUNTED = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)
+
+
+class IrregularModel(Exception):
+    """The trace of the whole model does not follow from that of shortened ones; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class BlockRun:
+    """Consecutive equal blocks of a ModuleList or Sequential, by their names in the model."""
+
+    names: tuple[str, ...]
+
+    def left_out(self, real: int) -> tuple[str, ...]:
+        """Return the blocks that become stand-ins if ``real`` blocks stay: all but the first ones and the last."""
+        return self.names[real - 1 : -1]
+
+
+@dataclass(frozen=True)
+class BlockTrace:
+    """Trace of a model: bytes of each allocation (positive) and each free (negative), and payload bytes of each kind of
+    collective."""
+
+    events: list[int]
+    payload: dict[Any, int]
+
+    @property
+    def peak(self) -> int:
+        """Return the most bytes that exist at one time."""
+        return max(accumulate(self.events), default=0)
+
+
+def block_runs(model: nn.Module) -> list[BlockRun]:
+    """Return the runs of equal blocks that are long enough to be shortened, outermost ones only.
+
+    Blocks are equal if they have the same classes, parameters, buffers and settings. A whole number may increase by one
+    from block to block, as a block's own index does.
+    """
+    owners: dict[int, set[str]] = {}  # the modules that a parameter, a buffer or a module belongs to
+    for name, module in model.named_modules(remove_duplicate=False):
+        for part in (*module._parameters.values(), *module._buffers.values(), *module._modules.values()):
+            owners.setdefault(id(part), set()).add(name)
+    runs: list[BlockRun] = []
+
+    def shared(block: nn.Module) -> bool:
+        parts = [*block.modules(), *block.parameters(), *block.buffers()]
+        return any(len(owners.get(id(part), ())) > 1 for part in parts)
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        children = list(module.named_children())
+        taken: set[str] = set()
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            for names in _equal_runs([(name, child) for name, child in children if not shared(child)]):
+                if len(names) > PREDICTED_FROM:
+                    runs.append(BlockRun(tuple(prefix + name for name in names)))
+                    taken.update(names)
+        for name, child in children:
+            if name not in taken:
+                visit(child, f"{prefix}{name}.")
+
+    visit(model, "")
+    return runs
+
+
+def _equal_runs(children: list[tuple[str, nn.Module]]) -> list[list[str]]:
+    """Split the names of ``children`` into runs of equal neighbours."""
+    runs: list[list[str]] = []
+    before: tuple[list[Any], list[int]] | None = None
+    steps: list[int] = []  # by which the whole numbers differ from those of the block before
+    for name, child in children:
+        own = _signature(child)
+        alike = before is not None and own[0] == before[0]
+        now = [new - old for old, new in zip(before[1], own[1], strict=True)] if before is not None and alike else []
+        if alike and all(step in (0, 1) for step in now) and (len(runs[-1]) == 1 or now == steps):
+            runs[-1].append(name)
+            steps = now
+        else:
+            runs.append([name])
+        before = own
+    return runs
+
+
+def _signature(block: nn.Module) -> tuple[list[Any], list[int]]:
+    """Return what must be equal in equal blocks, and the whole numbers, which may count up."""
+    fixed: list[Any] = []
+    numbers: list[int] = []
+    for name, module in block.named_modules():
+        fixed.append((name, type(module)))
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                layout = tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+                fixed.append((key, *layout))
+        for key, value in vars(module).items():
+            if type(value) is int:
+                numbers.append(value)
+            elif isinstance(value, dict):
+                fixed.append((key, len(value)))
+            elif isinstance(value, tuple | list):
+                fixed.append((key, [each if isinstance(each, _COUNTED) else type(each) for each in value]))
+            else:
+                code = getattr(value, "__code__", None)
+                fixed.append((key, value if isinstance(value, _COUNTED) else code or type(value)))
+    return fixed, numbers
+
+
+class StandIns:
+    """A shortened copy of a model without memory.
+
+    Args:
+        model: the whole model, on fake tensors or the meta device.
+        fake: mode of the copy's tensors.
+        real: for each run, how many blocks stay.
+
+    Attributes:
+        model: the copy.
+    """
+
+    def __init__(self, model: nn.Module, fake: Any, device: torch.device, real: Mapping[BlockRun, int]) -> None:
+        modules = dict(model.named_modules())
+        self._passages = [_Passage(len(run.names)) for run in real]
+        replaced: dict[nn.Module, nn.Module] = {}
+        for (run, number), passage in zip(real.items(), self._passages, strict=True):
+            for name in run.left_out(number):
+                replaced[modules[name]] = _stand_in(modules[name], passage, run.names.index(name))
+        self.model = without_memory(model, fake, device, replaced)
+        self.left_out = {name for run, number in real.items() for name in run.left_out(number)}
+        for run, passage in zip(real, self._passages, strict=True):
+            for index, name in enumerate(run.names):
+                if name not in self.left_out:
+                    self.model.get_submodule(name).register_forward_hook(passage.recorder(index), with_kwargs=True)
+
+    def named(self, names: Sequence[str]) -> list[nn.Module]:
+        """Return the copies of the whole model's modules ``names``, without stand-ins and what was in them."""
+        modules = dict(self.model.named_modules())
+        return [modules[name] for name in names if name in modules and name not in self.left_out]
+
+    def check(self) -> None:
+        """Raise IrregularModel unless the blocks of each run were called equally often."""
+        for passage in self._passages:
+            if len(set(passage.calls)) != 1:
+                raise IrregularModel("the model does not call all of its equal blocks equally often")
+
+
+def _stand_in(block: nn.Module, passage: _Passage, index: int) -> nn.Module:
+    """Return a module with the class and the settings of ``block``, without its parts, that passes its input on."""
+    made = copy.copy(block)
+    for name, value in vars(block).items():
+        if name in ("_parameters", "_buffers", "_modules") or (name.endswith("_hooks") and hasattr(value, "clear")):
+            vars(made)[name] = type(value)()
+    vars(made)["forward"] = passage.stand_in(index)
+    return made
+
+
+class _Passage:
+    """How the blocks of one run turn inputs into outputs, seen from outside: for each output, an input like it."""
+
+    def __init__(self, blocks: int) -> None:
+        self.calls = [0] * blocks
+        self._made: tuple[list[Any], Any, list[tuple[Any, ...]]] | None = None
+
+    def recorder(self, index: int) -> Callable[..., None]:
+        """Return a forward hook for the real block ``index`` of the run."""
+
+        def record(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if in_backward():  # recomputes a forward pass; nothing needs one of a stand-in
+                return
+            self.calls[index] += 1
+            given, made = tree_flatten((args, kwargs))[0], tree_flatten(output)
+            self._made = [_source(each, given) for each in made[0]], made[1], [_layout(each) for each in made[0]]
+
+        return record
+
+    def stand_in(self, index: int) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not in_backward():
+                self.calls[index] += 1
+            if self._made is None:
+                raise IrregularModel("the model does not call its equal blocks in their order")
+            given = tree_flatten((args, kwargs))[0]
+            sources, shape, layouts = self._made
+            outputs = [given[source] if isinstance(source, int) else None for source in sources]
+            if [_layout(output) for output in outputs] != layouts:
+                raise IrregularModel("the outputs of equal blocks differ in shape")
+            return tree_unflatten(outputs, shape)
+
+        return forward
+
+
+def _layout(value: Any) -> tuple[Any, ...]:
+    return (value.shape, value.dtype) if isinstance(value, Tensor) else ()
+
+
+def _source(output: Any, given: list[Any]) -> int | None:
+    """Return the index of the input that stands for ``output``: itself, or one of its shape and dtype."""
+    if output is None:
+        return None
+    if isinstance(output, Tensor):
+        same = [i for i, value in enumerate(given) if value is output]
+        alike = [i for i, value in enumerate(given) if isinstance(value, Tensor) and _layout(value) == _layout(output)]
+        if same or alike:
+            return (same or alike)[0]
+    raise IrregularModel("a block has an output unlike its inputs")
+
+
+def extrapolated(
+    runs: Mapping[BlockRun, int], shortest: BlockTrace, longer: Mapping[BlockRun, BlockTrace], longest: BlockTrace
+) -> BlockTrace:
+    """Return the trace of the whole model.
+
+    Args:
+        runs: for each run, its blocks in ``shortest``.
+        longer: for each run, the trace with one block of it more.
+        longest: the trace with two blocks more of every run.
+
+    Raises:
+        IrregularModel: ``longest`` is not what follows from the others.
+    """
+    insertions = {run: _insertions(shortest.events, trace.events) for run, trace in longer.items()}
+
+    def grown(more: Mapping[BlockRun, int]) -> BlockTrace:
+        payload = dict(shortest.payload)
+        for run, trace in longer.items():
+            for kind, sent in trace.payload.items():
+                payload[kind] += more[run] * (sent - shortest.payload[kind])
+        return BlockTrace(_grown(shortest.events, [(insertions[run], more[run]) for run in runs]), payload)
+
+    if grown(dict.fromkeys(runs, 2)) != longest:
+        raise IrregularModel("a further block does not add the same events each time")
+    return grown({run: len(run.names) - least for run, least in runs.items()})
+
+
+Insertions = list[tuple[int, list[int]]]  # place in the shorter trace, inserted events
+
+
+def _insertions(shorter: list[int], longer: list[int]) -> Insertions:
+    """Return the events that ``longer`` has and ``shorter`` does not, each group with its place in ``shorter``. A group
+    repeats the events right before it."""
+    found: Insertions = []
+    i = j = 0
+    while j < len(longer):
+        if i < len(shorter) and shorter[i] == longer[j]:
+            i, j = i + 1, j + 1
+            continue
+        size = _repeated(shorter, i, longer, j)
+        found.append((i, longer[j : j + size]))
+        j += size
+    if i < len(shorter):
+        raise IrregularModel("a further block takes events away")
+    return found
+
+
+def _repeated(shorter: list[int], i: int, longer: list[int], j: int) -> int:
+    """Return the length of the group that was inserted at ``j`` of ``longer``, where the traces differ: of the groups
+    that repeat the events before them, the one after which the traces agree for longest."""
+    best, agree = 0, 0
+    for size in range(1, min(j, len(longer) - j) + 1):
+        if longer[j - 1] == longer[j + size - 1] and longer[j : j + size] == longer[j - size : j]:
+            pairs = zip(islice(shorter, i, None), islice(longer, j + size, None), strict=False)
+            same = next((n for n, (one, other) in enumerate(pairs) if one != other), len(shorter) - i)
+            if not best or same > agree:
+                best, agree = size, same
+    if not best:
+        raise IrregularModel("a further block does not repeat the events of the one before")
+    return best
+
+
+def _grown(events: list[int], insertions: Sequence[tuple[Insertions, int]]) -> list[int]:
+    """Return ``events`` with each group of insertions repeated as often as its number says."""
+    places = sorted((place, group * times) for groups, times in insertions for place, group in groups)
+    if len({place for place, _ in places}) < len(places):
+        raise IrregularModel("the events of different blocks cannot be told apart")
+    grown: list[int] = []
+    before = 0
+    for place, group in places:
+        grown += events[before:place]
+        grown += group
+        before = place
+    return grown + events[before:]
