@@ -107,6 +107,7 @@ class Tracer:
         self._task, self._batch, self._device = task, batch, device
         self._plan = dataclasses.replace(plan, train=dataclasses.replace(plan.train, compile=False))
         self.operators = 0
+        self._regular = False
         self._until = time.monotonic() + LIMIT_S
         self._whole: nn.Module | None = None
         self._runs: list[BlockRun] = []
@@ -151,8 +152,11 @@ class Tracer:
         least = dict.fromkeys(self._runs, LEAST)
         shortest = self._shortened(plan, least)
         longer = {run: self._shortened(plan, least | {run: LEAST + 1}) for run in self._runs}
-        longest = self._shortened(plan, dict.fromkeys(self._runs, LEAST + 2))
-        return extrapolated(least, shortest, longer, longest)
+        # a model that is regular under one policy is so under all
+        longest = None if self._regular else self._shortened(plan, dict.fromkeys(self._runs, LEAST + 2))
+        trace = extrapolated(least, shortest, longer, longest)
+        self._regular = True
+        return trace
 
     def _shortened(self, plan: RunPlan, real: dict[BlockRun, int]) -> BlockTrace:
         assert self._whole is not None

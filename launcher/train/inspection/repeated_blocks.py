@@ -28,7 +28,7 @@ from launcher.train.parallel.mixed_precision import in_backward
 
 # real blocks of a run in the shortest trace: the first ones and the last one differ from those between them, because a
 # unit is gathered while its neighbour runs
-LEAST = 4
+LEAST = 3
 PREDICTED_FROM = LEAST + 2  # blocks in the longest trace
 _COUNTED = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)
 
@@ -235,14 +235,17 @@ def _source(output: Any, given: list[Any]) -> int | None:
 
 
 def extrapolated(
-    runs: Mapping[BlockRun, int], shortest: BlockTrace, longer: Mapping[BlockRun, BlockTrace], longest: BlockTrace
+    runs: Mapping[BlockRun, int],
+    shortest: BlockTrace,
+    longer: Mapping[BlockRun, BlockTrace],
+    longest: BlockTrace | None,
 ) -> BlockTrace:
     """Return the trace of the whole model.
 
     Args:
         runs: for each run, its blocks in ``shortest``.
         longer: for each run, the trace with one block of it more.
-        longest: the trace with two blocks more of every run.
+        longest: the trace with two blocks more of every run, to be compared with what is predicted for it.
 
     Raises:
         IrregularModel: ``longest`` is not what follows from the others.
@@ -256,7 +259,7 @@ def extrapolated(
                 payload[kind] += more[run] * (sent - shortest.payload[kind])
         return BlockTrace(_grown(shortest.events, [(insertions[run], more[run]) for run in runs]), payload)
 
-    if grown(dict.fromkeys(runs, 2)) != longest:
+    if longest is not None and grown(dict.fromkeys(runs, 2)) != longest:
         raise IrregularModel("a further block does not add the same events each time")
     return grown({run: len(run.names) - least for run, least in runs.items()})
 
