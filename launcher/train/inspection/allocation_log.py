@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 from launcher.config.schema import Device
 from launcher.plan.run_plan import RunPlan
 
-
 # DTensor's derivation of a result's shape: it runs the operator on tensors of the whole size, once for each shape in a
 # process, on fake tensors in a real job too
 _DERIVE = "_propagate_tensor_meta_non_cached"

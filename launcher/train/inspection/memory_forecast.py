@@ -17,7 +17,8 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,11 +31,11 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map
 
-from launcher.config.schema import Device, Sync
+from launcher.config.schema import Compress, Device, Sync
 from launcher.errors import LauncherError
 from launcher.loss import as_losses, loss_of_batch
 from launcher.plan.run_plan import Forecast, RunPlan
-from launcher.plan.sync_policy import POLICIES, Collective, Layout, transfers_per_window
+from launcher.plan.sync_policy import POLICIES, Collective, Layout, reduces, transfers_per_window
 from launcher.process import die_with_parent
 from launcher.task import Task, build_model, first_batch, load_task, train_data
 from launcher.train.context import ContextSource
@@ -44,11 +45,13 @@ from launcher.train.inspection.repeated_blocks import (
     LEAST,
     BlockRun,
     BlockTrace,
+    IrregularModel,
     StandIns,
     block_runs,
     extrapolated,
 )
 from launcher.train.measure.flops import time_limit
+from launcher.train.parallel import ddp
 from launcher.train.parallel.base import Parallel, ShardUnits
 from launcher.train.parallel.fsdp import mesh_of
 from launcher.train.parallel.shard_units import find_units
@@ -71,25 +74,32 @@ def forecasts(plan: RunPlan) -> tuple[list[Forecast], str | None]:
     ``peak_bytes`` is that of the device that the model computes on. Communication is counted in the windows that ran;
     if the task cannot run without values, it follows from the sharded model and the policy table.
     """
+    with tracing(plan) as tracer:
+        results = [tracer.forecast(sync) for sync in POLICIES[plan.strategy.kind]]
+    return [forecast for forecast, _ in results], next((reason for _, reason in results if reason), None)
+
+
+@contextmanager
+def tracing(plan: RunPlan, *, shorten: bool = True) -> Iterator[Tracer]:
+    """Return a context with a tracer of the plan's task, in a fake process group of the plan's size."""
     task = load_task(plan.task.target, plan.task.params, plan.cluster.import_from, plan.train.seed)
     data = train_data(task, plan.train.seed)
     device = torch.device("cuda" if plan.cluster.device is Device.cuda and torch.cuda.is_available() else "cpu")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.batch.world_size)
-    mesh_of(device, plan.batch.world_size, plan.strategy.shard_size)  # created here: its tensors must be real
     collects = gc.isenabled()
     gc.collect()
     gc.freeze()  # so that collecting the garbage of each micro-batch takes little time
     gc.disable()  # a collection at another time would change the order of the trace
     try:
+        mesh_of(device, plan.batch.world_size, plan.strategy.shard_size)  # created here: its tensors must be real
         with ContextSource(device, plan.train.seed, world_size=plan.batch.world_size).active():
             batch, _ = first_batch(task, data, plan.batch.micro_size)
-            tracer = Tracer(plan, task, batch, device)
-            results = [tracer.forecast(sync) for sync in POLICIES[plan.strategy.kind]]
+            yield Tracer(plan, task, batch, device, shorten=shorten)
     finally:
+        dist.destroy_process_group()
         gc.unfreeze()
         if collects:
             gc.enable()
-    return [forecast for forecast, _ in results], next((reason for _, reason in results if reason), None)
 
 
 class Tracer:
@@ -101,12 +111,14 @@ class Tracer:
 
     Attributes:
         operators: number of operators that the traces have run.
+        irregular: why the whole model was traced although it has repeated blocks; None if it was not.
     """
 
-    def __init__(self, plan: RunPlan, task: Task, batch: Any, device: torch.device, *, shorten: bool = True) -> None:
+    def __init__(self, plan: RunPlan, task: Task, batch: Any, device: torch.device, *, shorten: bool) -> None:
         self._task, self._batch, self._device = task, batch, device
         self._plan = dataclasses.replace(plan, train=dataclasses.replace(plan.train, compile=False))
         self.operators = 0
+        self.irregular: Exception | None = None
         self._regular = False
         self._until = time.monotonic() + LIMIT_S
         self._whole: nn.Module | None = None
@@ -119,21 +131,27 @@ class Tracer:
             units = find_units(self._whole, None if shard_units is None else shard_units(self._whole))
             self._units = [names[unit] for unit in units]
 
+    @property
+    def shortens(self) -> bool:
+        """Return whether the model has repeated blocks, and none of them has made the trace of a shortened one fail."""
+        return bool(self._runs) and self.irregular is None
+
     def forecast(self, sync: Sync) -> tuple[Forecast, str | None]:
         """Return the forecast of a policy, and why its memory is not predicted (None if it is)."""
         plan = dataclasses.replace(self._plan, strategy=dataclasses.replace(self._plan.strategy, sync=sync))
-        irregular: Exception | None = None
-        if self._runs:
+        if self.shortens:
             try:
                 return self._of(sync, self._from_shortened(plan)), None
             except Exception as error:  # the whole model may run where a shortened one fails
-                irregular = error
+                self.irregular = error
         try:
             with time_limit(max(1.0, self._until - time.monotonic())):
                 trace, problem = self._whole_trace(plan)
         except TimeoutError:
-            reason = "" if irregular is None else f", and it is too irregular to be shortened ({_describe(irregular)})"
-            raise NotPredictable(f"the trace of the whole model takes more than {LIMIT_S:.0f} s{reason}") from None
+            reason = f"the trace of the whole model takes more than {LIMIT_S:.0f} s"
+            if self.irregular is not None:
+                reason += f", and it is too irregular to be shortened ({_describe(self.irregular)})"
+            raise NotPredictable(reason) from None
         return self._of(sync, trace, known=problem is None), problem
 
     def _of(self, sync: Sync, trace: BlockTrace, *, known: bool = True) -> Forecast:
@@ -185,10 +203,12 @@ class Tracer:
             with (
                 patch.object(torch.utils, "swap_tensors", _set_data),
                 patch.object(_fsdp_param, "_chunk_with_empty", _OwnChunk),
+                patch.object(ddp, "Ddp", _Replica),
             ):
                 parallel, optimizer = build_parallel(model, optimizer_of(task, plan), plan, device, shard_units)
             log = AllocationLog(device)
             log.add([*model.parameters(), *model.buffers()])
+            log.add([*parallel.buckets.values()] if isinstance(parallel, _Replica) else [])
             inputs = tree_map(lambda x: fake.from_tensor(x).to(device) if isinstance(x, Tensor) else x, self._batch)
             # without a run, the payload follows from the policy table and the shapes of the sharded model
             passes_of_window = transfers_per_window(plan.strategy.kind, plan.strategy.sync, plan.batch.accumulation)
@@ -203,6 +223,35 @@ class Tracer:
                 problem = error
         self.operators += log.operators
         return BlockTrace(list(log.events), payload), problem
+
+
+class _Replica(Parallel):
+    """Stand-in for DDP, whose buckets need tensors with values. Each parameter has a bucket of its own: their sum is
+    the same."""
+
+    def __init__(self, model: nn.Module, plan: RunPlan, device: torch.device) -> None:
+        super().__init__(model, plan, device)
+        self.buckets: dict[Tensor, Tensor] = {parameter: torch.zeros_like(parameter) for parameter in self._parameters}
+        self._narrow = torch.bfloat16 if plan.strategy.compress is Compress.bf16 else None
+        self._reduces = False
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(self._reduce)
+
+    def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:  # noqa: ARG002
+        self._reduces = reduces(sync, last=last)
+        return nullcontext()
+
+    def _reduce(self, parameter: Tensor) -> None:
+        bucket = self.buckets[parameter]
+        if self._reduces and parameter.grad is not None:
+            if parameter.grad is not bucket:
+                bucket.copy_(parameter.grad)
+                parameter.grad = bucket
+            sent = bucket.to(self._narrow or bucket.dtype)
+            self.meter.count(Collective.all_reduce, sent.nbytes)
+
+    def _zero_gradients(self) -> None:
+        torch._foreach_zero_([p.grad for p in self._parameters if p.grad is not None])
 
 
 class _OwnChunk:
@@ -313,7 +362,7 @@ def _convert(model: nn.Module, device: torch.device) -> None:
 
 
 def _describe(error: Exception) -> str:
-    if isinstance(error, NotPredictable):
+    if isinstance(error, NotPredictable | IrregularModel):
         return str(error)
     if isinstance(error, DataDependentOutputException):
         return "the model or its loss asks a tensor for its value (.item(), bool(), ...)"

@@ -7,8 +7,8 @@ may iterate over its list, index it, or know its length, stays as it is.
 The memory of the whole model follows event by event. A trace is the sequence of all allocations and frees in bytes.
 With one block more, the same events appear again at each place where the trace repeats itself: in the forward pass, the
 backward pass, the reductions and the optimizer step. These places are found by comparing two traces. Each further block
-adds its events there, and the peak is that of the resulting sequence, whichever phase it falls into. A third trace,
-with two further blocks, must equal the sequence predicted for it, event by event.
+adds its events there, and the peak is that of the resulting sequence, whichever phase it falls into. Under one policy a
+third trace, with two further blocks, must equal the sequence predicted for it, event by event.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ import warnings
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from launcher.config.hydra import compose
 from launcher.loss import as_losses
@@ -44,7 +43,6 @@ def predict(file: Path, cases: list[str]) -> None:
         problem = None
         if plan.strategy.kind in SHARDED:
             found, problem = forecasts(plan)
-            dist.destroy_process_group()
         else:
             found = plan.strategy.forecasts
         fields = {

@@ -1,0 +1,233 @@
+"""Forecasts from shortened models: the same, to the byte, as those from a trace of the whole model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import launcher
+from launcher.config.hydra import compose
+from launcher.plan.host import Site
+from launcher.plan.launch_plan import RunInfo
+from launcher.plan.run_plan import Forecast, RunPlan, TaskPlan
+from launcher.plan.solve import solve
+from launcher.plan.sync_policy import POLICIES
+from launcher.train.inspection.memory_forecast import tracing
+from launcher.train.inspection.repeated_blocks import block_runs
+
+RUN = RunInfo(name="run", id="abcd1234", dir="/nowhere/run", created="2024-01-01T00:00:00+00:00", version="0")
+WIDTH, CLASSES, DEPTH = 12, 5, 8
+GPT = "launcher.tasks.bytes_gpt.BytesGPT"
+
+
+class Block(nn.Module):
+    """Rows that few groups of ranks shard evenly."""
+
+    def __init__(self, hidden: int = 7) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Mlp(nn.Module):
+    def __init__(self, hidden: list[int], how: str = "iterate") -> None:
+        super().__init__()
+        self.first, self.how = nn.Linear(10, WIDTH), how
+        self.blocks = nn.ModuleList(Block(width) for width in hidden)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        kept = x
+        for number, block in enumerate(self.blocks):
+            if self.how == "index":
+                block = self.blocks[number]
+            if self.how == "every second" and number % 2:
+                continue
+            if self.how == "depth" and number == len(self.blocks) // 2:
+                kept = x.repeat(3, 1)
+            x = checkpoint(block, x, use_reentrant=False) if self.how == "checkpoint" else block(x)
+        return self.head(x + kept[: len(x)])
+
+
+class TwoLists(nn.Module):
+    """Two lists of different blocks, of which the second has another depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = Mlp([7] * DEPTH), nn.Sequential(*(Block(9) for _ in range(DEPTH + 1)))
+        self.encoder.head = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.decoder(self.encoder(x)))
+
+
+class Tied(Mlp):
+    """The weight of the first layer is that of the last one."""
+
+    def __init__(self) -> None:
+        super().__init__([7] * DEPTH)
+        self.first = nn.Linear(10, WIDTH, bias=False)
+        self.head = nn.Linear(WIDTH, 10, bias=False)
+        self.head.weight = nn.Parameter(torch.zeros(10, WIDTH))
+        del self.first
+        self.embedding = nn.Embedding(10, WIDTH)
+        self.embedding.weight = self.head.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(torch.zeros(len(x), dtype=torch.long, device=x.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def frozen() -> nn.Module:
+    model = Mlp([7] * (DEPTH + 4))
+    model.first.requires_grad_(False)
+    model.blocks[:2].requires_grad_(False)
+    for block in model.blocks:
+        block.norm.requires_grad_(False)
+    return model
+
+
+def another_width() -> nn.Module:
+    return Mlp([7] * (DEPTH - 1) + [9] + [7] * DEPTH)
+
+
+MODELS: dict[str, Any] = {
+    "mlp": lambda: Mlp([7] * DEPTH),
+    "index": lambda: Mlp([7] * DEPTH, "index"),
+    "checkpoint": lambda: Mlp([7] * DEPTH, "checkpoint"),
+    "every second": lambda: Mlp([7] * DEPTH, "every second"),
+    "depth": lambda: Mlp([7] * (DEPTH + 3), "depth"),
+    "irregular": lambda: Mlp([5, 6, 7, 8, 9, 10, 11, 12]),
+    "another width": another_width,
+    "two lists": TwoLists,
+    "tied": Tied,
+    "frozen": frozen,
+}
+
+
+class Task:
+    def __init__(self, model: str) -> None:
+        self._model = model
+
+    def model(self) -> nn.Module:
+        return MODELS[self._model]()
+
+    def train_data(self) -> Any:
+        return torch.utils.data.TensorDataset(torch.randn(4096, 10), torch.randint(CLASSES, (4096,)))
+
+    def loss(self, model: Any, batch: tuple[Tensor, Tensor]) -> launcher.Loss:
+        x, y = batch
+        return launcher.Loss(total=F.cross_entropy(model(x), y, reduction="sum"), items=len(y))
+
+
+def plan_of(ranks: int, *overrides: str, target: str = f"{__name__}.Task", **params: Any) -> RunPlan:
+    words = ["batch.micro_size=2", "train.steps=1", f"cluster.workers_per_node={ranks}", "precision=fp32", *overrides]
+    task = TaskPlan(
+        target=target, params=params, samples=4096, parameters=None, gradient_bytes=None, unit_parameters=None
+    )
+    return solve(compose(words), Site(gpus=0, cores=2, cwd="/nowhere"), task, RUN)
+
+
+def traced(plan: RunPlan, *, shorten: bool) -> tuple[list[Forecast], bool]:
+    """Return the forecasts of all policies, and whether the model was shortened."""
+    with tracing(plan, shorten=shorten) as tracer:
+        results = [tracer.forecast(sync) for sync in POLICIES[plan.strategy.kind]]
+        assert not [problem for _, problem in results if problem]
+        return [forecast for forecast, _ in results], tracer.shortens
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as launcher.train.inspection.memory_forecast does when it runs by itself
+        yield
+
+
+CASES = [
+    (3, "mlp", "strategy=fsdp batch.accumulation=3"),
+    (8, "mlp", "strategy=hsdp strategy.shard_size=4 batch.accumulation=3 optimizer=sgd precision=bf16"),
+    (64, "mlp", "strategy=fsdp batch.accumulation=1 strategy.recompute=blocks"),
+    (2, "mlp", "strategy=ddp batch.accumulation=3"),
+    (8, "mlp", "strategy=ddp batch.accumulation=1 optimizer=sgd precision=bf16 strategy.recompute=blocks"),
+    (2, "index", "strategy=fsdp batch.accumulation=2"),
+    (3, "checkpoint", "strategy=fsdp batch.accumulation=3"),
+    (2, "depth", "strategy=fsdp batch.accumulation=1"),
+    (8, "two lists", "strategy=hsdp strategy.shard_size=2 batch.accumulation=3"),
+    (2, "two lists", "strategy=ddp batch.accumulation=2"),
+    (3, "tied", "strategy=fsdp batch.accumulation=3"),
+    (3, "frozen", "strategy=fsdp batch.accumulation=3"),
+    (2, "frozen", "strategy=ddp batch.accumulation=3"),
+    (3, "another width", "strategy=fsdp batch.accumulation=2 precision=bf16"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "model", "options"), CASES)
+def test_a_shortened_model_has_the_forecast_of_the_whole_one(ranks: int, model: str, options: str) -> None:
+    plan = plan_of(ranks, *options.split(), model=model)
+    found, shortened = traced(plan, shorten=True)
+    assert shortened
+    assert found == traced(plan, shorten=False)[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, "strategy=fsdp batch.accumulation=3 precision=bf16"),
+        (64, "strategy=hsdp strategy.shard_size=8 batch.accumulation=1 optimizer=sgd"),
+        (3, "strategy=ddp batch.accumulation=3 precision=bf16"),
+    ],
+)
+def test_a_transformer(ranks: int, options: str) -> None:
+    plan = plan_of(ranks, *options.split(), target=GPT, width=64, depth=9, heads=2, seq_len=16)
+    found, shortened = traced(plan, shorten=True)
+    assert shortened
+    assert found == traced(plan, shorten=False)[0]
+
+
+@pytest.mark.parametrize("model", ["irregular", "every second"])
+def test_an_irregular_model_is_traced_as_a_whole(model: str) -> None:
+    options = ["strategy=ddp", "batch.accumulation=2", "strategy.find_unused_parameters=true", "strategy.sync=every"]
+    plan = plan_of(2, *options, model=model)
+    found, shortened = traced(plan, shorten=True)
+    assert not shortened
+    assert found == traced(plan, shorten=False)[0]
+
+
+def test_the_work_depends_neither_on_depth_nor_on_the_world() -> None:
+    def operators(ranks: int, depth: int) -> int:
+        plan = plan_of(
+            ranks, "strategy=hsdp", "strategy.shard_size=2", "batch.accumulation=2", target=GPT, depth=depth, seq_len=16
+        )
+        with tracing(plan) as tracer:
+            for sync in POLICIES[plan.strategy.kind]:
+                tracer.forecast(sync)
+            assert tracer.shortens
+            return tracer.operators
+
+    few = operators(4, 8)
+    assert few == operators(4, 40) == operators(1024, 8)
+
+
+def test_blocks_are_alike_if_all_but_their_numbers_is() -> None:
+    model = Mlp([7] * DEPTH)
+    assert [len(run.names) for run in block_runs(model)] == [DEPTH]
+    for number, block in enumerate(model.blocks):
+        block.index = number
+    assert [len(run.names) for run in block_runs(model)] == [DEPTH]
+    model.blocks[6].norm.eps = 1.0
+    assert [len(run.names) for run in block_runs(model)] == [6]
+    model.blocks[2].up.weight = model.blocks[1].up.weight
+    assert not block_runs(model), "shared parts"
