@@ -18,7 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,22 +26,31 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map
 
-from launcher.config.schema import Compress, Device, Sync
+from launcher.config.schema import Device, Sync
 from launcher.errors import LauncherError
 from launcher.loss import as_losses, loss_of_batch
 from launcher.plan.run_plan import Forecast, RunPlan
-from launcher.plan.sync_policy import POLICIES, Collective, Layout, reduces, transfers_per_window
+from launcher.plan.sync_policy import POLICIES, Collective, Layout, transfers_per_window
 from launcher.process import die_with_parent
-from launcher.task import Task, build_model, first_batch, load_task, train_data
+from launcher.task import Task, first_batch, load_task, train_data
 from launcher.train.context import ContextSource
 from launcher.train.engine.build import build_parallel
-from launcher.train.inspection.allocation_log import AllocationLog, free_host_bytes, memory_bytes
+from launcher.train.inspection.allocation_log import AllocationLog, memory_bytes
+from launcher.train.inspection.fake_model import (
+    NotPredictable,
+    OwnChunk,
+    Replica,
+    model_without_memory,
+    problem_text,
+    set_data,
+)
 from launcher.train.inspection.repeated_blocks import (
+    CHECKED,
     LEAST,
     BlockRun,
     BlockTrace,
@@ -59,13 +68,7 @@ from launcher.train.precision import Precision
 from launcher.train.trainer import optimizer_of
 
 WINDOWS = 2  # the optimizer's state exists from the second window on
-# fraction of the free host memory that a model may take whose construction needs real values
-BUILT_SHARE = 0.5
 LIMIT_S = 60.0  # for the traces of a whole model
-
-
-class NotPredictable(Exception):
-    """Memory cannot be predicted; the message is the reason, for the plan's note."""
 
 
 def forecasts(plan: RunPlan) -> tuple[list[Forecast], str | None]:
@@ -119,12 +122,12 @@ class Tracer:
         self._plan = dataclasses.replace(plan, train=dataclasses.replace(plan.train, compile=False))
         self.operators = 0
         self.irregular: Exception | None = None
-        self._regular = False
+        self._least, self._regular = LEAST[0], False
         self._until = time.monotonic() + LIMIT_S
         self._whole: nn.Module | None = None
         self._runs: list[BlockRun] = []
         if shorten:
-            self._whole = _model_without_memory(plan, task, FakeTensorMode(allow_non_fake_inputs=True), device)
+            self._whole = model_without_memory(plan, task, FakeTensorMode(allow_non_fake_inputs=True), device)
             self._runs = block_runs(self._whole)
             names = {module: name for name, module in self._whole.named_modules()}
             shard_units = getattr(task, "shard_units", None)
@@ -150,7 +153,7 @@ class Tracer:
         except TimeoutError:
             reason = f"the trace of the whole model takes more than {LIMIT_S:.0f} s"
             if self.irregular is not None:
-                reason += f", and it is too irregular to be shortened ({_describe(self.irregular)})"
+                reason += f", and it is too irregular to be shortened ({problem_text(self.irregular)})"
             raise NotPredictable(reason) from None
         return self._of(sync, trace, known=problem is None), problem
 
@@ -167,20 +170,32 @@ class Tracer:
         )
 
     def _from_shortened(self, plan: RunPlan) -> BlockTrace:
-        least = dict.fromkeys(self._runs, LEAST)
-        shortest = self._shortened(plan, least)
-        longer = {run: self._shortened(plan, least | {run: LEAST + 1}) for run in self._runs}
-        # a model that is regular under one policy is so under all
-        longest = None if self._regular else self._shortened(plan, dict.fromkeys(self._runs, LEAST + 2))
-        trace = extrapolated(least, shortest, longer, longest)
-        self._regular = True
-        return trace
+        """Return the trace of the whole model, from those of shortened ones.
+
+        Raises:
+            IrregularModel: it does not follow from them.
+        """
+        while True:
+            least = {run: self._least for run in self._runs if len(run.names) > self._least + CHECKED}
+            try:
+                shortest = self._shortened(plan, least)
+                longer = {run: self._shortened(plan, least | {run: self._least + 1}) for run in least}
+                # a model that is regular under one policy is so under all
+                longest = None if self._regular else self._shortened(plan, dict.fromkeys(least, self._least + CHECKED))
+                trace = extrapolated(least, shortest, longer, longest)
+            except IrregularModel:
+                if self._least == LEAST[-1]:
+                    raise
+                self._least, self._regular = LEAST[-1], False
+            else:
+                self._regular = True
+                return trace
 
     def _shortened(self, plan: RunPlan, real: dict[BlockRun, int]) -> BlockTrace:
         assert self._whole is not None
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        short = StandIns(self._whole, fake, self._device, real)
-        trace, error = self._trace(plan, short.model, fake, lambda _: short.named(self._units))
+        fake, log = FakeTensorMode(allow_non_fake_inputs=True), AllocationLog(self._device)
+        short = StandIns(self._whole, fake, self._device, real, log)
+        trace, error = self._trace(plan, short.model, fake, log, lambda _: short.named(self._units))
         if error is not None:
             raise error
         short.check()
@@ -188,27 +203,27 @@ class Tracer:
 
     def _whole_trace(self, plan: RunPlan) -> tuple[BlockTrace, str | None]:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        model = _model_without_memory(plan, self._task, fake, self._device)
-        trace, error = self._trace(plan, model, fake, getattr(self._task, "shard_units", None))
+        model = model_without_memory(plan, self._task, fake, self._device)
+        log, shard_units = AllocationLog(self._device), getattr(self._task, "shard_units", None)
+        trace, error = self._trace(plan, model, fake, log, shard_units)
         if isinstance(error, LauncherError):  # the same error would occur in the job
             raise error
-        return trace, None if error is None else _describe(error)
+        return trace, None if error is None else problem_text(error)
 
     def _trace(
-        self, plan: RunPlan, model: nn.Module, fake: FakeTensorMode, shard_units: ShardUnits | None
+        self, plan: RunPlan, model: nn.Module, fake: FakeTensorMode, log: AllocationLog, shard_units: ShardUnits | None
     ) -> tuple[BlockTrace, Exception | None]:
         """Return the trace of the windows, and the exception that they raised."""
         task, device = self._task, self._device
         with fake:
             with (
-                patch.object(torch.utils, "swap_tensors", _set_data),
-                patch.object(_fsdp_param, "_chunk_with_empty", _OwnChunk),
-                patch.object(ddp, "Ddp", _Replica),
+                patch.object(torch.utils, "swap_tensors", set_data),
+                patch.object(_fsdp_param, "_chunk_with_empty", OwnChunk),
+                patch.object(ddp, "Ddp", Replica),
             ):
                 parallel, optimizer = build_parallel(model, optimizer_of(task, plan), plan, device, shard_units)
-            log = AllocationLog(device)
             log.add([*model.parameters(), *model.buffers()])
-            log.add([*parallel.buckets.values()] if isinstance(parallel, _Replica) else [])
+            log.add([*parallel.buckets.values()] if isinstance(parallel, Replica) else [])
             inputs = tree_map(lambda x: fake.from_tensor(x).to(device) if isinstance(x, Tensor) else x, self._batch)
             # without a run, the payload follows from the policy table and the shapes of the sharded model
             passes_of_window = transfers_per_window(plan.strategy.kind, plan.strategy.sync, plan.batch.accumulation)
@@ -222,51 +237,7 @@ class Tracer:
             except Exception as error:  # a loss may need tensors with values
                 problem = error
         self.operators += log.operators
-        return BlockTrace(list(log.events), payload), problem
-
-
-class _Replica(Parallel):
-    """Stand-in for DDP, whose buckets need tensors with values. Each parameter has a bucket of its own: their sum is
-    the same."""
-
-    def __init__(self, model: nn.Module, plan: RunPlan, device: torch.device) -> None:
-        super().__init__(model, plan, device)
-        self.buckets: dict[Tensor, Tensor] = {parameter: torch.zeros_like(parameter) for parameter in self._parameters}
-        self._narrow = torch.bfloat16 if plan.strategy.compress is Compress.bf16 else None
-        self._reduces = False
-        for parameter in self._parameters:
-            parameter.register_post_accumulate_grad_hook(self._reduce)
-
-    def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:  # noqa: ARG002
-        self._reduces = reduces(sync, last=last)
-        return nullcontext()
-
-    def _reduce(self, parameter: Tensor) -> None:
-        bucket = self.buckets[parameter]
-        if self._reduces and parameter.grad is not None:
-            if parameter.grad is not bucket:
-                bucket.copy_(parameter.grad)
-                parameter.grad = bucket
-            sent = bucket.to(self._narrow or bucket.dtype)
-            self.meter.count(Collective.all_reduce, sent.nbytes)
-
-    def _zero_gradients(self) -> None:
-        torch._foreach_zero_([p.grad for p in self._parameters if p.grad is not None])
-
-
-class _OwnChunk:
-    """Stand-in for torch's list of a parameter's parts on all ranks: only this rank's part is made, because their
-    number may be in the thousands."""
-
-    def __init__(self, whole: Tensor, parts: int, dim: int) -> None:
-        self._whole, self._parts, self._dim = whole, parts, dim
-
-    def __getitem__(self, rank: int) -> Tensor:
-        length = self._whole.size(self._dim)
-        each = -(-length // self._parts)
-        if rank * each >= length:
-            return self._whole.new_empty(0) if rank else self._whole.narrow(self._dim, 0, 0)
-        return self._whole.narrow(self._dim, rank * each, min(each, length - rank * each))
+        return BlockTrace.of(log.events, payload), problem
 
 
 def _run_windows(
@@ -306,70 +277,6 @@ def _full_window(
     return payload | {gathers: first[gathers] + last[gathers] * between if between else last[gathers]}
 
 
-def _model_without_memory(plan: RunPlan, task: Task, fake: FakeTensorMode, device: torch.device) -> nn.Module:
-    """Return the task's model on fake tensors.
-
-    Raises:
-        NotPredictable: its construction needs values, and the model is too large to be built with them.
-    """
-    try:
-        with patch.object(torch.utils, "swap_tensors", _set_data), fake, device:
-            model = build_model(task, plan.train.seed)
-    except LauncherError:
-        raise
-    except Exception as error:
-        needed = 4 * ((plan.task.parameters or 0) + plan.task.frozen_parameters)
-        if needed > BUILT_SHARE * free_host_bytes():
-            raise NotPredictable(
-                f"model() cannot be built without values ({_describe(error)}), and with them it takes "
-                f"{needed / 2**30:.1f} GB here"
-            ) from None
-        model = build_model(task, plan.train.seed)
-    with fake:
-        _convert(model, device)
-    return model
-
-
-def _set_data(old: Tensor, new: Tensor) -> None:
-    """Stand in for ``torch.utils.swap_tensors``, which nn.Module.to() calls for fake parameters and which refuses them,
-    because their mode holds weak references to them."""
-    old.data = new.data
-
-
-def _convert(model: nn.Module, device: torch.device) -> None:
-    """Replace parameters and buffers that are real or on the meta device, such as those of an assigned state dict, by
-    fake tensors. Tied ones stay tied."""
-    replacements: dict[int, Tensor] = {}
-
-    def replaced(tensor: Tensor) -> Tensor:
-        if id(tensor) not in replacements:
-            empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
-            if isinstance(tensor, nn.Parameter):
-                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-            replacements[id(tensor)] = empty
-        return replacements[id(tensor)]
-
-    def is_real(tensor: Tensor) -> bool:
-        return not (isinstance(tensor, FakeTensor) and tensor.device.type == device.type)
-
-    for module in list(model.modules()):
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None and is_real(parameter):
-                setattr(module, name, replaced(parameter))  # also updates the list of parameters in an nn.LSTM
-        for name, buffer in list(module._buffers.items()):
-            if buffer is not None and is_real(buffer):
-                module._buffers[name] = replaced(buffer)
-
-
-def _describe(error: Exception) -> str:
-    if isinstance(error, NotPredictable | IrregularModel):
-        return str(error)
-    if isinstance(error, DataDependentOutputException):
-        return "the model or its loss asks a tensor for its value (.item(), bool(), ...)"
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
 def main() -> None:
     die_with_parent(int(sys.argv[2]))
     plan = RunPlan.from_json(sys.stdin.read())
@@ -387,7 +294,7 @@ def main() -> None:
     except LauncherError as error:  # the same error would occur in the job
         answer["error"] = str(error)
     except Exception as error:
-        answer["problem"] = _describe(error)
+        answer["problem"] = problem_text(error)
     Path(sys.argv[1]).write_text(json.dumps(answer), encoding="utf-8")
 
 

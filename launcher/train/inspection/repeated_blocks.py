@@ -16,20 +16,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice
-from typing import Any
+from itertools import accumulate, groupby, islice, pairwise
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from launcher.train.inspection.allocation_log import AllocationLog
 from launcher.train.measure.flops import without_memory
 from launcher.train.parallel.mixed_precision import in_backward
 
-# real blocks of a run in the shortest trace: the first ones and the last one differ from those between them, because a
-# unit is gathered while its neighbour runs
-LEAST = 3
-PREDICTED_FROM = LEAST + 2  # blocks in the longest trace
+# Numbers of real blocks of a run in the shortest trace, the second for models that are irregular with the first. The
+# first and last blocks differ from those between them: a unit is gathered while its neighbour runs, for example.
+LEAST = (3, 5)
+CHECKED = 2  # further blocks in the longest trace
 _COUNTED = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)
 
 
@@ -51,10 +52,16 @@ class BlockRun:
 @dataclass(frozen=True)
 class BlockTrace:
     """Trace of a model: bytes of each allocation (positive) and each free (negative), and payload bytes of each kind of
-    collective."""
+    collective. Frees without an allocation between them are sorted, and so are allocations: this does not change the
+    peak, and their order may be accidental, as in autocast's cache of weights."""
 
     events: list[int]
     payload: dict[Any, int]
+
+    @classmethod
+    def of(cls, events: Sequence[int], payload: Mapping[Any, int]) -> Self:
+        runs = groupby(events, key=lambda size: size > 0)
+        return cls([size for _, run in runs for size in sorted(run)], dict(payload))
 
     @property
     def peak(self) -> int:
@@ -83,7 +90,7 @@ def block_runs(model: nn.Module) -> list[BlockRun]:
         taken: set[str] = set()
         if isinstance(module, nn.ModuleList | nn.Sequential):
             for names in _equal_runs([(name, child) for name, child in children if not shared(child)]):
-                if len(names) > PREDICTED_FROM:
+                if len(names) > LEAST[0] + CHECKED:
                     runs.append(BlockRun(tuple(prefix + name for name in names)))
                     taken.update(names)
         for name, child in children:
@@ -142,14 +149,17 @@ class StandIns:
         model: the whole model, on fake tensors or the meta device.
         fake: mode of the copy's tensors.
         real: for each run, how many blocks stay.
+        log: log of the trace that the copy is made for.
 
     Attributes:
         model: the copy.
     """
 
-    def __init__(self, model: nn.Module, fake: Any, device: torch.device, real: Mapping[BlockRun, int]) -> None:
+    def __init__(
+        self, model: nn.Module, fake: Any, device: torch.device, real: Mapping[BlockRun, int], log: AllocationLog
+    ) -> None:
         modules = dict(model.named_modules())
-        self._passages = [_Passage(len(run.names)) for run in real]
+        self._passages = [_Passage(len(run.names), log) for run in real]
         replaced: dict[nn.Module, nn.Module] = {}
         for (run, number), passage in zip(real.items(), self._passages, strict=True):
             for name in run.left_out(number):
@@ -186,9 +196,11 @@ def _stand_in(block: nn.Module, passage: _Passage, index: int) -> nn.Module:
 class _Passage:
     """How the blocks of one run turn inputs into outputs, seen from outside: for each output, an input like it."""
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, log: AllocationLog) -> None:
         self.calls = [0] * blocks
+        self._log = log
         self._made: tuple[list[Any], Any, list[tuple[Any, ...]]] | None = None
+        self._before: tuple[int, int, list[Any]] | None = None  # the call of the latest stand-in
 
     def recorder(self, index: int) -> Callable[..., None]:
         """Return a forward hook for the real block ``index`` of the run."""
@@ -203,9 +215,9 @@ class _Passage:
         return record
 
     def stand_in(self, index: int) -> Callable[..., Any]:
+        """Return the forward function of the stand-in for block ``index`` of the run."""
+
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not in_backward():
-                self.calls[index] += 1
             if self._made is None:
                 raise IrregularModel("the model does not call its equal blocks in their order")
             given = tree_flatten((args, kwargs))[0]
@@ -213,9 +225,21 @@ class _Passage:
             outputs = [given[source] if isinstance(source, int) else None for source in sources]
             if [_layout(output) for output in outputs] != layouts:
                 raise IrregularModel("the outputs of equal blocks differ in shape")
+            if not in_backward():
+                self.calls[index] += 1
+                self._require_nothing_between(index, outputs)
             return tree_unflatten(outputs, shape)
 
         return forward
+
+    def _require_nothing_between(self, index: int, outputs: list[Any]) -> None:
+        """Check that the model does nothing else from one stand-in to the next: it would do so at another time if they
+        were blocks."""
+        now = [(id(each), each._version) for each in outputs if isinstance(each, Tensor)]
+        place = len(self._log.events)
+        if self._before is not None and self._before[0] == index - 1 and self._before[1:] != (place, now):
+            raise IrregularModel("the model has operations of its own between equal blocks")
+        self._before = index, place, now
 
 
 def _layout(value: Any) -> tuple[Any, ...]:
@@ -250,60 +274,89 @@ def extrapolated(
     Raises:
         IrregularModel: ``longest`` is not what follows from the others.
     """
-    insertions = {run: _insertions(shortest.events, trace.events) for run, trace in longer.items()}
+    growths = {run: _growth(shortest.events, trace.events) for run, trace in longer.items()}
 
     def grown(more: Mapping[BlockRun, int]) -> BlockTrace:
         payload = dict(shortest.payload)
         for run, trace in longer.items():
             for kind, sent in trace.payload.items():
                 payload[kind] += more[run] * (sent - shortest.payload[kind])
-        return BlockTrace(_grown(shortest.events, [(insertions[run], more[run]) for run in runs]), payload)
+        return BlockTrace.of(_grown(shortest.events, [(growths[run], more[run]) for run in runs]), payload)
 
-    if longest is not None and grown(dict.fromkeys(runs, 2)) != longest:
+    if longest is not None and grown(dict.fromkeys(runs, CHECKED)) != longest:
         raise IrregularModel("a further block does not add the same events each time")
     return grown({run: len(run.names) - least for run, least in runs.items()})
 
 
-Insertions = list[tuple[int, list[int]]]  # place in the shorter trace, inserted events
+@dataclass(frozen=True)
+class _Growth:
+    """Difference between two traces, of which the second has one block more.
+
+    Attributes:
+        groups: place in the shorter trace, and the events that the longer one has there in addition.
+        sizes: place of an event in the shorter trace, and by how many bytes it is larger in the longer one.
+    """
+
+    groups: list[tuple[int, list[int]]]
+    sizes: list[tuple[int, int]]
 
 
-def _insertions(shorter: list[int], longer: list[int]) -> Insertions:
-    """Return the events that ``longer`` has and ``shorter`` does not, each group with its place in ``shorter``. A group
-    repeats the events right before it."""
-    found: Insertions = []
+def _growth(shorter: list[int], longer: list[int]) -> _Growth:
+    """Return what turns ``shorter`` into ``longer``. A group repeats the events right before it. A larger event is one
+    for all blocks, such as the gathering of parameters that are in no unit."""
+    found = _Growth([], [])
     i = j = 0
     while j < len(longer):
         if i < len(shorter) and shorter[i] == longer[j]:
             i, j = i + 1, j + 1
             continue
-        size = _repeated(shorter, i, longer, j)
-        found.append((i, longer[j : j + size]))
-        j += size
+        size, agree = _repeated(shorter, i, longer, j)
+        larger = i < len(shorter) and abs(longer[j]) > abs(shorter[i]) and longer[j] * shorter[i] > 0
+        if larger and _agreement(shorter, i + 1, longer, j + 1) >= agree:
+            found.sizes.append((i, longer[j] - shorter[i]))
+            i, j = i + 1, j + 1
+        elif size:
+            found.groups.append((i, longer[j : j + size]))
+            j += size
+        else:
+            raise IrregularModel("a further block does not repeat the events of the one before")
     if i < len(shorter):
         raise IrregularModel("a further block takes events away")
     return found
 
 
-def _repeated(shorter: list[int], i: int, longer: list[int], j: int) -> int:
-    """Return the length of the group that was inserted at ``j`` of ``longer``, where the traces differ: of the groups
-    that repeat the events before them, the one after which the traces agree for longest."""
+def _agreement(shorter: list[int], i: int, longer: list[int], j: int) -> int:
+    """Return for how many events the traces agree from there."""
+    pairs = zip(islice(shorter, i, None), islice(longer, j, None), strict=False)
+    return next((n for n, (one, other) in enumerate(pairs) if one != other), len(shorter) - i)
+
+
+def _repeated(shorter: list[int], i: int, longer: list[int], j: int) -> tuple[int, int]:
+    """Return the length of the group that was inserted at ``j`` of ``longer``, where the traces differ, and for how
+    many events they agree after it: of the groups that repeat the events before them, the one after which the traces
+    agree for longest. 0 if there is none."""
     best, agree = 0, 0
     for size in range(1, min(j, len(longer) - j) + 1):
         if longer[j - 1] == longer[j + size - 1] and longer[j : j + size] == longer[j - size : j]:
-            pairs = zip(islice(shorter, i, None), islice(longer, j + size, None), strict=False)
-            same = next((n for n, (one, other) in enumerate(pairs) if one != other), len(shorter) - i)
+            same = _agreement(shorter, i, longer, j + size)
             if not best or same > agree:
                 best, agree = size, same
-    if not best:
-        raise IrregularModel("a further block does not repeat the events of the one before")
-    return best
+    return best, agree
 
 
-def _grown(events: list[int], insertions: Sequence[tuple[Insertions, int]]) -> list[int]:
-    """Return ``events`` with each group of insertions repeated as often as its number says."""
-    places = sorted((place, group * times) for groups, times in insertions for place, group in groups)
-    if len({place for place, _ in places}) < len(places):
-        raise IrregularModel("the events of different blocks cannot be told apart")
+def _grown(events: list[int], growths: Sequence[tuple[_Growth, int]]) -> list[int]:
+    """Return ``events`` with each growth applied as often as its number says."""
+    events = [*events]
+    for growth, times in growths:
+        for place, more in growth.sizes:
+            events[place] += more * times
+    places = sorted(
+        ((place, group * times) for growth, times in growths for place, group in growth.groups),
+        key=lambda each: each[0],
+    )
+    for (place, group), (other, next_group) in pairwise(places):
+        if place == other and len({size > 0 for size in group + next_group}) > 1:  # their order matters
+            raise IrregularModel("the events of different blocks cannot be told apart")
     grown: list[int] = []
     before = 0
     for place, group in places:

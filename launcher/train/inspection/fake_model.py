@@ -1,0 +1,135 @@
+"""Models on fake tensors, and stand-ins for the parts of torch that do not run on them."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+
+from launcher.config.schema import Compress, Sync
+from launcher.errors import LauncherError
+from launcher.plan.run_plan import RunPlan
+from launcher.plan.sync_policy import Collective, reduces
+from launcher.task import Task, build_model
+from launcher.train.inspection.allocation_log import free_host_bytes
+from launcher.train.inspection.repeated_blocks import IrregularModel
+from launcher.train.parallel.base import Parallel
+
+# fraction of the free host memory that a model may take whose construction needs real values
+BUILT_SHARE = 0.5
+
+
+class NotPredictable(Exception):
+    """Memory cannot be predicted; the message is the reason, for the plan's note."""
+
+
+def model_without_memory(plan: RunPlan, task: Task, fake: FakeTensorMode, device: torch.device) -> nn.Module:
+    """Return the task's model on fake tensors.
+
+    Raises:
+        NotPredictable: its construction needs values, and the model is too large to be built with them.
+    """
+    try:
+        with patch.object(torch.utils, "swap_tensors", set_data), fake, device:
+            model = build_model(task, plan.train.seed)
+    except LauncherError:
+        raise
+    except Exception as error:
+        needed = 4 * ((plan.task.parameters or 0) + plan.task.frozen_parameters)
+        if needed > BUILT_SHARE * free_host_bytes():
+            raise NotPredictable(
+                f"model() cannot be built without values ({problem_text(error)}), and with them it takes "
+                f"{needed / 2**30:.1f} GB here"
+            ) from None
+        model = build_model(task, plan.train.seed)
+    with fake:
+        _convert(model, device)
+    return model
+
+
+def set_data(old: Tensor, new: Tensor) -> None:
+    """Stand in for ``torch.utils.swap_tensors``, which nn.Module.to() calls for fake parameters and which refuses them,
+    because their mode holds weak references to them."""
+    old.data = new.data
+
+
+def _convert(model: nn.Module, device: torch.device) -> None:
+    """Replace parameters and buffers that are real or on the meta device, such as those of an assigned state dict, by
+    fake tensors. Tied ones stay tied."""
+    replacements: dict[int, Tensor] = {}
+
+    def replaced(tensor: Tensor) -> Tensor:
+        if id(tensor) not in replacements:
+            empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+            if isinstance(tensor, nn.Parameter):
+                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+            replacements[id(tensor)] = empty
+        return replacements[id(tensor)]
+
+    def is_real(tensor: Tensor) -> bool:
+        return not (isinstance(tensor, FakeTensor) and tensor.device.type == device.type)
+
+    for module in list(model.modules()):
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and is_real(parameter):
+                setattr(module, name, replaced(parameter))  # also updates the list of parameters in an nn.LSTM
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None and is_real(buffer):
+                module._buffers[name] = replaced(buffer)
+
+
+def problem_text(error: Exception) -> str:
+    """Return why a trace failed, for the plan's note."""
+    if isinstance(error, NotPredictable | IrregularModel):
+        return str(error)
+    if isinstance(error, DataDependentOutputException):
+        return "the model or its loss asks a tensor for its value (.item(), bool(), ...)"
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+class Replica(Parallel):
+    """Stand-in for DDP, whose buckets need tensors with values. Each parameter has a bucket of its own: their sum is
+    the same."""
+
+    def __init__(self, model: nn.Module, plan: RunPlan, device: torch.device) -> None:
+        super().__init__(model, plan, device)
+        self.buckets: dict[Tensor, Tensor] = {parameter: torch.zeros_like(parameter) for parameter in self._parameters}
+        self._narrow = torch.bfloat16 if plan.strategy.compress is Compress.bf16 else None
+        self._reduces = False
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(self._reduce)
+
+    def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:  # noqa: ARG002
+        self._reduces = reduces(sync, last=last)
+        return nullcontext()
+
+    def _reduce(self, parameter: Tensor) -> None:
+        bucket = self.buckets[parameter]
+        if self._reduces and parameter.grad is not None:
+            if parameter.grad is not bucket:
+                bucket.copy_(parameter.grad)
+                parameter.grad = bucket
+            sent = bucket.to(self._narrow or bucket.dtype)
+            self.meter.count(Collective.all_reduce, sent.nbytes)
+
+    def _zero_gradients(self) -> None:
+        torch._foreach_zero_([p.grad for p in self._parameters if p.grad is not None])
+
+
+class OwnChunk:
+    """Stand-in for torch's list of a parameter's parts on all ranks: only this rank's part is made, because their
+    number may be in the thousands."""
+
+    def __init__(self, whole: Tensor, parts: int, dim: int) -> None:
+        self._whole, self._parts, self._dim = whole, parts, dim
+
+    def __getitem__(self, rank: int) -> Tensor:
+        length = self._whole.size(self._dim)
+        each = -(-length // self._parts)
+        if rank * each >= length:
+            return self._whole.new_empty(0) if rank else self._whole.narrow(self._dim, 0, 0)
+        return self._whole.narrow(self._dim, rank * each, min(each, length - rank * each))
