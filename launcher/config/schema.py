@@ -62,6 +62,9 @@ class ClusterConfig:
     """Ranks per host. Default: the number of visible GPUs (slurm: of a node of the partition), else 2."""
     device: Device = Device.auto
     """auto: cuda if a GPU is visible (slurm: if the partition has GPUs), else cpu."""
+    gpu: str | None = None
+    """GPU of the hosts, such as h100, h200 or a100-40gb, for `launch plan` on a machine without it: the plan is for its
+    memory. Names: launcher/plan/gpus.py. Default: what this machine has (slurm: unknown memory)."""
     max_restarts: int = 0
     """Restarts of the workers by torchrun after a failure; a training job resumes from its last checkpoint."""
     grace_s: int = 30

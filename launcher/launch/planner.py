@@ -16,10 +16,11 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from launcher.config.choices import Tracker, WandbMode
-from launcher.config.schema import ClusterConfig, ClusterKind, Config, Device, PrecisionKind, RunConfig, Sync
+from launcher.config.schema import ClusterConfig, ClusterKind, Compress, Config, Device, PrecisionKind, RunConfig, Sync
 from launcher.errors import ConfigError, SiteError, UserError
 from launcher.plan import host
 from launcher.plan.callback_plan import require_variables, solve_callbacks
+from launcher.plan.gpus import find_gpu
 from launcher.plan.host import Partition, Site, batch_env
 from launcher.plan.initial_weights import InitialWeights, find_weights
 from launcher.plan.launch_plan import RunInfo
@@ -71,7 +72,9 @@ def plan_job(config: Config, once: Once | None = None) -> RunPlan:
     of_streams = dataclasses.replace(config, train=dataclasses.replace(config.train, data_shards=None))
     cluster = solve(of_streams, site, TaskPlan.unknown(ANY_NUMBER), run).cluster
     require_trackers(config, os.environ, site.cwd)  # the values are in their bounds
-    if config.precision.kind is PrecisionKind.auto and cluster.kind is ClusterKind.local:
+    if cluster.gpu is not None:
+        site = dataclasses.replace(site, bf16=find_gpu(cluster.gpu).bf16 is not None)
+    elif config.precision.kind is PrecisionKind.auto and cluster.kind is ClusterKind.local:
         site = dataclasses.replace(site, bf16=once(_format_support, PrecisionKind.bf16, cluster.device)[0])
     initial = once(initial_weights, config, site.cwd)
     task = once(describe_task, InspectionRequest.of(config, site.cwd, initial))
@@ -92,7 +95,7 @@ def initial_weights(config: Config, cwd: str) -> InitialWeights | None:
 def emulation_notes(plan: RunPlan, once: Once | None = None) -> list[str]:
     """Return a warning if the job runs on this machine in a format that it emulates."""
     kind = plan.precision.kind
-    if plan.cluster.kind is not ClusterKind.local or kind not in host.NARROW:
+    if plan.cluster.kind is not ClusterKind.local or plan.cluster.gpu is not None or kind not in host.NARROW:
         return []
     is_native, factor = (once or Once())(_format_support, kind, plan.cluster.device, measure=True)
     return [] if is_native or factor is None else [host.emulation_warning(kind, "this machine", factor)]
@@ -117,10 +120,14 @@ def _format_support(kind: PrecisionKind, device: Device, *, measure: bool = Fals
 def with_sync_policy(plan: RunPlan, config: Config) -> RunPlan:
     """Return ``plan`` with the sync policy that fits into memory, if the user left the choice to the launcher.
 
-    If parts of the model are frozen, the payload of each policy depends on where gradients flow, so windows are run.
+    A plan for a GPU that the user names has the memory of each policy, whatever the strategy. If parts of the model are
+    frozen, the payload of each policy depends on where gradients flow, so windows are run.
     """
-    choose = config.strategy.sync is Sync.auto
-    if plan.strategy.kind not in SHARDED or not (choose or plan.task.frozen_parameters):
+    sharded = plan.strategy.kind in SHARDED
+    choose = sharded and config.strategy.sync is Sync.auto
+    # the memory of a named GPU is compared under every strategy; the factors of PowerSGD are not predicted
+    named = config.cluster.gpu is not None and config.strategy.compress is not Compress.powersgd
+    if not (choose or named or (sharded and plan.task.frozen_parameters)):
         return plan
     most, *fewer = (weigh_memory(world, choose=choose) for world in plan.worlds())
     return most.with_fewer(fewer)

@@ -122,6 +122,7 @@ class ClusterPlan:
         grace_s: seconds.
         cwd: directory in which the user typed the command.
         import_from: directories of the user's modules.
+        gpu: name of the GPU that the plan is for, in the table of GPUs; None: that of this machine.
     """
 
     kind: ClusterKind
@@ -138,6 +139,7 @@ class ClusterPlan:
     import_from: tuple[str, ...]
     slurm: SlurmPlan | None
     min_nodes: int | None = None
+    gpu: str | None = None
 
     @property
     def copies(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from launcher.config.schema import ClusterConfig, ClusterKind, Device, StrategyKind
 from launcher.errors import ConfigError
+from launcher.plan.gpus import find_gpu
 from launcher.plan.host import ALLOWED_ENV, Site, shares_gpus
 from launcher.plan.launch_plan import PLAN_FORMAT, ClusterPlan, EnvPlan, LaunchPlan, NodeRange, RunInfo, node_range
 from launcher.plan.sbatch_options import names_gpus, solve_sbatch
@@ -44,6 +45,11 @@ def solve_cluster(
     allowed = node_range(config.nodes)
     _check_kind(config, allowed)
     device = config.device
+    if config.gpu is not None:
+        find_gpu(config.gpu)
+        if device is Device.cpu:
+            raise ConfigError("cluster.gpu", config.gpu, "has no effect with cluster.device=cpu.", "Leave one out.")
+        device = Device.cuda
     if device is Device.auto:
         _require_one_kind(config, site)
         device = Device.cuda if site.gpus else Device.cpu
@@ -86,12 +92,13 @@ def solve_cluster(
         cwd=site.cwd,
         import_from=(site.cwd,),
         slurm=slurm,
+        gpu=config.gpu,
     )
 
 
 def _gpus_are_known(config: ClusterConfig, site: Site, most: int) -> bool:
     """Return whether the GPU count is a hard limit: a gres of the user may name parts of a GPU, ranks may share one."""
-    if shares_gpus() and most:
+    if (shares_gpus() and most) or (config.gpu is not None and not most):
         return False
     return config.kind is not ClusterKind.slurm or (site.partition is not None and not names_gpus(config))
 

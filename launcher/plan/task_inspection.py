@@ -13,6 +13,7 @@ from typing import Any, Protocol, Self, cast
 
 from launcher.config.schema import Balance, Config, OptimizerConfig, ScheduleConfig
 from launcher.errors import ConfigError, TaskError
+from launcher.plan.gpus import CONTEXT_BYTES, FULL_SHARE, NCCL_BYTES, find_gpu
 from launcher.plan.initial_weights import InitialWeights
 from launcher.plan.optimizer_plan import parameter_groups
 from launcher.plan.run_plan import Forecast, RunPlan, TaskPlan
@@ -177,8 +178,26 @@ def weigh_memory(plan: RunPlan, *, choose: bool) -> RunPlan:
     if not forecasts:
         return plan
     if choose and not problem and memory is not None:
-        return dataclasses.replace(plan, strategy=with_memory(plan.strategy, forecasts, memory))
-    return dataclasses.replace(plan, strategy=with_forecasts(plan.strategy, forecasts))
+        plan = dataclasses.replace(plan, strategy=with_memory(plan.strategy, forecasts, memory))
+    else:
+        plan = dataclasses.replace(plan, strategy=with_forecasts(plan.strategy, forecasts))
+    return plan.with_notes(_full_notes(plan))
+
+
+def _full_notes(plan: RunPlan) -> list[str]:
+    """Return the warning that the predicted peak leaves too little of the memory of the GPU that the plan names."""
+    if plan.cluster.gpu is None:
+        return []
+    gpu = find_gpu(plan.cluster.gpu)
+    peak = next(forecast.peak_bytes for forecast in plan.strategy.forecasts if forecast.sync is plan.strategy.sync)
+    share = 0.0 if peak is None else (peak + CONTEXT_BYTES + NCCL_BYTES) / (gpu.memory_gb * 10**9)
+    if share <= FULL_SHARE:
+        return []
+    problem = "too much" if share > 1 else f"above {FULL_SHARE:.0%}, where fragmentation may end the run"
+    return [
+        f"A rank is predicted to need {share:.0%} of the {gpu.memory_gb} GB of a {plan.cluster.gpu}, {problem}: "
+        "use a smaller batch.micro_size, strategy.recompute=blocks, or more shards (strategy=fsdp, more ranks)."
+    ]
 
 
 def _with_time(forecast: Forecast, plan: RunPlan) -> Forecast:

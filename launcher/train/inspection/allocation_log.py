@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from launcher.config.schema import Device
+from launcher.plan.gpus import find_gpu
 from launcher.plan.run_plan import RunPlan
 
 # DTensor's derivation of a result's shape: it runs the operator on tensors of the whole size, once for each shape in a
@@ -31,13 +32,17 @@ class AllocationLog(TorchDispatchMode):
     torch's MemTracker also classifies memory by use, for which it hooks each parameter and each module, and fails for
     frozen parameters. Only the sum is needed here.
 
+    Args:
+        rounding: bytes of which an allocation has a multiple.
+
     Attributes:
         events: bytes of each allocation (positive) and each free (negative), in order.
         operators: number of operators that ran.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, rounding: int = 1) -> None:
         super().__init__()
+        self._rounding = rounding
         self._type = device.type
         self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self.events: list[int] = []
@@ -54,7 +59,7 @@ class AllocationLog(TorchDispatchMode):
                     self._count(storage)
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = id(storage), storage.size()
+        key, size = id(storage), -(-storage.size() // self._rounding) * self._rounding
         reference, before = self._storages.get(key, (None, 0))
         if reference is None:
             reference = weakref.ref(storage, functools.partial(self._forget, key))
@@ -102,6 +107,8 @@ class AllocationLog(TorchDispatchMode):
 
 def memory_bytes(plan: RunPlan) -> int | None:
     """Return the bytes of memory of one rank's device; None if this machine has no such device."""
+    if plan.cluster.gpu is not None:
+        return find_gpu(plan.cluster.gpu).usable_bytes
     if plan.cluster.device is Device.cuda:
         return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
     return free_host_bytes() // plan.cluster.workers_per_node

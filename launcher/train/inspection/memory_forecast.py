@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_map
 from launcher.config.schema import Device, Sync
 from launcher.errors import LauncherError
 from launcher.loss import as_losses, loss_of_batch
+from launcher.plan.gpus import ALLOCATION_BYTES
 from launcher.plan.run_plan import Forecast, RunPlan
 from launcher.plan.sync_policy import POLICIES, Collective, Layout, transfers_per_window
 from launcher.process import die_with_parent
@@ -193,7 +194,7 @@ class Tracer:
 
     def _shortened(self, plan: RunPlan, real: dict[BlockRun, int]) -> BlockTrace:
         assert self._whole is not None
-        fake, log = FakeTensorMode(allow_non_fake_inputs=True), AllocationLog(self._device)
+        fake, log = FakeTensorMode(allow_non_fake_inputs=True), self._log()
         short = StandIns(self._whole, fake, self._device, real, log)
         trace, error = self._trace(plan, short.model, fake, log, lambda _: short.named(self._units))
         if error is not None:
@@ -201,10 +202,14 @@ class Tracer:
         short.check()
         return trace
 
+    def _log(self) -> AllocationLog:
+        on_gpu = self._plan.cluster.device is Device.cuda
+        return AllocationLog(self._device, ALLOCATION_BYTES if on_gpu else 1)
+
     def _whole_trace(self, plan: RunPlan) -> tuple[BlockTrace, str | None]:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         model = model_without_memory(plan, self._task, fake, self._device)
-        log, shard_units = AllocationLog(self._device), getattr(self._task, "shard_units", None)
+        log, shard_units = self._log(), getattr(self._task, "shard_units", None)
         trace, error = self._trace(plan, model, fake, log, shard_units)
         if isinstance(error, LauncherError):  # the same error would occur in the job
             raise error

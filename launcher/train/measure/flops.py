@@ -1,4 +1,4 @@
-"""Model FLOPs of a sample, and peak FLOP/s of devices: for throughput/flops_per_s and throughput/mfu.
+"""Model FLOPs of a sample, and peak FLOP/s of the device: for throughput/flops_per_s and throughput/mfu.
 
 A sample's FLOPs are counted in the forward and backward passes of the task's own model and loss, on its first samples,
 collated as in training: two for each multiply-add of every matrix product, convolution and attention
@@ -27,75 +27,23 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_c
 
 from launcher.config.schema import PrecisionKind
 from launcher.loss import loss_of_batch
+from launcher.plan.gpus import BY_DEVICE_NAME
 from launcher.task import Task, first_batch
 from launcher.train.context import ContextSource
 
 # several samples, because BatchNorm may refuse one
 SAMPLES, LIMIT_S = 4, 30.0
 
-# Dense peaks in TFLOP/s by the exact name that torch.cuda.get_device_name reports, without a leading "NVIDIA ": fp32
-# outside of tensor cores, TF32, bf16, fp16 (both accumulated in fp32); None if the device has no such units. Figures
-# that a data sheet states with sparsity are halved. No entry stands for products with different peaks.
-_PEAKS: Mapping[str, tuple[float, float | None, float | None, float | None]] = {
-    # NVIDIA Tesla V100 GPU Accelerator data sheet (2020); V100S: its own
-    "Tesla V100-SXM2-16GB": (15.7, None, None, 125),
-    "Tesla V100-SXM2-32GB": (15.7, None, None, 125),
-    "Tesla V100-PCIE-16GB": (14, None, None, 112),
-    "Tesla V100-PCIE-32GB": (14, None, None, 112),
-    "Tesla V100S-PCIE-32GB": (16.4, None, None, 130),
-    # NVIDIA T4 Tensor Core GPU data sheet (2019)
-    "Tesla T4": (8.1, None, None, 65),
-    # NVIDIA A100 Tensor Core GPU data sheet (2021)
-    "A100-SXM4-40GB": (19.5, 156, 312, 312),
-    "A100-SXM4-80GB": (19.5, 156, 312, 312),
-    "A100-PCIE-40GB": (19.5, 156, 312, 312),
-    "A100 80GB PCIe": (19.5, 156, 312, 312),
-    # NVIDIA A30, A40 and A10 Tensor Core GPU data sheets (2021)
-    "A30": (10.3, 82, 165, 165),
-    "A40": (37.4, 74.8, 149.7, 149.7),
-    "A10": (31.2, 62.5, 125, 125),
-    # NVIDIA A10G data sheet of AWS (2022)
-    "A10G": (35, 35, 70, 70),
-    # NVIDIA Ampere GA102 GPU Architecture white paper (2021), appendices A and B
-    "RTX A6000": (38.7, 77.4, 154.8, 154.8),
-    "GeForce RTX 3090": (35.6, 35.6, 71, 71),
-    # NVIDIA L4, L40 and L40S data sheets (2023)
-    "L4": (30.3, 60, 121, 121),
-    "L40": (90.5, 90.5, 181.05, 181.05),
-    "L40S": (91.6, 183, 362.05, 362.05),
-    # NVIDIA Ada GPU Architecture white papers (2022, 2023)
-    "GeForce RTX 4090": (82.6, 82.6, 165.2, 165.2),
-    "RTX 6000 Ada Generation": (91.1, 182.1, 364.2, 364.2),
-    # NVIDIA H100 Tensor Core GPU Architecture white paper (2023), table 2; NVL: H100 data sheet (2024)
-    "H100 80GB HBM3": (66.9, 494.7, 989.4, 989.4),
-    "H100 PCIe": (51.2, 378, 756, 756),
-    "H100 NVL": (60, 417.5, 835.5, 835.5),
-    # NVIDIA H200 Tensor Core GPU data sheet (2024); GH200 Grace Hopper Superchip data sheet (2024)
-    "H200": (67, 494.5, 989.5, 989.5),
-    "H200 NVL": (60, 417.5, 835.5, 835.5),
-    "GH200 480GB": (67, 494.5, 989.5, 989.5),
-    # NVIDIA Blackwell Architecture data sheet (2024), HGX B200 and GB200 per GPU
-    "B200": (75, 1100, 2250, 2250),
-    "GB200": (80, 1250, 2500, 2500),
-    # NVIDIA RTX Blackwell GPU Architecture white paper (2025), appendix A
-    "GeForce RTX 5090": (104.8, 104.8, 209.5, 209.5),
-}
-
 
 def peak_flops(device_name: str, precision: PrecisionKind, *, tf32: bool) -> float | None:
-    """Return the device's peak FLOP/s in this precision; None if the table does not have it.
+    """Return the device's peak FLOP/s in this precision; None if the table of GPUs does not have it.
 
     Args:
         device_name: result of torch.cuda.get_device_name. A MIG instance has another name, and no peak here.
         tf32: fp32 matrix products and convolutions run in TF32.
     """
-    peaks = _PEAKS.get(device_name.removeprefix("NVIDIA "))
-    if peaks is None:
-        return None
-    fp32, tensor_fp32, bf16, fp16 = peaks
-    by_kind = {PrecisionKind.fp32: tensor_fp32 or fp32 if tf32 else fp32, PrecisionKind.bf16: bf16}
-    tera = by_kind.get(precision, fp16)
-    return None if tera is None else tera * 1e12
+    gpu = BY_DEVICE_NAME.get(device_name.removeprefix("NVIDIA "))
+    return None if gpu is None else gpu.flops(precision, tf32=tf32)
 
 
 def flops_per_sample(task: Task, model: nn.Module, data: Any) -> float | None:

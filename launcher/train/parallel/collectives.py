@@ -68,9 +68,9 @@ class Gather:
     """All-gather of one unit's parameters. On CPUs it is asynchronous, too: torch waits for it when the parameters are
     needed."""
 
-    def __init__(self, meter: Meter, device: torch.device) -> None:
+    def __init__(self, meter: Meter, *, exchanges: bool) -> None:
         self._meter = meter
-        self._exchanger = Exchanger(1, meter) if device.type == "cpu" else None
+        self._exchanger = Exchanger(1, meter) if exchanges else None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -99,9 +99,9 @@ class Scatter:
     """Reduce-scatter of one unit's gradients. On CPUs one is in progress at a time: this keeps the network busy, and
     the memory for received parts small and constant."""
 
-    def __init__(self, meter: Meter, device: torch.device, own: LocalGradNorm) -> None:
+    def __init__(self, meter: Meter, own: LocalGradNorm, *, exchanges: bool) -> None:
         self._meter, self._own_gradient = meter, own
-        self._exchanger = Exchanger(2, meter) if device.type == "cpu" else None
+        self._exchanger = Exchanger(2, meter) if exchanges else None
         self._pending: tuple[ExchangeWork, Tensor, Tensor] | None = None
         self._between_replicas: Timer | None = None
         self.defers = False  # the sum may be computed later, by `finish`

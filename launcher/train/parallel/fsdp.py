@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from launcher.config.schema import StrategyKind, Sync
+from launcher.config.schema import Device, StrategyKind, Sync
 from launcher.errors import TaskError
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import Layout, reduces, reduces_over_all
@@ -75,13 +75,15 @@ class Fsdp(Parallel):
         self._parameters = trained(model)  # the shards
         refuse_direct_use(model, strategy.kind)
         self._modules = [module for module in (model, *units) if isinstance(module, FSDPModule)]
-        gather = Gather(self.meter, device)
+        # an inspection may trace a plan for GPUs on a machine without any
+        on_cpu = device.type == "cpu" and plan.cluster.device is Device.cpu
+        gather = Gather(self.meter, exchanges=on_cpu)
         self._gather = gather
         places = set(narrowed.values())
         for module in self._modules:
             narrow(module, places, dtype or torch.float32, reduce_dtype, None if plan.train.compile else self._widen)
         self._uses = Uses(self._modules)
-        self._scatter = Scatter(self.meter, device, self.local_norm)
+        self._scatter = Scatter(self.meter, self.local_norm, exchanges=on_cpu)
         for module in self._modules:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -91,8 +93,8 @@ class Fsdp(Parallel):
                 module.set_all_reduce_hook(self._scatter.reduced_between_replicas)
         # a sum can wait only if it is the final gradient: not if it is converted, copied or sent to other replicas
         same_format = reduce_dtype == torch.float32 and all(p.dtype == torch.float32 for p in model.parameters())
-        self._may_defer = device.type == "cpu" and same_format and not self._replicated
-        if device.type == "cpu":
+        self._may_defer = on_cpu and same_format and not self._replicated
+        if on_cpu:
             self._prefetch_in_forward()
         self._settings: tuple[bool, ...] | None = None
 

@@ -1,0 +1,75 @@
+"""GPUs of the table: their names, and the plan for one that is not at hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from launcher.config.schema import Device, Sync
+from launcher.errors import ConfigError
+from launcher.plan import task_inspection
+from launcher.plan.gpus import BY_DEVICE_NAME, BY_NAME, CONTEXT_BYTES, GPUS, NCCL_BYTES, find_gpu
+from launcher.plan.run_plan import RunPlan
+from launcher.plan.task_inspection import weigh_memory
+from tests.conftest import Launch
+from tests.helpers import make_plan
+
+
+def test_names_are_unique_and_products_have_memory() -> None:
+    assert len(BY_DEVICE_NAME) == len(GPUS)
+    assert len(BY_NAME) == sum(gpu.name is not None for gpu in GPUS)
+    for name in ("h100", "h200", "a100", "a100-40gb", "l40s", "b200"):
+        gpu = find_gpu(name)
+        assert gpu.usable_bytes == gpu.memory_gb * 10**9 - CONTEXT_BYTES - NCCL_BYTES > 0
+    assert find_gpu("H100").memory_gb == 80
+
+
+def test_a_plan_for_gpus_elsewhere() -> None:
+    plan = make_plan("cluster.gpu=h100", "cluster.workers_per_node=8", "strategy=fsdp", "batch.micro_size=1")
+    assert (plan.cluster.device, plan.cluster.gpu, plan.batch.world_size) == (Device.cuda, "h100", 8)
+    with pytest.raises(ConfigError, match=r"cluster.gpu=h10: is not in .*\n  Did you mean 'h100'\? It has .*l40s"):
+        make_plan("cluster.gpu=h10")
+    with pytest.raises(ConfigError, match=r"cluster.gpu=h100: has no effect with cluster.device=cpu"):
+        make_plan("cluster.gpu=h100", "cluster.device=cpu")
+
+
+@pytest.mark.parametrize(
+    ("peaks", "chosen", "words"),
+    [
+        ({"every": 10, "boundary": 20, "gather_once": 60}, Sync.gather_once, ""),
+        ({"every": 10, "boundary": 66, "gather_once": 90}, Sync.boundary, "85% of the 80 GB of a h100, above 80%"),
+        ({"every": 90, "boundary": 95, "gather_once": 99}, Sync.every, "115% of the 80 GB of a h100, too much"),
+    ],
+)
+def test_its_memory_decides(peaks: dict[str, int], chosen: Sync, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan("cluster.gpu=h100", "cluster.workers_per_node=8", "strategy=fsdp", "batch.accumulation=4")
+
+    def probe(module: str, question: str) -> dict[str, object]:  # noqa: ARG001
+        asked = RunPlan.from_json(question)
+        forecasts = [
+            dataclasses.asdict(dataclasses.replace(forecast, peak_bytes=peaks[forecast.sync.value] * 10**9))
+            for forecast in asked.strategy.forecasts
+        ]
+        return {"forecasts": forecasts, "problem": None, "memory_bytes": find_gpu("h100").usable_bytes}
+
+    monkeypatch.setattr(task_inspection, "run_probe", probe)
+    weighed = weigh_memory(plan, choose=True)
+    assert weighed.strategy.sync is chosen
+    new = [note for note in weighed.notes if note not in plan.notes]
+    assert words in (new[0] if new else "")
+    assert len(new) == bool(words)
+
+
+@pytest.mark.slow
+def test_the_commands(launch: Launch) -> None:
+    job = ("task.width=64", "task.depth=8", "cluster.gpu=l40s", "cluster.workers_per_node=4", "batch.accumulation=2")
+    plan = RunPlan.from_json(launch("plan", "--json", *job, "strategy=ddp").stdout)
+    assert all(forecast.peak_bytes and forecast.peak_bytes % 512 == 0 for forecast in plan.strategy.forecasts)
+    assert plan.precision.kind.value == "bf16", "which it computes natively"
+    done = launch("plan", *job, "cluster.gpu=l40t")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "did you mean" in done.stderr.lower()
+    done = launch("train", *job)
+    assert done.returncode == 2
+    assert "this machine has no GPU that could run the job" in done.stderr
