@@ -38,8 +38,8 @@ def test_a_plan_for_gpus_elsewhere() -> None:
     ("peaks", "chosen", "words"),
     [
         ({"every": 10, "boundary": 20, "gather_once": 60}, Sync.gather_once, ""),
-        ({"every": 10, "boundary": 66, "gather_once": 90}, Sync.boundary, "85% of the 80 GB of a h100, above 80%"),
-        ({"every": 90, "boundary": 95, "gather_once": 99}, Sync.every, "115% of the 80 GB of a h100, too much"),
+        ({"every": 10, "boundary": 66, "gather_once": 90}, Sync.boundary, "84% of the 80 GB of a h100, above 80%"),
+        ({"every": 90, "boundary": 95, "gather_once": 99}, Sync.every, "114% of the 80 GB of a h100, too much"),
     ],
 )
 def test_its_memory_decides(peaks: dict[str, int], chosen: Sync, words: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
-from launcher.config.schema import Compress, Sync
+from launcher.config.schema import Compress, Parameters, Sync
 from launcher.errors import LauncherError
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import Collective, reduces
 from launcher.task import Task, build_model
 from launcher.train.inspection.allocation_log import free_host_bytes
 from launcher.train.inspection.repeated_blocks import IrregularModel
-from launcher.train.parallel.base import Parallel
+from launcher.train.parallel.base import Parallel, trained
 
 # fraction of the free host memory that a model may take whose construction needs real values
 BUILT_SHARE = 0.5
@@ -93,10 +93,22 @@ def problem_text(error: Exception) -> str:
 
 class Replica(Parallel):
     """Stand-in for DDP, whose buckets need tensors with values. Each parameter has a bucket of its own: their sum is
-    the same."""
+    the same.
 
-    def __init__(self, model: nn.Module, plan: RunPlan, device: torch.device) -> None:
+    DDP lays its buckets out again after the first synchronised backward pass, one after the other. The largest one then
+    exists twice for a moment.
+
+    Args:
+        whole: the whole model, from which the size of DDP's largest bucket follows.
+    """
+
+    def __init__(self, model: nn.Module, plan: RunPlan, device: torch.device, whole: nn.Module) -> None:
         super().__init__(model, plan, device)
+        fp32 = plan.precision.parameters is Parameters.fp32
+        sizes = [p.numel() * (max(4, p.itemsize) if fp32 else p.itemsize) for p in trained(whole)]
+        self._largest = min(sum(sizes), max(round(plan.strategy.bucket_mb * 2**20), *sizes, 0))
+        self._lays_out = not (plan.strategy.static_graph or plan.strategy.find_unused_parameters)
+        self._reduced = False
         self.buckets: dict[Tensor, Tensor] = {parameter: torch.zeros_like(parameter) for parameter in self._parameters}
         self._narrow = torch.bfloat16 if plan.strategy.compress is Compress.bf16 else None
         self._reduces = False
@@ -105,6 +117,9 @@ class Replica(Parallel):
 
     def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:  # noqa: ARG002
         self._reduces = reduces(sync, last=last)
+        if self._reduced and self._lays_out:
+            self._lays_out = False
+            torch.empty(self._largest, dtype=torch.uint8, device=self._parameters[0].device)
         return nullcontext()
 
     def _reduce(self, parameter: Tensor) -> None:
@@ -115,6 +130,7 @@ class Replica(Parallel):
                 parameter.grad = bucket
             sent = bucket.to(self._narrow or bucket.dtype)
             self.meter.count(Collective.all_reduce, sent.nbytes)
+            self._reduced = True
 
     def _zero_gradients(self) -> None:
         torch._foreach_zero_([p.grad for p in self._parameters if p.grad is not None])

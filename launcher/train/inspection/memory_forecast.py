@@ -9,6 +9,7 @@ object to the file named on the command line.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import itertools
 import json
@@ -125,10 +126,9 @@ class Tracer:
         self.irregular: Exception | None = None
         self._least, self._regular = LEAST[0], False
         self._until = time.monotonic() + LIMIT_S
-        self._whole: nn.Module | None = None
         self._runs: list[BlockRun] = []
+        self._whole = model_without_memory(plan, task, FakeTensorMode(allow_non_fake_inputs=True), device)
         if shorten:
-            self._whole = model_without_memory(plan, task, FakeTensorMode(allow_non_fake_inputs=True), device)
             self._runs = block_runs(self._whole)
             names = {module: name for name, module in self._whole.named_modules()}
             shard_units = getattr(task, "shard_units", None)
@@ -193,7 +193,6 @@ class Tracer:
                 return trace
 
     def _shortened(self, plan: RunPlan, real: dict[BlockRun, int]) -> BlockTrace:
-        assert self._whole is not None
         fake, log = FakeTensorMode(allow_non_fake_inputs=True), self._log()
         short = StandIns(self._whole, fake, self._device, real, log)
         trace, error = self._trace(plan, short.model, fake, log, lambda _: short.named(self._units))
@@ -224,7 +223,7 @@ class Tracer:
             with (
                 patch.object(torch.utils, "swap_tensors", set_data),
                 patch.object(_fsdp_param, "_chunk_with_empty", OwnChunk),
-                patch.object(ddp, "Ddp", Replica),
+                patch.object(ddp, "Ddp", functools.partial(Replica, whole=self._whole)),
             ):
                 parallel, optimizer = build_parallel(model, optimizer_of(task, plan), plan, device, shard_units)
             log.add([*model.parameters(), *model.buffers()])
