@@ -22,7 +22,7 @@ from launcher.train.data.loader import to_device
 from launcher.train.engine.loss_terms import sum_of_means
 from launcher.train.engine.oom import is_out_of_memory
 from launcher.train.engine.preserved_state import SavedState
-from launcher.train.inspection.memory_forecast import free_host_bytes
+from launcher.train.inspection.allocation_log import free_host_bytes
 from launcher.train.parallel.batchnorm import freeze
 from launcher.train.precision import Precision
 from launcher.verify.accumulated import EngineRun

@@ -12,6 +12,7 @@ import pytest
 from launcher.config.schema import Sync
 from launcher.plan.run_plan import Forecast, RunPlan
 from launcher.plan.strategy import with_memory
+from launcher.plan.task_inspection import run_probe
 from launcher.train.inspection.allocation_log import free_host_bytes
 from tests.conftest import Launch
 from tests.helpers import ROOT, make_plan, patience, torchrun
@@ -98,6 +99,19 @@ def test_memory_is_what_was_predicted(ranks: int, extra: str, launch: Launch, tm
         assert forecast.peak_bytes == pytest.approx(peaks[forecast.sync.value], rel=0.05), forecast.sync
     smallest, largest = min(peaks.values()), max(peaks.values())
     assert largest > 1.1 * smallest, "the policies differ in what they hold, or nothing was tested"
+
+
+@pytest.mark.slow
+def test_ddps_memory_is_what_is_predicted(launch: Launch, tmp_path: Path) -> None:
+    """Under `boundary` the peak is the moment when DDP lays out its buckets again."""
+    plan = RunPlan.from_json(launch("plan", "--json", *JOB, "cluster.workers_per_node=2", "precision=fp32").stdout)
+    answer = run_probe("launcher.train.inspection.memory_forecast", plan.to_json())
+    assert answer is not None
+    predicted = {each["sync"]: each["peak_bytes"] for each in answer["forecasts"]}
+    (tmp_path / "plan.json").write_text(json.dumps(dataclasses.asdict(plan)))
+    peaks = json.loads(torchrun(WORKER, [str(tmp_path / "plan.json")], 2, tmp_path).splitlines()[-1])
+    assert predicted == pytest.approx(peaks, rel=0.01)
+    assert peaks["boundary"] > 1.1 * peaks["every"]
 
 
 def bytes_cases(ranks: int, *, complete: bool) -> list[tuple[list[str], str]]:
