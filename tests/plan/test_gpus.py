@@ -1,4 +1,4 @@
-"""GPUs of the table: their names, and the plan for one that is not at hand."""
+"""GPUs of the table: their names, and the plan for one that this machine does not have."""
 
 from __future__ import annotations
 

@@ -32,17 +32,18 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map
 
-from launcher.config.schema import Device, Sync
+from launcher.config.schema import Device, Recompute, Sync
 from launcher.errors import LauncherError
 from launcher.loss import as_losses, loss_of_batch
 from launcher.plan.gpus import ALLOCATION_BYTES
 from launcher.plan.run_plan import Forecast, RunPlan
-from launcher.plan.sync_policy import POLICIES, Collective, Layout, transfers_per_window
+from launcher.plan.sync_policy import POLICIES, SHARDED, Collective, Layout, transfers_per_window
 from launcher.process import die_with_parent
 from launcher.task import Task, first_batch, load_task, train_data
 from launcher.train.context import ContextSource
 from launcher.train.engine.build import build_parallel
 from launcher.train.inspection.allocation_log import AllocationLog, memory_bytes
+from launcher.train.inspection.block_calls import BlockCalls
 from launcher.train.inspection.fake_model import (
     NotPredictable,
     OwnChunk,
@@ -52,14 +53,14 @@ from launcher.train.inspection.fake_model import (
     set_data,
 )
 from launcher.train.inspection.repeated_blocks import (
-    CHECKED,
-    LEAST,
+    CHECK_BLOCKS,
+    SHORTEST_BLOCKS,
     BlockRun,
     BlockTrace,
     IrregularModel,
     StandIns,
     block_runs,
-    extrapolated,
+    extrapolate,
 )
 from launcher.train.measure.flops import time_limit
 from launcher.train.parallel import ddp
@@ -70,7 +71,7 @@ from launcher.train.precision import Precision
 from launcher.train.trainer import optimizer_of
 
 WINDOWS = 2  # the optimizer's state exists from the second window on
-LIMIT_S = 60.0  # for the traces of a whole model
+LIMIT_S = 60.0  # of CPU time, for the traces of a whole model and all that precedes them
 
 
 def forecasts(plan: RunPlan) -> tuple[list[Forecast], str | None]:
@@ -112,7 +113,7 @@ class Tracer:
 
     Args:
         batch: the first micro-batch.
-        shorten: whether repeated blocks are traced once.
+        shorten: whether repeated blocks are traced once, if that is less work.
 
     Attributes:
         operators: number of operators that the traces have run.
@@ -124,16 +125,54 @@ class Tracer:
         self._plan = dataclasses.replace(plan, train=dataclasses.replace(plan.train, compile=False))
         self.operators = 0
         self.irregular: Exception | None = None
-        self._least, self._regular = LEAST[0], False
-        self._until = time.monotonic() + LIMIT_S
+        self._least, self._regular = SHORTEST_BLOCKS[0], False
+        self._until = time.process_time() + LIMIT_S  # CPU time, so that a loaded host decides like an idle one
         self._runs: list[BlockRun] = []
-        self._whole = model_without_memory(plan, task, FakeTensorMode(allow_non_fake_inputs=True), device)
+        self._units: list[str] = []
+        self._whole = self._fake_model(FakeTensorMode(allow_non_fake_inputs=True))
         if shorten:
             self._runs = block_runs(self._whole)
-            names = {module: name for name, module in self._whole.named_modules()}
-            shard_units = getattr(task, "shard_units", None)
-            units = find_units(self._whole, None if shard_units is None else shard_units(self._whole))
-            self._units = [names[unit] for unit in units]
+            if not self._saves_work():
+                self._runs = []
+        if self._runs:
+            try:
+                self._compare_blocks()
+            except Exception as error:
+                self.irregular = error
+            strategy, shard_units = plan.strategy, getattr(task, "shard_units", None)
+            if strategy.kind in SHARDED or strategy.recompute is Recompute.blocks:
+                names = {module: name for name, module in self._whole.named_modules()}
+                units = find_units(self._whole, None if shard_units is None else shard_units(self._whole))
+                self._units = [names[unit] for unit in units]
+
+    def _fake_model(self, fake: FakeTensorMode) -> nn.Module:
+        return model_without_memory(self._plan, self._task, fake, self._device)
+
+    def _inputs(self, fake: FakeTensorMode) -> Any:
+        def convert(leaf: Any) -> Any:
+            return fake.from_tensor(leaf).to(self._device) if isinstance(leaf, Tensor) else leaf
+
+        return tree_map(convert, self._batch)
+
+    def _saves_work(self) -> bool:
+        """Return whether the traces of shortened models run fewer blocks than those of the whole model."""
+        policies, shortest = len(POLICIES[self._plan.strategy.kind]), SHORTEST_BLOCKS[0] * len(self._runs)
+        each = shortest + sum(shortest + 1 for _ in self._runs)
+        longest = shortest + CHECK_BLOCKS * len(self._runs)
+        return each * policies + longest < sum(len(run.names) for run in self._runs) * policies
+
+    def _compare_blocks(self) -> None:
+        """Run one forward pass of a model of its own, which may keep tensors.
+
+        Raises:
+            IrregularModel: equal blocks are not used alike.
+        """
+        fake, precision = FakeTensorMode(allow_non_fake_inputs=True), Precision(self._plan.precision, self._device)
+        model = self._fake_model(fake)
+        calls = BlockCalls(model, self._runs, self._device)
+        with fake, calls, precision.autocast():
+            loss_of_batch(self._task, model, self._inputs(fake))
+        calls.check()
 
     @property
     def shortens(self) -> bool:
@@ -148,14 +187,20 @@ class Tracer:
                 return self._of(sync, self._from_shortened(plan)), None
             except Exception as error:  # the whole model may run where a shortened one fails
                 self.irregular = error
+        left_s = self._until - time.process_time()
         try:
-            with time_limit(max(1.0, self._until - time.monotonic())):
+            if left_s <= 0:
+                raise TimeoutError
+            with time_limit(left_s, cpu=True):
                 trace, problem = self._whole_trace(plan)
         except TimeoutError:
             reason = f"the trace of the whole model takes more than {LIMIT_S:.0f} s"
             if self.irregular is not None:
                 reason += f", and it is too irregular to be shortened ({problem_text(self.irregular)})"
-            raise NotPredictable(reason) from None
+            known = next((each for each in plan.strategy.forecasts if each.sync is sync), None)
+            if known is None:  # the number of parameters is unknown
+                raise NotPredictable(reason) from None
+            return dataclasses.replace(known, peak_bytes=None), reason
         return self._of(sync, trace, known=problem is None), problem
 
     def _of(self, sync: Sync, trace: BlockTrace, *, known: bool = True) -> Forecast:
@@ -177,17 +222,18 @@ class Tracer:
             IrregularModel: it does not follow from them.
         """
         while True:
-            least = {run: self._least for run in self._runs if len(run.names) > self._least + CHECKED}
+            least = {run: self._least for run in self._runs if len(run.names) > self._least + CHECK_BLOCKS}
             try:
                 shortest = self._shortened(plan, least)
                 longer = {run: self._shortened(plan, least | {run: self._least + 1}) for run in least}
                 # a model that is regular under one policy is so under all
-                longest = None if self._regular else self._shortened(plan, dict.fromkeys(least, self._least + CHECKED))
-                trace = extrapolated(least, shortest, longer, longest)
+                longest_real = dict.fromkeys(least, self._least + CHECK_BLOCKS)
+                longest = None if self._regular else self._shortened(plan, longest_real)
+                trace = extrapolate(least, shortest, longer, longest)
             except IrregularModel:
-                if self._least == LEAST[-1]:
+                if self._least == SHORTEST_BLOCKS[-1]:
                     raise
-                self._least, self._regular = LEAST[-1], False
+                self._least, self._regular = SHORTEST_BLOCKS[-1], False
             else:
                 self._regular = True
                 return trace
@@ -207,7 +253,7 @@ class Tracer:
 
     def _whole_trace(self, plan: RunPlan) -> tuple[BlockTrace, str | None]:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        model = model_without_memory(plan, self._task, fake, self._device)
+        model = self._fake_model(fake)
         log, shard_units = self._log(), getattr(self._task, "shard_units", None)
         trace, error = self._trace(plan, model, fake, log, shard_units)
         if isinstance(error, LauncherError):  # the same error would occur in the job
@@ -228,7 +274,7 @@ class Tracer:
                 parallel, optimizer = build_parallel(model, optimizer_of(task, plan), plan, device, shard_units)
             log.add([*model.parameters(), *model.buffers()])
             log.add([*parallel.buckets.values()] if isinstance(parallel, Replica) else [])
-            inputs = tree_map(lambda x: fake.from_tensor(x).to(device) if isinstance(x, Tensor) else x, self._batch)
+            inputs = self._inputs(fake)
             # without a run, the payload follows from the policy table and the shapes of the sharded model
             passes_of_window = transfers_per_window(plan.strategy.kind, plan.strategy.sync, plan.batch.accumulation)
             payload = parallel.meter.layout.payload(passes_of_window)

@@ -27,11 +27,10 @@ from launcher.train.inspection.allocation_log import AllocationLog
 from launcher.train.measure.flops import without_memory
 from launcher.train.parallel.mixed_precision import in_backward
 
-# Numbers of real blocks of a run in the shortest trace, the second for models that are irregular with the first. The
+# Real blocks in the shortest trace: the first value is tried first, the second if the model is irregular with it. The
 # first and last blocks differ from those between them: a unit is gathered while its neighbour runs, for example.
-LEAST = (3, 5)
-CHECKED = 2  # further blocks in the longest trace
-_COUNTED = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)
+SHORTEST_BLOCKS = (3, 5)
+CHECK_BLOCKS = 2  # further blocks in the longest trace
 
 
 class IrregularModel(Exception):
@@ -72,8 +71,7 @@ class BlockTrace:
 def block_runs(model: nn.Module) -> list[BlockRun]:
     """Return the runs of equal blocks that are long enough to be shortened, outermost ones only.
 
-    Blocks are equal if they have the same classes, parameters, buffers and settings. A whole number may increase by one
-    from block to block, as a block's own index does.
+    Blocks are equal if they have the same classes, parameters and buffers. ``BlockCalls`` compares what they do.
     """
     owners: dict[int, set[str]] = {}  # the modules that a parameter, a buffer or a module belongs to
     for name, module in model.named_modules(remove_duplicate=False):
@@ -90,7 +88,7 @@ def block_runs(model: nn.Module) -> list[BlockRun]:
         taken: set[str] = set()
         if isinstance(module, nn.ModuleList | nn.Sequential):
             for names in _equal_runs([(name, child) for name, child in children if not shared(child)]):
-                if len(names) > LEAST[0] + CHECKED:
+                if len(names) > SHORTEST_BLOCKS[0] + CHECK_BLOCKS:
                     runs.append(BlockRun(tuple(prefix + name for name in names)))
                     taken.update(names)
         for name, child in children:
@@ -103,43 +101,18 @@ def block_runs(model: nn.Module) -> list[BlockRun]:
 
 def _equal_runs(children: list[tuple[str, nn.Module]]) -> list[list[str]]:
     """Split the names of ``children`` into runs of equal neighbours."""
-    runs: list[list[str]] = []
-    before: tuple[list[Any], list[int]] | None = None
-    steps: list[int] = []  # by which the whole numbers differ from those of the block before
-    for name, child in children:
-        own = _signature(child)
-        alike = before is not None and own[0] == before[0]
-        now = [new - old for old, new in zip(before[1], own[1], strict=True)] if before is not None and alike else []
-        if alike and all(step in (0, 1) for step in now) and (len(runs[-1]) == 1 or now == steps):
-            runs[-1].append(name)
-            steps = now
-        else:
-            runs.append([name])
-        before = own
-    return runs
+    return [[name for name, _ in run] for _, run in groupby(children, key=lambda child: _signature(child[1]))]
 
 
-def _signature(block: nn.Module) -> tuple[list[Any], list[int]]:
-    """Return what must be equal in equal blocks, and the whole numbers, which may count up."""
-    fixed: list[Any] = []
-    numbers: list[int] = []
+def _signature(block: nn.Module) -> list[tuple[Any, ...]]:
+    """Return what must be equal in equal blocks."""
+    found: list[tuple[Any, ...]] = []
     for name, module in block.named_modules():
-        fixed.append((name, type(module)))
+        found.append((name, type(module)))
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
-                layout = tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
-                fixed.append((key, *layout))
-        for key, value in vars(module).items():
-            if type(value) is int:
-                numbers.append(value)
-            elif isinstance(value, dict):
-                fixed.append((key, len(value)))
-            elif isinstance(value, tuple | list):
-                fixed.append((key, [each if isinstance(each, _COUNTED) else type(each) for each in value]))
-            else:
-                code = getattr(value, "__code__", None)
-                fixed.append((key, value if isinstance(value, _COUNTED) else code or type(value)))
-    return fixed, numbers
+                found.append((key, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad))
+    return found
 
 
 class StandIns:
@@ -194,7 +167,7 @@ def _stand_in(block: nn.Module, passage: _Passage, index: int) -> nn.Module:
 
 
 class _Passage:
-    """How the blocks of one run turn inputs into outputs, seen from outside: for each output, an input like it."""
+    """Recorded interface of one run's blocks: which input each output resembles."""
 
     def __init__(self, blocks: int, log: AllocationLog) -> None:
         self.calls = [0] * blocks
@@ -258,7 +231,7 @@ def _source(output: Any, given: list[Any]) -> int | None:
     raise IrregularModel("a block has an output unlike its inputs")
 
 
-def extrapolated(
+def extrapolate(
     runs: Mapping[BlockRun, int],
     shortest: BlockTrace,
     longer: Mapping[BlockRun, BlockTrace],
@@ -274,22 +247,22 @@ def extrapolated(
     Raises:
         IrregularModel: ``longest`` is not what follows from the others.
     """
-    growths = {run: _growth(shortest.events, trace.events) for run, trace in longer.items()}
+    differences = {run: _difference(shortest.events, trace.events) for run, trace in longer.items()}
 
-    def grown(more: Mapping[BlockRun, int]) -> BlockTrace:
+    def predict(more: Mapping[BlockRun, int]) -> BlockTrace:
         payload = dict(shortest.payload)
         for run, trace in longer.items():
             for kind, sent in trace.payload.items():
                 payload[kind] += more[run] * (sent - shortest.payload[kind])
-        return BlockTrace.of(_grown(shortest.events, [(growths[run], more[run]) for run in runs]), payload)
+        return BlockTrace.of(_insert(shortest.events, [(differences[run], more[run]) for run in runs]), payload)
 
-    if longest is not None and grown(dict.fromkeys(runs, CHECKED)) != longest:
+    if longest is not None and predict(dict.fromkeys(runs, CHECK_BLOCKS)) != longest:
         raise IrregularModel("a further block does not add the same events each time")
-    return grown({run: len(run.names) - least for run, least in runs.items()})
+    return predict({run: len(run.names) - least for run, least in runs.items()})
 
 
 @dataclass(frozen=True)
-class _Growth:
+class _Difference:
     """Difference between two traces, of which the second has one block more.
 
     Attributes:
@@ -301,10 +274,10 @@ class _Growth:
     sizes: list[tuple[int, int]]
 
 
-def _growth(shorter: list[int], longer: list[int]) -> _Growth:
+def _difference(shorter: list[int], longer: list[int]) -> _Difference:
     """Return what turns ``shorter`` into ``longer``. A group repeats the events right before it. A larger event is one
     for all blocks, such as the gathering of parameters that are in no unit."""
-    found = _Growth([], [])
+    found = _Difference([], [])
     i = j = 0
     while j < len(longer):
         if i < len(shorter) and shorter[i] == longer[j]:
@@ -344,23 +317,23 @@ def _repeated(shorter: list[int], i: int, longer: list[int], j: int) -> tuple[in
     return best, agree
 
 
-def _grown(events: list[int], growths: Sequence[tuple[_Growth, int]]) -> list[int]:
-    """Return ``events`` with each growth applied as often as its number says."""
+def _insert(events: list[int], differences: Sequence[tuple[_Difference, int]]) -> list[int]:
+    """Return ``events`` with each difference inserted as often as its number says."""
     events = [*events]
-    for growth, times in growths:
-        for place, more in growth.sizes:
+    for difference, times in differences:
+        for place, more in difference.sizes:
             events[place] += more * times
     places = sorted(
-        ((place, group * times) for growth, times in growths for place, group in growth.groups),
+        ((place, group * times) for difference, times in differences for place, group in difference.groups),
         key=lambda each: each[0],
     )
     for (place, group), (other, next_group) in pairwise(places):
         if place == other and len({size > 0 for size in group + next_group}) > 1:  # their order matters
             raise IrregularModel("the events of different blocks cannot be told apart")
-    grown: list[int] = []
+    whole: list[int] = []
     before = 0
     for place, group in places:
-        grown += events[before:place]
-        grown += group
+        whole += events[before:place]
+        whole += group
         before = place
-    return grown + events[before:]
+    return whole + events[before:]

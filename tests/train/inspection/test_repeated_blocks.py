@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +21,13 @@ from launcher.plan.launch_plan import RunInfo
 from launcher.plan.run_plan import Forecast, RunPlan, TaskPlan
 from launcher.plan.solve import solve
 from launcher.plan.sync_policy import POLICIES
+from launcher.train.inspection import memory_forecast
 from launcher.train.inspection.memory_forecast import tracing
 from launcher.train.inspection.repeated_blocks import block_runs
 
 RUN = RunInfo(name="run", id="abcd1234", dir="/nowhere/run", created="2024-01-01T00:00:00+00:00", version="0")
-WIDTH, CLASSES, DEPTH = 12, 5, 8
+WIDTH, CLASSES, DEPTH = 12, 5, 10
+MIDDLE = (5, 6, 7, 8)  # blocks that no trace of a shortened model contains
 GPT = "launcher.tasks.bytes_gpt.BytesGPT"
 
 
@@ -33,10 +36,15 @@ class Block(nn.Module):
 
     def __init__(self, hidden: int = 7) -> None:
         super().__init__()
+        self.kept: list[Tensor] | None = None
         self.up, self.down, self.norm = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH), nn.LayerNorm(WIDTH)
+        self.config = SimpleNamespace(wide=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+    def forward(self, x: Tensor, *, wide: bool = False) -> Tensor:
+        x = x + self.down(F.gelu(self.up(self.norm(x))))
+        if self.kept is not None:
+            self.kept.append(F.gelu(x.repeat(1, 4)))
+        return widened(x) if wide or self.config.wide else x
 
 
 class Mlp(nn.Module):
@@ -65,7 +73,7 @@ class TwoLists(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder, self.decoder = Mlp([7] * DEPTH), nn.Sequential(*(Block(9) for _ in range(DEPTH + 1)))
+        self.encoder, self.decoder = Mlp([7] * 13), nn.Sequential(*(Block(9) for _ in range(14)))
         self.encoder.head = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, CLASSES)
 
@@ -92,6 +100,43 @@ class Tied(Mlp):
         return self.head(x)
 
 
+class Unequal(nn.Module):
+    """Equal blocks that are not used alike: what ``how`` names happens to the blocks in the middle only."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.head, self.how = nn.Linear(10, WIDTH), nn.Linear(WIDTH, CLASSES), how
+        self.blocks = nn.ModuleList(Block() for _ in range(12))
+        self.kept: list[Tensor] = []
+        for number in MIDDLE if how == "a hook" else ():
+            self.blocks[number].register_forward_hook(lambda _block, _args, output: widened(output))
+        for number, block in enumerate(self.blocks):
+            block.config = SimpleNamespace(wide=how == "a setting" and number in MIDDLE)
+            block.kept = self.kept if how == "a shared list" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        self.kept.clear()
+        for number, block in enumerate(self.blocks):
+            middle = number in MIDDLE
+            if self.how == "recomputation" and middle:
+                x = checkpoint(block, x, use_reentrant=False)
+            elif self.how == "autocast":
+                with torch.autocast("cpu", torch.bfloat16, enabled=middle):
+                    x = block(x).float()
+            else:
+                x = block(x, wide=self.how == "an argument" and middle)
+            if self.how == "a kept output" and middle:
+                self.kept.append(x)
+        x = x + sum(F.gelu(each).mean() for each in self.kept)
+        self.kept.clear()
+        return self.head(x)
+
+
+def widened(x: Tensor) -> Tensor:
+    return x + F.gelu(x.repeat(1, 64)).view(len(x), 64, WIDTH).sum(1)
+
+
 def frozen() -> nn.Module:
     model = Mlp([7] * (DEPTH + 4))
     model.first.requires_grad_(False)
@@ -112,11 +157,13 @@ MODELS: dict[str, Any] = {
     "every second": lambda: Mlp([7] * DEPTH, "every second"),
     "depth": lambda: Mlp([7] * (DEPTH + 3), "depth"),
     "irregular": lambda: Mlp([5, 6, 7, 8, 9, 10, 11, 12]),
+    "shallow": lambda: Mlp([7] * 6),
     "another width": another_width,
     "two lists": TwoLists,
     "tied": Tied,
     "frozen": frozen,
 }
+UNEQUAL = ("recomputation", "an argument", "a setting", "a hook", "autocast", "a kept output", "a shared list")
 
 
 class Task:
@@ -124,7 +171,7 @@ class Task:
         self._model = model
 
     def model(self) -> nn.Module:
-        return MODELS[self._model]()
+        return Unequal(self._model) if self._model in UNEQUAL else MODELS[self._model]()
 
     def train_data(self) -> Any:
         return torch.utils.data.TensorDataset(torch.randn(4096, 10), torch.randint(CLASSES, (4096,)))
@@ -132,6 +179,11 @@ class Task:
     def loss(self, model: Any, batch: tuple[Tensor, Tensor]) -> launcher.Loss:
         x, y = batch
         return launcher.Loss(total=F.cross_entropy(model(x), y, reduction="sum"), items=len(y))
+
+
+class WrongUnits(Task):
+    def shard_units(self, model: nn.Module) -> list[nn.Module]:  # noqa: ARG002
+        return [nn.Linear(1, 1)]
 
 
 def plan_of(ranks: int, *overrides: str, target: str = f"{__name__}.Task", **params: Any) -> RunPlan:
@@ -158,7 +210,6 @@ def quiet() -> Iterator[None]:
 
 
 CASES: list[Any] = [
-    (3, "mlp", "strategy=fsdp batch.accumulation=3"),
     (64, "mlp", "strategy=fsdp batch.accumulation=1 strategy.recompute=blocks"),
     (2, "mlp", "strategy=ddp batch.accumulation=3"),
     (8, "mlp", "strategy=ddp batch.accumulation=1 optimizer=sgd precision=bf16 strategy.recompute=blocks"),
@@ -170,6 +221,7 @@ CASES: list[Any] = [
     *(
         pytest.param(*case, marks=pytest.mark.nightly)
         for case in (
+            (3, "mlp", "strategy=fsdp batch.accumulation=3"),
             (8, "mlp", "strategy=hsdp strategy.shard_size=4 batch.accumulation=3 optimizer=sgd precision=bf16"),
             (8, "two lists", "strategy=hsdp strategy.shard_size=2 batch.accumulation=3"),
             (3, "frozen", "strategy=fsdp batch.accumulation=3"),
@@ -199,19 +251,52 @@ def test_a_shortened_model_has_the_forecast_of_the_whole_one(ranks: int, model: 
     ],
 )
 def test_a_transformer(ranks: int, options: str) -> None:
-    plan = plan_of(ranks, *options.split(), target=GPT, width=64, depth=9, heads=2, seq_len=16)
+    plan = plan_of(ranks, *options.split(), target=GPT, width=64, depth=10, heads=2, seq_len=16)
     found, shortened = traced(plan, shorten=True)
     assert shortened
     assert found == traced(plan, shorten=False)[0]
 
 
-@pytest.mark.parametrize("model", ["irregular", "every second", "depth"])
+@pytest.mark.parametrize("model", ["irregular", "every second", "depth", "shallow"])
 def test_an_irregular_model_is_traced_as_a_whole(model: str) -> None:
     options = ["strategy=ddp", "batch.accumulation=2", "strategy.find_unused_parameters=true", "strategy.sync=every"]
     plan = plan_of(2, *options, model=model)
     found, shortened = traced(plan, shorten=True)
     assert not shortened
     assert found == traced(plan, shorten=False)[0]
+
+
+@pytest.mark.parametrize("model", UNEQUAL)
+def test_blocks_that_are_used_differently_are_not_shortened(model: str) -> None:
+    plan = plan_of(2, "strategy=ddp", "batch.accumulation=1", "batch.micro_size=64", model=model)
+    with tracing(plan) as tracer:
+        assert tracer.irregular is not None
+        assert tracer.forecast(Sync.every)[0].peak_bytes
+    with tracing(plan_of(2, "strategy=ddp", "batch.accumulation=1", model="mlp")) as tracer:
+        assert tracer.irregular is None
+
+
+def test_a_limit_leaves_the_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_forecast, "LIMIT_S", 0.0)
+    task = TaskPlan(
+        target=f"{__name__}.Task", params={"model": "shallow"}, samples=4096, parameters=1000, gradient_bytes=4000,
+        unit_parameters=100,
+    )  # fmt: skip
+    words = ["batch.micro_size=2", "batch.accumulation=2", "train.steps=1", "cluster.workers_per_node=2"]
+    plan = solve(compose([*words, "strategy=ddp"]), Site(gpus=0, cores=2, cwd="/nowhere"), task, RUN)
+    found, problem = memory_forecast.forecasts(plan)
+    assert problem == "the trace of the whole model takes more than 0 s"
+    assert [each.peak_bytes for each in found] == [None] * len(found)
+    assert {each.sync: each.payload_bytes for each in found} == {
+        each.sync: each.payload_bytes for each in plan.strategy.forecasts
+    }
+
+
+def test_shard_units_that_the_strategy_does_not_use_may_be_wrong() -> None:
+    plan = plan_of(2, "strategy=ddp", "batch.accumulation=1", target=f"{__name__}.WrongUnits", model="mlp")
+    with tracing(plan) as tracer:
+        assert tracer.forecast(Sync.every)[1] is None
+        assert tracer.shortens
 
 
 def test_the_work_depends_neither_on_depth_nor_on_the_world() -> None:
@@ -224,17 +309,17 @@ def test_the_work_depends_neither_on_depth_nor_on_the_world() -> None:
             assert tracer.shortens
             return tracer.operators
 
-    few = operators(4, 8)
-    assert few == operators(4, 40) == operators(1024, 8)
+    few = operators(4, 12)
+    assert few == operators(4, 40) == operators(1024, 12)
 
 
-def test_blocks_are_alike_if_all_but_their_numbers_is() -> None:
+def test_blocks_are_alike_if_their_classes_and_parameters_are() -> None:
     model = Mlp([7] * DEPTH)
     assert [len(run.names) for run in block_runs(model)] == [DEPTH]
     for number, block in enumerate(model.blocks):
         block.index = number
     assert [len(run.names) for run in block_runs(model)] == [DEPTH]
-    model.blocks[6].norm.eps = 1.0
+    model.blocks[6].norm.bias.requires_grad_(False)
     assert [len(run.names) for run in block_runs(model)] == [6]
     model.blocks[2].up.weight = model.blocks[1].up.weight
     assert not block_runs(model), "shared parts"
