@@ -26,7 +26,6 @@ from launcher.launch import local, multihost
 from launcher.launch.peers import Peers
 from launcher.launch.planner import Once, new_run, plan_job, site_of
 from launcher.launch.slurm import client, submit
-from launcher.plan.host import Site
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.placement import solve_script
 from launcher.plan.run_plan import RunPlan
@@ -119,11 +118,6 @@ def launch_run(arguments: list[str]) -> int:
 
 def _require_startable(config: Config, *, wait: bool) -> None:
     _require_no_wait(config, wait=wait)
-    if config.cluster.gpu is not None and config.cluster.kind is not ClusterKind.slurm and not Site.here().gpus:
-        raise ConfigError(
-            "cluster.gpu", config.cluster.gpu, "this machine has no GPU that could run the job.",
-            "Use `launch plan`, which starts nothing; or leave it out.",
-        )  # fmt: skip
     if config.cluster.kind is ClusterKind.slurm:
         client.require()
 

@@ -63,8 +63,9 @@ class ClusterConfig:
     device: Device = Device.auto
     """auto: cuda if a GPU is visible (slurm: if the partition has GPUs), else cpu."""
     gpu: str | None = None
-    """GPU of the hosts, such as h100, h200 or a100-40gb, for `launch plan` on a machine without it: the plan is for its
-    memory. Names: launcher/plan/gpus.py. Default: what this machine has (slurm: unknown memory)."""
+    """Only for `launch plan`: GPU of the hosts, such as h100, h200 or a100-40gb, which this machine need not have. The
+    plan is for its memory and formats. Names: launcher/plan/gpus.py. Default: what this machine has (slurm: unknown
+    memory)."""
     max_restarts: int = 0
     """Restarts of the workers by torchrun after a failure; a training job resumes from its last checkpoint."""
     grace_s: int = 30

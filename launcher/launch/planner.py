@@ -20,7 +20,6 @@ from launcher.config.schema import ClusterConfig, ClusterKind, Compress, Config,
 from launcher.errors import ConfigError, SiteError, UserError
 from launcher.plan import host
 from launcher.plan.callback_plan import require_variables, solve_callbacks
-from launcher.plan.gpus import find_gpu
 from launcher.plan.host import Partition, Site, batch_env
 from launcher.plan.initial_weights import InitialWeights, find_weights
 from launcher.plan.launch_plan import RunInfo
@@ -72,9 +71,7 @@ def plan_job(config: Config, once: Once | None = None) -> RunPlan:
     of_streams = dataclasses.replace(config, train=dataclasses.replace(config.train, data_shards=None))
     cluster = solve(of_streams, site, TaskPlan.unknown(ANY_NUMBER), run).cluster
     require_trackers(config, os.environ, site.cwd)  # the values are in their bounds
-    if cluster.gpu is not None:
-        site = dataclasses.replace(site, bf16=find_gpu(cluster.gpu).bf16 is not None)
-    elif config.precision.kind is PrecisionKind.auto and cluster.kind is ClusterKind.local:
+    if cluster.gpu is None and config.precision.kind is PrecisionKind.auto and cluster.kind is ClusterKind.local:
         site = dataclasses.replace(site, bf16=once(_format_support, PrecisionKind.bf16, cluster.device)[0])
     initial = once(initial_weights, config, site.cwd)
     task = once(describe_task, InspectionRequest.of(config, site.cwd, initial))

@@ -58,7 +58,8 @@ def solve_cluster(
     nodes = allowed.most if nodes is None else nodes
     workers = config.workers_per_node if started is None else started[1]
     if workers is None:
-        default = (site.gpus or 1) if device is Device.cuda else CPU_WORKERS
+        least = CPU_WORKERS if config.gpu is not None else 1
+        default = (site.gpus or least) if device is Device.cuda else CPU_WORKERS
         workers = 1 if strategy is StrategyKind.single else default
     if workers < 1:
         raise ConfigError("cluster.workers_per_node", workers, "must be at least 1.")
@@ -97,8 +98,9 @@ def solve_cluster(
 
 
 def _gpus_are_known(config: ClusterConfig, site: Site, most: int) -> bool:
-    """Return whether the GPU count is a hard limit: a gres of the user may name parts of a GPU, ranks may share one."""
-    if (shares_gpus() and most) or (config.gpu is not None and not most):
+    """Return whether the GPU count is a hard limit: a gres may name parts of a GPU, ranks may share one, and
+    a plan may be for GPUs elsewhere."""
+    if (shares_gpus() and most) or config.gpu is not None:
         return False
     return config.kind is not ClusterKind.slurm or (site.partition is not None and not names_gpus(config))
 

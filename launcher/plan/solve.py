@@ -182,7 +182,7 @@ def _on_cluster(
     require_possible_order(config, task)
     epoch = _epoch(config.batch, batch, task)
     steps = _steps(config.train, epoch, batch, task)
-    precision = solve_precision(config.precision, config.strategy.kind, cluster.device, site.bf16)
+    precision = solve_precision(config.precision, config.strategy.kind, cluster, site.bf16)
     strategy = solve_strategy(config.strategy, batch, cluster, precision, task)
     require_possible(batch, strategy.recompute)
     if task.window_loss and batch.norm is Norm.window and batch.accumulation > 1:

@@ -19,6 +19,7 @@ from launcher.config.schema import (
 from launcher.errors import ConfigError
 from launcher.plan import host
 from launcher.plan.batch import Batch
+from launcher.plan.gpus import find_gpu
 from launcher.plan.launch_plan import ClusterPlan
 from launcher.plan.run_plan import Forecast, PrecisionPlan, RunPlan, StrategyPlan, TaskPlan, extended
 from launcher.plan.sync_policy import POLICIES, SHARDED, Collective, Layout, transfers_per_window
@@ -136,22 +137,25 @@ def fewest_bytes(forecasts: Sequence[Forecast]) -> Forecast:
 
 
 def solve_precision(
-    config: PrecisionConfig, strategy: StrategyKind, device: Device, bf16: bool | None
+    config: PrecisionConfig, strategy: StrategyKind, cluster: ClusterPlan, bf16: bool | None
 ) -> PrecisionPlan:
     """Return the number formats.
 
     Args:
-        bf16: whether the device computes bf16 natively; None: unknown, precision=auto stays unresolved.
+        bf16: whether this machine computes bf16 natively; None: unknown, precision=auto stays unresolved. A GPU that
+            the plan is for is looked up.
 
     Raises:
         ConfigError: an option that has no effect with this precision, strategy or device.
     """
     if config.reduce_dtype is PrecisionKind.auto:
         raise ConfigError("precision.reduce_dtype", "auto", "is not allowed.", "Use fp32, bf16 or fp16; null is fp32.")
-    kind, reason = config.kind, ""
+    kind, reason, device = config.kind, "", "this machine"
+    if cluster.gpu is not None:
+        bf16, device = find_gpu(cluster.gpu).bf16 is not None, cluster.gpu.upper()
     if kind is PrecisionKind.auto and bf16 is not None:
         kind = PrecisionKind.bf16 if bf16 else PrecisionKind.fp32
-        reason = host.emulation_reason(kind, "this machine")
+        reason = host.emulation_reason(kind, device)
     fp16 = config.kind is PrecisionKind.fp16
     for name in ("init_scale", "growth_interval"):
         if not fp16 and getattr(config, name) is not None:
@@ -161,7 +165,7 @@ def solve_precision(
             "precision.reduce_dtype", config.reduce_dtype, f"has no effect with strategy={strategy.value}.",
             "Use strategy=fsdp or hsdp; DDP sends narrower gradients with strategy.compress=bf16.",
         )  # fmt: skip
-    if config.tf32 and device is not Device.cuda:
+    if config.tf32 and cluster.device is not Device.cuda:
         raise ConfigError("precision.tf32", "true", "has no effect without GPUs.", "Leave it out.")
     return extended(PrecisionPlan, config, kind=kind, reason=reason)
 

@@ -14,6 +14,7 @@ from launcher.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_US
 from launcher.launch import local
 from launcher.launch.planner import Once, plan_job, task_stem
 from launcher.launch.slurm import client, submit
+from launcher.plan.gpus import refuse_gpu
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import count, first_lines, first_names
 from launcher.rundir import code_snapshot
@@ -142,6 +143,8 @@ class Conductor:
             KeyboardInterrupt: a cell was stopped, so the others do not start.
         """
         require_one_sweep(requested)
+        for cell in requested:
+            refuse_gpu(cell.config.cluster)
         on_slurm = requested[0].config.cluster.kind is ClusterKind.slurm
         if on_slurm:
             client.require()

@@ -6,10 +6,13 @@ import dataclasses
 
 import pytest
 
-from launcher.config.schema import Device, Sync
+from launcher import api
+from launcher.config.schema import ClusterConfig, Device, Sync
 from launcher.errors import ConfigError
 from launcher.plan import task_inspection
 from launcher.plan.gpus import BY_DEVICE_NAME, BY_NAME, CONTEXT_BYTES, GPUS, NCCL_BYTES, find_gpu
+from launcher.plan.host import Site
+from launcher.plan.placement import solve_cluster
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.task_inspection import weigh_memory
 from tests.conftest import Launch
@@ -28,6 +31,12 @@ def test_names_are_unique_and_products_have_memory() -> None:
 def test_a_plan_for_gpus_elsewhere() -> None:
     plan = make_plan("cluster.gpu=h100", "cluster.workers_per_node=8", "strategy=fsdp", "batch.micro_size=1")
     assert (plan.cluster.device, plan.cluster.gpu, plan.batch.world_size) == (Device.cuda, "h100", 8)
+    assert plan.precision.reason == "auto: H100 computes bf16 natively"
+    plan = make_plan("cluster.gpu=v100", "strategy=ddp")
+    assert (plan.precision.kind.value, plan.precision.reason) == ("fp32", "auto: V100 emulates bf16")
+    assert plan.batch.world_size == 2, "the documented default"
+    cluster = ClusterConfig(gpu="h100", workers_per_node=8)
+    assert solve_cluster(cluster, Site(gpus=1, cores=2, cwd="/"), "run").workers_per_node == 8
     with pytest.raises(ConfigError, match=r"cluster.gpu=h10: is not in .*\n  Did you mean 'h100'\? It has .*l40s"):
         make_plan("cluster.gpu=h10")
     with pytest.raises(ConfigError, match=r"cluster.gpu=h100: has no effect with cluster.device=cpu"):
@@ -70,6 +79,11 @@ def test_the_commands(launch: Launch) -> None:
     done = launch("plan", *job, "cluster.gpu=l40t")
     assert (done.returncode, done.stdout) == (2, "")
     assert "did you mean" in done.stderr.lower()
-    done = launch("train", *job)
-    assert done.returncode == 2
-    assert "this machine has no GPU that could run the job" in done.stderr
+    assert plan.precision.reason == "auto: L40S computes bf16 natively"
+    for words in (["train"], ["train", "-m", "train.seed=1,2"], ["verify"], ["drill"], ["run"]):
+        own = ["cluster.gpu=l40s", "--", __file__] if words == ["run"] else job
+        done = launch(*words, *own)
+        assert done.returncode == 2, done.stderr
+        assert "cluster.gpu=l40s: is for `launch plan`" in done.stderr
+    with pytest.raises(ConfigError, match=r"cluster.gpu=l40s: is for `launch plan`"):
+        api.submit(["cluster=local", "cluster.gpu=l40s"])

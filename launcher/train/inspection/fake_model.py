@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_map
 
 from launcher.config.schema import Compress, Parameters, Sync
 from launcher.errors import LauncherError
@@ -20,6 +23,21 @@ from launcher.train.parallel.base import Parallel, trained
 
 # fraction of the free host memory that a model may take whose construction needs real values
 BUILT_SHARE = 0.5
+
+
+NARROW = (torch.bfloat16, torch.float16)
+# operators that autocast of CUDA computes in fp32 (PyTorch, aten/src/ATen/autocast_mode.h: AT_FORALL_FP32), and those
+# to which it passes dtype=torch.float32 (AT_FORALL_FP32_SET_OPT_DTYPE)
+_FP32 = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
+    pow.Scalar softplus layer_norm native_layer_norm group_norm cosine_similarity poisson_nll_loss
+    cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss
+    margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss
+    binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp norm.Scalar norm.ScalarOpt_dim
+"""
+_FP32_RESULT = """
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm sum sum.dim_IntList
+"""
 
 
 class NotPredictable(Exception):
@@ -89,6 +107,40 @@ def problem_text(error: Exception) -> str:
         return "the model or its loss asks a tensor for its value (.item(), bool(), ...)"
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+@contextmanager
+def autocast_of_cuda() -> Iterator[None]:
+    """Return a context in which autocast of the CPU computes in fp32 what autocast of CUDA does.
+
+    A GPU's job is traced on the CPU if this machine has no GPU. Autocast of the CPU leaves softmax and norms, whose
+    results are kept for the backward pass, in bf16.
+    """
+    own = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+    def widened(operator: Any, *, to_dtype: bool) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(own):
+                tensor = args[0] if args else None
+                narrow = isinstance(tensor, Tensor) and tensor.dtype in NARROW
+                if to_dtype:  # the input stays as it is; only the result is wider
+                    return operator(*args, **({"dtype": torch.float32} if narrow else {}) | kwargs)
+                return operator(*tree_map(_wider, args), **tree_map(_wider, kwargs))
+
+        return run
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        for names, to_dtype in ((_FP32, False), (_FP32_RESULT, True)):
+            for name in names.split():
+                packet, _, overload = name.partition(".")
+                if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):
+                    operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+                    library.impl(name, widened(operator, to_dtype=to_dtype), "AutocastCPU")
+        yield
+
+
+def _wider(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in NARROW else value
 
 
 class Replica(Parallel):

@@ -19,7 +19,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -48,6 +48,7 @@ from launcher.train.inspection.fake_model import (
     NotPredictable,
     OwnChunk,
     Replica,
+    autocast_of_cuda,
     model_without_memory,
     problem_text,
     set_data,
@@ -96,9 +97,11 @@ def tracing(plan: RunPlan, *, shorten: bool = True) -> Iterator[Tracer]:
     gc.collect()
     gc.freeze()  # so that collecting the garbage of each micro-batch takes little time
     gc.disable()  # a collection at another time would change the order of the trace
+    elsewhere = plan.cluster.device is Device.cuda and device.type == "cpu"
     try:
         mesh_of(device, plan.batch.world_size, plan.strategy.shard_size)  # created here: its tensors must be real
-        with ContextSource(device, plan.train.seed, world_size=plan.batch.world_size).active():
+        context = ContextSource(device, plan.train.seed, world_size=plan.batch.world_size)
+        with autocast_of_cuda() if elsewhere else nullcontext(), context.active():
             batch, _ = first_batch(task, data, plan.batch.micro_size)
             yield Tracer(plan, task, batch, device, shorten=shorten)
     finally:
@@ -227,8 +230,8 @@ class Tracer:
                 shortest = self._shortened(plan, least)
                 longer = {run: self._shortened(plan, least | {run: self._least + 1}) for run in least}
                 # a model that is regular under one policy is so under all
-                longest_real = dict.fromkeys(least, self._least + CHECK_BLOCKS)
-                longest = None if self._regular else self._shortened(plan, longest_real)
+                most = dict.fromkeys(least, self._least + CHECK_BLOCKS)
+                longest = None if self._regular else self._shortened(plan, most)
                 trace = extrapolate(least, shortest, longer, longest)
             except IrregularModel:
                 if self._least == SHORTEST_BLOCKS[-1]:

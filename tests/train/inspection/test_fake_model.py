@@ -1,0 +1,51 @@
+"""Autocast of CUDA on tensors of the CPU, compared with autocast of CUDA on fake tensors of a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from launcher.train.inspection.fake_model import autocast_of_cuda
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda x: F.softmax(x, -1),
+    "log_softmax": lambda x: F.log_softmax(x, -1),
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.zeros(len(x), dtype=torch.long, device=x.device)),
+    "mse_loss": lambda x: F.mse_loss(x, x),
+    "layer_norm": lambda x: F.layer_norm(x, (8,)),
+    "group_norm": lambda x: F.group_norm(x, 2),
+    "rms": lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True)),
+    "softplus": F.softplus,
+    "sum": lambda x: x.sum(),
+    "sum of a dimension": lambda x: x.sum(0),
+    "cumsum": lambda x: x.cumsum(0),
+    "norm": lambda x: torch.linalg.vector_norm(x, dim=0),
+    "exp": torch.exp,
+    "gelu": F.gelu,
+    "linear": lambda x: x @ x.t(),
+    "a chosen format": lambda x: F.softmax(x, -1, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # the forecast's process shows none
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_formats_under_autocast_are_those_of_cuda(dtype: torch.dtype) -> None:
+    def found(device: str, start: torch.dtype) -> dict[str, torch.dtype]:
+        with FakeTensorMode(), torch.autocast(device, dtype):
+            x = torch.empty(4, 8, device=device, dtype=start, requires_grad=True)
+            return {name: function(x).dtype for name, function in FUNCTIONS.items()}
+
+    for start in (dtype, torch.float32):
+        try:
+            expected = found("cuda", start)
+        except RuntimeError:
+            raise
+        before = found("cpu", start)
+        with autocast_of_cuda():
+            assert found("cpu", start) == expected
+        assert found("cpu", start) == before
