@@ -116,16 +116,15 @@ def autocast_of_cuda() -> Iterator[None]:
     A GPU's job is traced on the CPU if this machine has no GPU. Autocast of the CPU leaves softmax and norms, whose
     results are kept for the backward pass, in bf16.
     """
-    own = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    own, wide = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU), {"dtype": torch.float32}
 
     def widened(operator: Any, *, to_dtype: bool) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             with torch._C._ExcludeDispatchKeyGuard(own):
-                tensor = args[0] if args else None
-                narrow = isinstance(tensor, Tensor) and tensor.dtype in NARROW
-                if to_dtype:  # the input stays as it is; only the result is wider
-                    return operator(*args, **({"dtype": torch.float32} if narrow else {}) | kwargs)
-                return operator(*tree_map(_wider, args), **tree_map(_wider, kwargs))
+                if not to_dtype:
+                    return operator(*tree_map(_wider, args), **tree_map(_wider, kwargs))
+                is_chosen = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
+                return operator(*args, **kwargs, **({} if is_chosen or args[0].dtype not in NARROW else wide))
 
         return run
 

@@ -36,16 +36,19 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_formats_under_autocast_are_those_of_cuda(dtype: torch.dtype) -> None:
     def found(device: str, start: torch.dtype) -> dict[str, torch.dtype]:
-        with FakeTensorMode(), torch.autocast(device, dtype):
-            x = torch.empty(4, 8, device=device, dtype=start, requires_grad=True)
-            return {name: function(x).dtype for name, function in FUNCTIONS.items()}
+        before = torch.get_autocast_dtype(device)
+        torch.set_autocast_enabled(device, True)  # torch.autocast refuses CUDA without a GPU
+        torch.set_autocast_dtype(device, dtype)
+        try:
+            with FakeTensorMode(), torch.no_grad():
+                x = torch.empty(4, 8, device=device, dtype=start)
+                return {name: function(x).dtype for name, function in FUNCTIONS.items()}
+        finally:
+            torch.set_autocast_enabled(device, False)
+            torch.set_autocast_dtype(device, before)
 
     for start in (dtype, torch.float32):
-        try:
-            expected = found("cuda", start)
-        except RuntimeError:
-            raise
-        before = found("cpu", start)
+        expected, before = found("cuda", start), found("cpu", start)
         with autocast_of_cuda():
             assert found("cpu", start) == expected
         assert found("cpu", start) == before
