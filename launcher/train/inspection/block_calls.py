@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _top_saved_tensors_default_hooks  # pyright: ignore[reportMissingModuleSource]
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -50,7 +51,7 @@ class BlockCalls(TorchDispatchMode):
             leaves = tree_leaves((args, kwargs))
             conditions = (
                 torch.is_grad_enabled(),
-                torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,  # checkpointing, offloading
+                _top_saved_tensors_default_hooks(True) is not None,  # checkpointing, offloading
                 torch.is_autocast_enabled(self._device) and torch.get_autocast_dtype(self._device),
             )
             self._inside = True

@@ -153,7 +153,7 @@ class Replica(Parallel):
         whole: the whole model, from which the size of DDP's largest bucket follows.
     """
 
-    def __init__(self, model: nn.Module, plan: RunPlan, device: torch.device, whole: nn.Module) -> None:
+    def __init__(self, model: nn.Module, plan: RunPlan, device: torch.device, *, whole: nn.Module, **_: Any) -> None:
         super().__init__(model, plan, device)
         fp32 = plan.precision.parameters is Parameters.fp32
         sizes = [p.numel() * (max(4, p.itemsize) if fp32 else p.itemsize) for p in trained(whole)]
