@@ -147,7 +147,7 @@ def frozen() -> nn.Module:
 
 
 def another_width() -> nn.Module:
-    return Mlp([7] * (DEPTH - 1) + [9] + [7] * DEPTH)
+    return Mlp([7] * 13 + [9] + [7] * 14)
 
 
 MODELS: dict[str, Any] = {
