@@ -146,10 +146,6 @@ def frozen() -> nn.Module:
     return model
 
 
-def another_width() -> nn.Module:
-    return Mlp([7] * 13 + [9] + [7] * 14)
-
-
 MODELS: dict[str, Any] = {
     "mlp": lambda: Mlp([7] * DEPTH),
     "index": lambda: Mlp([7] * DEPTH, "index"),
@@ -158,7 +154,6 @@ MODELS: dict[str, Any] = {
     "depth": lambda: Mlp([7] * (DEPTH + 3), "depth"),
     "irregular": lambda: Mlp([5, 6, 7, 8, 9, 10, 11, 12]),
     "shallow": lambda: Mlp([7] * 6),
-    "another width": another_width,
     "two lists": TwoLists,
     "tied": Tied,
     "frozen": frozen,
@@ -226,7 +221,6 @@ CASES: list[Any] = [
             (3, "frozen", "strategy=fsdp batch.accumulation=3"),
             (3, "tied", "strategy=fsdp batch.accumulation=1"),
             (3, "tied", "strategy=fsdp batch.accumulation=3"),
-            (3, "another width", "strategy=fsdp batch.accumulation=2 precision=bf16"),
         )
     ),
 ]
