@@ -47,7 +47,9 @@ def collectives(environment: Environment) -> str:
     import torch.distributed as dist
 
     from launcher.config.schema import StrategyKind
+    from launcher.loss import Loss
     from launcher.plan.sync_policy import Layout
+    from launcher.train.engine.window_loss import WindowLoss
     from launcher.train.engine.window_totals import WindowTotals
     from launcher.train.measure.comm_meter import Meter, _union_s
     from launcher.train.measure.noise_scale import LocalGradNorm, NoiseScale
@@ -56,7 +58,8 @@ def collectives(environment: Environment) -> str:
 
     _, device = _joined(environment)
     meter = Meter(StrategyKind.fsdp, Layout.replicated(0, 1), device)
-    gather, scatter = Gather(meter, device), Scatter(meter, device, LocalGradNorm())
+    exchanges = not environment.on_gpu
+    gather, scatter = Gather(meter, exchanges=exchanges), Scatter(meter, LocalGradNorm(), exchanges=exchanges)
     source, group = torch.randn(2**22, device=device), dist.group.WORLD
     assert group is not None
     start = time.perf_counter()
@@ -78,8 +81,14 @@ def collectives(environment: Environment) -> str:
 
     noise = NoiseScale(2, device, LocalGradNorm())
     noise.own = torch.tensor(0.25, device=device)
-    totals = WindowTotals(World(0, 2, 0), device, meter, [noise])  # as if of two ranks, so that the flags are sent
-    totals.add(torch.tensor(3.5, device=device), torch.tensor(7, device=device), 4)
+    world = World(0, 2, 0)  # as if of two ranks, so that the flags are sent
+    terms = WindowLoss(world, device, meter)
+    totals, losses = (
+        WindowTotals(world, device, meter, terms, [noise]),
+        [Loss(torch.tensor(3.5, device=device), items=torch.tensor(7, device=device))],
+    )
+    terms.agree(losses, 4)
+    totals.add(losses, 4)
     totals.send(more=True, stop=False, save_due=True)
     sent = totals.sum_of(noise)
     agreed = totals.receive(torch.tensor(2.0, device=device))
@@ -108,7 +117,7 @@ def ddp(environment: Environment) -> str:
     torch.manual_seed(0)
     model, alone = task.model().to(device), task.model().to(device)
     alone.load_state_dict(model.state_dict())
-    parallel, data = Ddp(model, plan, device), task.train_data()
+    parallel, data = Ddp(model, plan, device, compiled=False), task.train_data()
     parallel.meter.layout = dataclasses.replace(parallel.meter.layout, replicas=2)  # so that it expects an all-reduce
     for window in range(3):
         parallel.meter.open_window()

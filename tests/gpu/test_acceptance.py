@@ -57,6 +57,15 @@ def test_a_run_of_the_acceptance_is_compared_with_a_plain_loop(tmp_path: Path) -
 
 
 @pytest.mark.slow
+def test_the_checks_that_call_the_strategies_directly_fit_the_code(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = accept(out, "--patience", "20", "--budget", "3000", "--parallel", "2", "--only", "NCCL;random")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert set(rows(out).values()) == {"ok"}
+    assert "4 ok" in done.stdout
+
+
+@pytest.mark.slow
 def test_the_llamas_run_on_a_cpu_in_a_small_shape(tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = accept(out, "--patience", "20", "--budget", "3000", "--only", "llama")
