@@ -73,8 +73,8 @@ PEERS = jobs/bench_peers.py measure --setting $(1) --out build/peers.jsonl --sec
 bench-peers: $(VENV)/.installed-peers tools
 	mkdir -p build && rm -f build/peers.jsonl
 	$(BIN)/launch run cluster.workers_per_node=2 -- $(call PEERS,one-machine,1 2 4 8) --uneven
-	$(call HOSTS,1gbit,1) $(call PEERS,1gbit,1 4 16)
-	$(call HOSTS,100mbit,1) $(call PEERS,100mbit,4)
+	$(call HOSTS,1gbit,1) $(call PEERS,1gbit,1 4)
+	$(call HOSTS,100mbit,1) $(call PEERS,100mbit,1)
 	$(BIN)/python jobs/bench_peers.py report --results build/peers.jsonl --to docs/explanations
 
 # The system tests make hosts of their own, and a Slurm cluster of them; where these are missing they skip, and say so.
