@@ -6,6 +6,7 @@ those in other libraries.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -119,7 +120,7 @@ class SentBytes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Contender:
+class Contender(ABC):
     """One way to train. ``raw`` is the plain model, whose parameters are trained in place.
 
     Attributes:
@@ -142,10 +143,12 @@ class Contender:
         with counter:
             self.run(batches)
 
+    @abstractmethod
     def run(self, batches: list[Batch]) -> None:
-        raise NotImplementedError
+        """Take one optimizer step on a window's micro-batches."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:  # noqa: B027
+        """Release what the next contenders could need; nothing by default."""
 
 
 class LauncherDdp(Contender):

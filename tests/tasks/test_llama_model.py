@@ -98,7 +98,7 @@ def test_documents_in_a_row_are_computed_as_if_alone() -> None:
 
 
 def test_flex_attention_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, but forward only, which is all that a CPU has; one compilation serves all layers and masks."""
+    """A CPU has the forward pass only. One compilation serves all layers and masks."""
     from torch._dynamo.utils import counters
     from torch.nn.attention.flex_attention import create_block_mask
 
