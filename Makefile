@@ -67,7 +67,7 @@ bench-speedup: $(VENV)/.installed-dev tools
 	for rate in 1gbit 100mbit; do \
 		$(call HOSTS,$$rate,1) jobs/bench_speedup.py --rate $$rate || exit 1; done
 
-# The engine beside other libraries, here and on the same hosts: docs/explanations/peers.md and peers.png. 15 minutes.
+# The engine beside other libraries, here and on the same hosts: docs/explanations/peers.md and peers.png. 10 minutes.
 # Each cell has at least seven rounds of all contenders: at 100 Mbit/s, 16 micro-batches alone would take a quarter of an hour.
 PEERS = jobs/bench_peers.py measure --setting $(1) --out build/peers.jsonl --seconds 15 --accumulation $(2)
 bench-peers: $(VENV)/.installed-peers tools
