@@ -66,6 +66,8 @@ class ClusterConfig:
     """Only for `launch plan`: GPU of the hosts, such as h100, h200 or a100-40gb, which this machine need not have. The
     plan is for its memory and formats. Names: launcher/plan/gpus.py. Default: what this machine has (slurm: unknown
     memory)."""
+    price_per_gpu_hour: float | None = None
+    """Price of one rank's device for an hour, in any currency: `launch plan` then shows the cost of the run."""
     max_restarts: int = 0
     """Restarts of the workers by torchrun after a failure; a training job resumes from its last checkpoint."""
     grace_s: int = 30

@@ -24,6 +24,7 @@ _OWN = (
     "cluster.interface",
     "cluster.rendezvous",
     "cluster.link_gbit",
+    "cluster.price_per_gpu_hour",
     "cluster.place",
 )
 _DERIVED = (

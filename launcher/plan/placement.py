@@ -94,6 +94,7 @@ def solve_cluster(
         import_from=(site.cwd,),
         slurm=slurm,
         gpu=config.gpu,
+        price_per_gpu_hour=config.price_per_gpu_hour,
     )
 
 

@@ -38,6 +38,7 @@ from launcher.config.schema import (
 from launcher.plan.batch import Batch
 from launcher.plan.initial_weights import InitialWeights
 from launcher.plan.launch_plan import LaunchPlan
+from launcher.plan.step_time import StepTime
 from launcher.plan.windows import StreamInfo
 from launcher.rundir.files import Absent, read_json
 from launcher.rundir.paths import RunPaths
@@ -134,6 +135,7 @@ class Forecast:
     Attributes:
         wire_s: seconds that the link needs for the wire bytes; None if its rate is unknown.
         peak_bytes: peak memory of parameters, gradients, optimizer and activations; None if not predicted.
+        step: time of a step; None if not predicted.
     """
 
     sync: Sync
@@ -141,6 +143,7 @@ class Forecast:
     wire_bytes: int
     wire_s: float | None
     peak_bytes: int | None
+    step: StepTime | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,7 @@ def _between(low: Number, high: Number) -> tuple[Callable[[Number], bool], str]:
 _BOUNDS: dict[str, tuple[Callable[[Number], bool], str]] = {
     "cluster.workers_per_node": _at_least(1),
     "cluster.link_gbit": _above(0),
+    "cluster.price_per_gpu_hour": _at_least(0),
     "cluster.max_restarts": _at_least(0),
     "cluster.grace_s": _at_least(1),
     "cluster.cpus_per_worker": _at_least(1),

@@ -157,7 +157,16 @@ _NOT_CONTENT = (
 )  # fmt: skip
 # the same within a part of the plan
 _NOT_OF_PART = {
-    "cluster": ("cwd", "import_from", "link_gbit", "grace_s", "max_restarts", "slurm", "min_nodes"),
+    "cluster": (
+        "cwd",
+        "import_from",
+        "link_gbit",
+        "price_per_gpu_hour",
+        "grace_s",
+        "max_restarts",
+        "slurm",
+        "min_nodes",
+    ),  # fmt: skip
     "train": ("hang_timeout", "straggler_share"),
     "precision": ("reason",),
     "optimizer": ("reference_batch",),  # the optimizer's values, which follow from it, are there

@@ -1,0 +1,32 @@
+"""Predicted time of an optimizer step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Predicted time of one optimizer step of a full window, in seconds.
+
+    Attributes:
+        step_s: the whole step; its 90% interval is from ``low_s`` to ``high_s``.
+        compute_s: forward and backward passes of the window.
+        optimizer_s: everything after the last backward pass: clipping, the optimizer step, zeroing the gradients.
+        data_s: data, records and small collectives of a window, as far as they do not overlap.
+        communication_s: the collectives of the window by themselves.
+        exposed_s: the part of them that computation does not hide.
+        source: "measured" (on this machine's device) or "roofline" (from the table of GPUs).
+        correction: factor from past runs that ``step_s``, ``low_s`` and ``high_s`` contain already.
+    """
+
+    step_s: float
+    low_s: float
+    high_s: float
+    compute_s: float
+    optimizer_s: float
+    data_s: float
+    communication_s: float
+    exposed_s: float
+    source: str
+    correction: float = 1.0
