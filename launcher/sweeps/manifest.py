@@ -156,17 +156,11 @@ _NOT_CONTENT = (
     "format", "run", "command", "trackers", "wandb", "tensorboard", "mlflow", "trackio", "prometheus", "notes", "fewer",
 )  # fmt: skip
 # the same within a part of the plan
+_OF_CLUSTER = (
+    "cwd", "import_from", "link_gbit", "price_per_gpu_hour", "grace_s", "max_restarts", "slurm", "min_nodes",
+)  # fmt: skip
 _NOT_OF_PART = {
-    "cluster": (
-        "cwd",
-        "import_from",
-        "link_gbit",
-        "price_per_gpu_hour",
-        "grace_s",
-        "max_restarts",
-        "slurm",
-        "min_nodes",
-    ),  # fmt: skip
+    "cluster": _OF_CLUSTER,
     "train": ("hang_timeout", "straggler_share"),
     "precision": ("reason",),
     "optimizer": ("reference_batch",),  # the optimizer's values, which follow from it, are there
