@@ -317,6 +317,8 @@ LATER_KEYS: dict[str, dict[str, Any]] = {
 def test_an_early_plan_keeps_its_meaning() -> None:
     """The file is of an early version: it lacks all keys that came later, and has clip_norm=null."""
     loaded = json.loads(RunPlan.from_json(json.dumps(EARLY)).to_json())
+    for strategy in (loaded["strategy"], *(each["strategy"] for each in loaded["fewer"])):
+        assert [forecast.pop("step") for forecast in strategy["forecasts"]] == [None, None]
     for part, later in LATER_KEYS.items():
         assert loaded[part] == EARLY[part] | later
     assert loaded["train"]["clip_norm"] is None
