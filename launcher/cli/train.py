@@ -64,7 +64,7 @@ def launch_plan(arguments: list[str]) -> int:
     statuses = [EXIT_DONE]
 
     def act(config: Config, yaml: str) -> int:  # noqa: ARG001
-        solved = plan_job(config, once)
+        solved = plan_job(config, once, starts=False)
         if as_json:
             print(solved.to_json())
         else:

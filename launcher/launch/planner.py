@@ -20,13 +20,13 @@ from launcher.config.schema import ClusterConfig, ClusterKind, Compress, Config,
 from launcher.errors import ConfigError, SiteError, UserError
 from launcher.plan import host
 from launcher.plan.callback_plan import require_variables, solve_callbacks
-from launcher.plan.host import Partition, Site, batch_env
+from launcher.plan.host import Partition, Site, allowed_env, batch_env
 from launcher.plan.initial_weights import InitialWeights, find_weights
 from launcher.plan.launch_plan import RunInfo
 from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import solve
 from launcher.plan.sync_policy import SHARDED
-from launcher.plan.task_inspection import InspectionRequest, describe_task, run_probe, weigh_memory
+from launcher.plan.task_inspection import InspectionRequest, describe_task, remembered_probe, weigh_memory
 from launcher.plan.tracker_plan import require_trackers
 from launcher.process import RUN_DIR, RUN_ID
 
@@ -54,11 +54,12 @@ class Once:
         return result
 
 
-def plan_job(config: Config, once: Once | None = None) -> RunPlan:
+def plan_job(config: Config, once: Once | None = None, *, starts: bool = True) -> RunPlan:
     """Return the plan of `launch train` for this config. Inspects task and machine; starts and writes nothing.
 
     Args:
         once: cache shared with other jobs that are planned at the same time.
+        starts: whether the job is about to start: False for `launch plan`.
 
     Raises:
         ConfigError, TaskError, SiteError: The input is wrong.
@@ -74,7 +75,7 @@ def plan_job(config: Config, once: Once | None = None) -> RunPlan:
     if cluster.gpu is None and config.precision.kind is PrecisionKind.auto and cluster.kind is ClusterKind.local:
         site = dataclasses.replace(site, bf16=once(_format_support, PrecisionKind.bf16, cluster.device)[0])
     initial = once(initial_weights, config, site.cwd)
-    task = once(describe_task, InspectionRequest.of(config, site.cwd, initial))
+    task = once(describe_task, InspectionRequest.of(config, site.cwd, initial), starts=starts)
     plan = with_sync_policy(dataclasses.replace(solve(config, site, task, run), initial=initial), config)
     return plan.with_notes(emulation_notes(plan, once))
 
@@ -110,7 +111,9 @@ def _format_support(kind: PrecisionKind, device: Device, *, measure: bool = Fals
     if quick is not None and (quick or not measure):
         return quick, None
     request = {"kind": kind.value, "device": device.value, "measure": measure}
-    answer = run_probe("launcher.train.precision", json.dumps(request)) or {}
+    variables = allowed_env(os.environ, ("ONEDNN_*", "DNNL_*", "CUDA_*"))
+    key = {**request, "variables": variables, "host": os.uname().nodename, "flags": sorted(host.cpu_flags())}
+    answer = remembered_probe("launcher.train.precision", json.dumps(request), key) or {}
     return answer.get("native", quick), answer.get("slowdown")
 
 

@@ -9,6 +9,7 @@ import platform
 import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -238,6 +239,29 @@ def file_system(directory: Path) -> tuple[Path, str]:
         mounts.append((Path(fields.split()[4].replace("\\040", " ")), rest.split()[0]))
     # if several are mounted on the same point, the last one is visible
     return max(reversed([m for m in mounts if directory.is_relative_to(m[0])]), key=lambda m: len(m[0].parts))
+
+
+def free_host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the memory available to this process in bytes: the host's, or less if its cgroup (version 2) or a parent
+    of it has less left.
+
+    Inactive file cache counts as available: the kernel reclaims it at the limit.
+    """
+    available = 1024 * _numbers(proc / "meminfo")["MemAvailable:"]
+    lines = (proc / "self" / "cgroup").read_text().splitlines()
+    own = cgroups / next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    for group in (own, *own.parents):
+        if group.is_relative_to(cgroups):
+            with suppress(OSError, ValueError):  # no memory controller; no limit: "max"
+                limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+                cached = _numbers(group / "memory.stat").get("inactive_file", 0)
+                available = min(available, max(0, limit - used + cached))
+    return available
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    """Parse a file of lines "NAME NUMBER ..." and return the numbers by name."""
+    return {words[0]: int(words[1]) for words in map(str.split, file.read_text().splitlines())}
 
 
 # oneDNN's instruction sets in its order; ONEDNN_MAX_CPU_ISA names the highest that oneDNN may use

@@ -8,12 +8,17 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, Self, cast
 
-from launcher.config.schema import Balance, Config, OptimizerConfig, ScheduleConfig
+from launcher.config.schema import Balance, Config, Device, OptimizerConfig, ScheduleConfig
 from launcher.errors import ConfigError, TaskError
+from launcher.plan.forecast_cache import ContentCache
 from launcher.plan.gpus import CONTEXT_BYTES, FULL_SHARE, NCCL_BYTES, find_gpu
+from launcher.plan.host import free_host_bytes, visible_gpus
 from launcher.plan.initial_weights import InitialWeights
 from launcher.plan.optimizer_plan import parameter_groups
 from launcher.plan.run_plan import Forecast, RunPlan, TaskPlan
@@ -73,12 +78,15 @@ class InspectionRequest:
         return {name: value for name, value in self.task.items() if name != "_target_"}
 
 
-def describe_task(request: InspectionRequest) -> TaskPlan:
+def describe_task(request: InspectionRequest, *, starts: bool = True) -> TaskPlan:
     """Return a description of the task that a config names, after a check that its optimizer can be built and its
     callbacks exist.
 
     The bundled tasks compute their description by arithmetic where they can. Any other class is imported in a separate
     process, and so are these if classes, parameter groups or callbacks of the config must be checked.
+
+    Args:
+        starts: the job is about to start, so nothing is taken from the cache.
 
     Raises:
         ConfigError: no task is named.
@@ -112,8 +120,8 @@ def describe_task(request: InspectionRequest) -> TaskPlan:
                 lengths=False,
                 data_notes=tuple(getattr(task, "notes", ())),
             )
-    question = json.dumps(dataclasses.asdict(request))
-    result = run_probe("launcher.train.inspection.task_probe", question)
+    fields, module = dataclasses.asdict(request), "launcher.train.inspection.task_probe"
+    result = run_probe(module, json.dumps(fields)) if starts else remembered_probe(module, json.dumps(fields), fields)
     if result is None:
         raise TaskError(f"task._target_={target}: the process that inspected it ended early; its output is above.")
     if "error" in result:
@@ -149,6 +157,25 @@ def run_probe(module: str, question: str) -> dict[str, Any] | None:
     return json.loads(text) if text else None
 
 
+def remembered_probe(module: str, question: str, key: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the answer of an earlier ``run_probe`` with an equal ``key`` if nothing that it depends on has changed;
+    otherwise that of a new one. An answer with an error or a problem is not kept.
+
+    Args:
+        key: the parts of ``question`` that the answer depends on.
+    """
+    cache, key = ContentCache(), {"module": module, **key}
+    if (known := cache.get(key)) is not None:
+        return known
+    since = time.time()
+    answer = run_probe(module, question)
+    depends_on = None if answer is None else answer.pop("depends_on", None)
+    if answer is not None and depends_on is not None and not (answer.get("error") or answer.get("problem")):
+        paths = map(Path, depends_on["paths"])
+        cache.put(key, answer, paths, variables=depends_on["variables"], since=since)
+    return answer
+
+
 def weigh_memory(plan: RunPlan, *, choose: bool) -> RunPlan:
     """Return ``plan`` with each policy's traffic and memory, measured on windows of the real task.
 
@@ -161,13 +188,14 @@ def weigh_memory(plan: RunPlan, *, choose: bool) -> RunPlan:
     Raises:
         TaskError: the job would fail at its first step.
     """
-    answer: dict[str, Any] = run_probe("launcher.train.inspection.memory_forecast", plan.to_json()) or {
+    module = "launcher.train.inspection.memory_forecast"
+    answer: dict[str, Any] = remembered_probe(module, plan.to_json(), _traced_parts(plan)) or {
         "problem": "the process that measured it ended early"
     }
     if "error" in answer:
         raise TaskError(f"task._target_={plan.task.target}: {answer['error']}")
     forecasts = [_with_time(value_from_json(Forecast, fields), plan) for fields in answer.get("forecasts", ())]
-    problem, memory = answer.get("problem"), answer.get("memory_bytes")
+    problem, memory = answer.get("problem"), _rank_memory(plan, answer.get("device_bytes"))
     note = ""
     if problem:
         note = f"The memory of each sync policy is unknown and was not considered: {str(problem).rstrip('.')}."
@@ -182,6 +210,32 @@ def weigh_memory(plan: RunPlan, *, choose: bool) -> RunPlan:
     else:
         plan = dataclasses.replace(plan, strategy=with_forecasts(plan.strategy, forecasts))
     return plan.with_notes(_full_notes(plan))
+
+
+def _traced_parts(plan: RunPlan) -> dict[str, Any]:
+    """Return the parts of ``plan`` that its traces depend on."""
+    fields = dataclasses.asdict(plan)
+    kept = {name: fields[name] for name in ("task", "batch", "strategy", "precision", "optimizer")}
+    for name in ("sync", "sync_reason", "rehearses", "forecasts", "memory_bytes"):  # each policy is traced
+        del kept["strategy"][name]
+    kept["seed"], cluster = plan.train.seed, fields["cluster"]
+    kept["cluster"] = {name: cluster[name] for name in ("device", "gpu", "nodes", "workers_per_node", "import_from")}
+    if plan.cluster.device is Device.cuda:  # a trace on a GPU differs from one without
+        kept["host"] = os.uname().nodename, visible_gpus(os.environ), os.environ.get("CUDA_VISIBLE_DEVICES")
+    return kept
+
+
+def _rank_memory(plan: RunPlan, device_bytes: int | None) -> int | None:
+    """Return the bytes of memory of one rank's device; None if this machine has no such device.
+
+    Args:
+        device_bytes: memory of this machine's GPU; None without one.
+    """
+    if plan.cluster.gpu is not None:
+        return find_gpu(plan.cluster.gpu).usable_bytes
+    if plan.cluster.device is Device.cuda:
+        return device_bytes
+    return free_host_bytes() // plan.cluster.workers_per_node
 
 
 def _full_notes(plan: RunPlan) -> list[str]:

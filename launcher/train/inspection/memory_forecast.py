@@ -42,8 +42,9 @@ from launcher.process import die_with_parent
 from launcher.task import Task, first_batch, load_task, train_data
 from launcher.train.context import ContextSource
 from launcher.train.engine.build import build_parallel
-from launcher.train.inspection.allocation_log import AllocationLog, memory_bytes
+from launcher.train.inspection.allocation_log import AllocationLog
 from launcher.train.inspection.block_calls import BlockCalls
+from launcher.train.inspection.dependencies import Dependencies
 from launcher.train.inspection.fake_model import (
     NotPredictable,
     OwnChunk,
@@ -340,10 +341,12 @@ def main() -> None:
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, 1)
     os.dup2(devnull, 2)
-    answer: dict[str, Any] = {"memory_bytes": memory_bytes(plan)}
+    dependencies, on_gpu = Dependencies(), plan.cluster.device is Device.cuda and torch.cuda.is_available()
+    answer: dict[str, Any] = {"device_bytes": torch.cuda.mem_get_info()[1] if on_gpu else None}
     try:
         results, answer["problem"] = forecasts(plan)
         answer["forecasts"] = [dataclasses.asdict(forecast) for forecast in results]
+        answer["depends_on"] = dependencies.found()
     except LauncherError as error:  # the same error would occur in the job
         answer["error"] = str(error)
     except Exception as error:

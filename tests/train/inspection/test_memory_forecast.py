@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from launcher.config.schema import Sync
+from launcher.plan.host import free_host_bytes
 from launcher.plan.run_plan import Forecast, RunPlan
 from launcher.plan.strategy import with_memory
 from launcher.plan.task_inspection import run_probe
-from launcher.train.inspection.allocation_log import free_host_bytes
 from tests.conftest import Launch
 from tests.helpers import ROOT, make_plan, patience, torchrun
 from tests.infra import warm
