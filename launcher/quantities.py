@@ -8,6 +8,7 @@ records (``NAME``, ``NAME_low``, ``NAME_high``).
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -88,6 +89,20 @@ def interval(differences: Sequence[float]) -> Interval:
         place += 1
         outside += math.comb(n, place)
     return Interval(statistics.median(ordered), ordered[place], ordered[n - 1 - place])
+
+
+def folded_names(names: Sequence[str]) -> str:
+    """Return names such as ``node1,node2,node3,login`` in Slurm's notation, ``node[1-3],login``, in the same order."""
+    parts = [re.fullmatch(r"(.*?)(\d*)", name) for name in names]
+    groups: list[tuple[str, list[str]]] = []  # a stem, and the numbers that follow each other
+    for stem, number in (match.groups() for match in parts if match is not None):
+        before, numbers = groups[-1] if groups else ("", [""])
+        last = numbers[-1]
+        if before == stem and number and last and number == f"{int(last) + 1:0{len(last)}d}":
+            numbers.append(number)
+        else:
+            groups.append((stem, [number]))
+    return ",".join(stem + (each[0] if len(each) == 1 else f"[{each[0]}-{each[-1]}]") for stem, each in groups)
 
 
 def speedup_text(record: Mapping[str, Any]) -> str | None:

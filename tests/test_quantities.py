@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from launcher.quantities import NO_INTERVAL, Interval, count, exposed_text, interval, speedup_text
+from launcher.quantities import NO_INTERVAL, Interval, count, exposed_text, folded_names, interval, speedup_text
 
 
 def test_the_interval_holds_the_true_difference_as_often_as_it_says() -> None:
@@ -63,3 +66,31 @@ def test_a_record_without_an_interval_claims_neither_a_difference_nor_its_absenc
 def test_a_record_gives_its_interval_back() -> None:
     found = Interval(1.5, 1.25, 2.0)
     assert Interval.of_record(found.as_record("x"), "x") == found
+
+
+def unfolded(text: str) -> list[str]:
+    """Return the names in Slurm's notation, as `scontrol show hostnames` does."""
+    names: list[str] = []
+    for stem, first, last in re.findall(r"([^,\[]+)(?:\[(\d+)-(\d+)\])?", text):
+        numbers = [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)] if first else [""]
+        names += [stem + number for number in numbers]
+    return names
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["node", "gpu-a", "rack2-n", "login"]), st.integers(0, 1100), st.integers(1, 5)),
+        max_size=4,
+    ),
+    st.booleans(),
+)
+def test_folded_names_are_the_same_names(runs: list[tuple[str, int, int]], padded: bool) -> None:
+    numbered = [(stem, number) for stem, first, size in runs for number in range(first, first + size)]
+    names = [f"{stem}{number:03d}" if padded else f"{stem}{number}" for stem, number in numbered]
+    assert unfolded(folded_names(names)) == names
+
+
+def test_names_that_follow_each_other_are_one_range() -> None:
+    assert folded_names([f"node{n}" for n in range(1, 513)]) == "node[1-512]"
+    assert folded_names(["a08", "a09", "a10", "login", "b1", "b3"]) == "a[08-10],login,b1,b3"
+    assert folded_names([]) == ""

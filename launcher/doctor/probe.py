@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import shutil
 import signal
 import socket
@@ -42,7 +41,7 @@ from launcher.launch.slurm.client import SlurmTask
 from launcher.launch.slurm.node import route_to, route_to_others
 from launcher.plan.host import allowed_env, file_system, visible_gpus
 from launcher.plan.launch_plan import EnvPlan
-from launcher.process import wait_until
+from launcher.process import raise_open_files, wait_until
 from launcher.rundir.files import read_json, write_json
 
 PACKAGES = ("launcher", "torch", "hydra-core", "wandb", "submitit", "rich", "numpy")
@@ -68,7 +67,7 @@ def host_facts() -> dict[str, Any]:
         "gpu_use": _gpu_use(),
         "hostname_address": _hostname_address(),
         "shm_bytes": shutil.disk_usage(SHM).total if SHM.is_dir() else None,
-        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "open_files": raise_open_files(),  # as a node's agent does
     }
 
 

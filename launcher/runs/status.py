@@ -15,6 +15,7 @@ from launcher.config.schema import ClusterKind, PrecisionKind
 from launcher.launch.slurm import client
 from launcher.launch.slurm.client import Listed, SlurmSilent
 from launcher.loss import RESERVED_NAMES
+from launcher.quantities import folded_names
 from launcher.rundir import history
 from launcher.rundir.files import last_lines, object_from_json, read_json
 from launcher.rundir.history import Submission
@@ -177,7 +178,7 @@ class _Read:
         silent = answers is None and not self.is_over
         state, detail = self._of_slurm(listed, silent) if self.kind == ClusterKind.slurm else self._of_this_host()
         record = _last_record(self.paths.metrics)
-        names = ",".join(self.newest_attempt.get("nodes", []))
+        names = folded_names(self.newest_attempt.get("nodes", []))
         return Run(
             name=self.name,
             dir=str(self.paths.root),
