@@ -21,7 +21,7 @@ from launcher.launch.peers import Peers
 from launcher.launch.planner import initial_weights, new_run, plan_job, run_of_script
 from launcher.launch.slurm import submit as slurm
 from launcher.plan import host
-from launcher.plan.gpus import refuse_gpu
+from launcher.plan.gpus import require_at_hand
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan, TaskPlan
@@ -131,7 +131,7 @@ def submit(overrides: Sequence[str] = ()) -> Job:
         UserError: invalid input; nothing was started.
     """
     config, yaml = compose_with_yaml(overrides)
-    refuse_gpu(config.cluster)
+    require_at_hand(config.cluster)
     if config.cluster.kind is ClusterKind.hosts:
         raise SiteError("cluster=hosts: cannot be started from Python.\n  Type `launch train` on each host.")
     plan = plan_job(config)

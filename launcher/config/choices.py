@@ -9,6 +9,7 @@ class ClusterKind(StrEnum):
     local = "local"
     hosts = "hosts"
     slurm = "slurm"
+    elsewhere = "elsewhere"
 
 
 class Device(StrEnum):

@@ -48,16 +48,17 @@ class ClusterConfig:
     """Machines that the job runs on."""
 
     kind: ClusterKind = ClusterKind.local
-    """local: this machine; hosts: several, with the same command typed on each; slurm: a Slurm job."""
+    """local: this machine; hosts: several, with the same command typed on each; slurm: a Slurm job; elsewhere: only for
+    `launch plan`, which takes it for several hosts if no other cluster is named."""
     nodes: int | str = 1
-    """Number of hosts; a local job has one. slurm, hosts: "MIN:MAX", such as 2:4: the job continues with as many as
+    """Number of hosts; a local job has one. Not local: "MIN:MAX", such as 2:4: the job continues with as many as
     there are, at the same global batch. Quote it in a YAML file."""
     rendezvous: str | None = None
     """hosts: HOST:PORT of the rendezvous, an address of the first host."""
     interface: str | None = None
     """hosts, slurm: a host's network interface to the others. Default: the one that leads to the first host."""
     link_gbit: float | None = None
-    """hosts, slurm: rate of a host's link to the others in Gbit/s, used to predict the time on the wire."""
+    """hosts, slurm, elsewhere: rate of a host's link to the others in Gbit/s, used to predict the time on the wire."""
     workers_per_node: int | None = None
     """Ranks per host. Default: the number of visible GPUs (slurm: of a node of the partition), else 2."""
     device: Device = Device.auto

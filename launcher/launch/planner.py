@@ -19,16 +19,18 @@ from launcher.config.choices import Tracker, WandbMode
 from launcher.config.schema import ClusterConfig, ClusterKind, Compress, Config, Device, PrecisionKind, RunConfig, Sync
 from launcher.errors import ConfigError, SiteError, UserError
 from launcher.plan import host
+from launcher.plan.batch import AUTO
 from launcher.plan.callback_plan import require_variables, solve_callbacks
 from launcher.plan.host import Partition, Site, allowed_env, batch_env
 from launcher.plan.initial_weights import InitialWeights, find_weights
-from launcher.plan.launch_plan import RunInfo
+from launcher.plan.launch_plan import RunInfo, node_range
 from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import solve
 from launcher.plan.sync_policy import SHARDED
 from launcher.plan.task_inspection import InspectionRequest, describe_task, remembered_probe, weigh_memory
 from launcher.plan.tracker_plan import require_trackers
 from launcher.process import RUN_DIR, RUN_ID
+from launcher.quantities import count
 
 T = TypeVar("T")
 
@@ -64,20 +66,83 @@ def plan_job(config: Config, once: Once | None = None, *, starts: bool = True) -
     Raises:
         ConfigError, TaskError, SiteError: The input is wrong.
     """
-    once = once or Once()
-    site = once(site_of, config.cluster)
+    once, notes = once or Once(), list[str]()
+    if not starts:
+        config = _not_at_hand(config)
+    site = once(site_of, config.cluster) if starts else _site_if_known(config.cluster, once, notes)
     run = new_run(config.run, task_stem(config), site.cwd)
     require_secrets(config)
     # report errors that no task could cure before the task is inspected, which may take seconds
-    of_streams = dataclasses.replace(config, train=dataclasses.replace(config.train, data_shards=None))
-    cluster = solve(of_streams, site, TaskPlan.unknown(ANY_NUMBER), run).cluster
+    try:
+        unknown = _solve_any_task(config, site, run)
+    except ConfigError as error:
+        if not error.key.startswith("batch.global_size") or config.cluster.kind is not ClusterKind.elsewhere:
+            raise
+        config = _with_batch(config, error, notes)
+        unknown = _solve_any_task(config, site, run)
+    cluster = unknown.cluster
     require_trackers(config, os.environ, site.cwd)  # the values are in their bounds
     if cluster.gpu is None and config.precision.kind is PrecisionKind.auto and cluster.kind is ClusterKind.local:
         site = dataclasses.replace(site, bf16=once(_format_support, PrecisionKind.bf16, cluster.device)[0])
     initial = once(initial_weights, config, site.cwd)
     task = once(describe_task, InspectionRequest.of(config, site.cwd, initial), starts=starts)
+    if not starts:
+        task = _with_a_window(task, unknown.batch.global_size, notes)
     plan = with_sync_policy(dataclasses.replace(solve(config, site, task, run), initial=initial), config)
-    return plan.with_notes(emulation_notes(plan, once))
+    return plan.with_notes([*notes, *emulation_notes(plan, once)])
+
+
+def _not_at_hand(config: Config) -> Config:
+    """Return ``config`` with cluster=elsewhere if it asks for several hosts and names no cluster."""
+    if config.cluster.kind is not ClusterKind.local or node_range(config.cluster.nodes).most == 1:
+        return config
+    return dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, kind=ClusterKind.elsewhere))
+
+
+def _site_if_known(config: ClusterConfig, once: Once, notes: list[str]) -> Site:
+    """Return the site of a plan that starts nothing: if Slurm does not answer, its partitions are not considered."""
+    from launcher.launch.slurm.client import SlurmSilent
+
+    try:
+        return once(site_of, config)
+    except SlurmSilent as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        notes.append(f"{reason}. The plan was made without the partitions of the cluster.")
+        return Site.here()
+
+
+def _with_a_window(task: TaskPlan, global_size: int, notes: list[str]) -> TaskPlan:
+    """Return ``task`` with data for one window of a plan that starts nothing, if its data is too small for that."""
+    if task.samples is None or not 0 < task.samples < global_size:
+        return task
+    notes.append(
+        f"The task has {count(task.samples, 'sample')}, fewer than one window of {global_size}: the plan assumes one "
+        "window an epoch, and the job cannot start."
+    )
+    return dataclasses.replace(task, samples=global_size)
+
+
+def _solve_any_task(config: Config, site: Site, run: RunInfo) -> RunPlan:
+    """Return the plan of a task that is not inspected."""
+    of_streams = dataclasses.replace(config, train=dataclasses.replace(config.train, data_shards=None))
+    return solve(of_streams, site, TaskPlan.unknown(ANY_NUMBER), run)
+
+
+def _with_batch(config: Config, error: ConfigError, notes: list[str]) -> Config:
+    """Return ``config`` with a global batch that the ranks can share, for hosts that are not at hand.
+
+    Raises:
+        ConfigError: ``error``, if the user has chosen the global batch.
+    """
+    batch = config.batch
+    if batch.global_size is not None or batch.micro_size == AUTO or None not in (batch.micro_size, batch.accumulation):
+        raise error
+    batch = dataclasses.replace(batch, micro_size=batch.micro_size or 1, accumulation=batch.accumulation or 1)
+    notes.append(
+        f"batch.global_size is not set, and its default cannot be shared by the ranks: batch.micro_size="
+        f"{batch.micro_size} and batch.accumulation={batch.accumulation} are assumed."
+    )
+    return dataclasses.replace(config, batch=batch)
 
 
 def initial_weights(config: Config, cwd: str) -> InitialWeights | None:

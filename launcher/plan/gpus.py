@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launcher.config.schema import ClusterConfig, PrecisionKind
+from launcher.config.schema import ClusterConfig, ClusterKind, PrecisionKind
 from launcher.errors import ConfigError, did_you_mean
 
 # Memory that a rank's tensors cannot have, in bytes. The CUDA context with torch's kernels takes about half a gigabyte
@@ -133,14 +133,19 @@ def find_gpu(name: str) -> Gpu:
     return gpu
 
 
-def refuse_gpu(cluster: ClusterConfig) -> None:
-    """Refuse ``cluster.gpu`` for all but `launch plan`: a job runs on the GPUs that its hosts have.
+def require_at_hand(cluster: ClusterConfig) -> None:
+    """Refuse machines that are not at hand, for all but `launch plan`: ``cluster.gpu`` and ``cluster=elsewhere``.
 
     Raises:
-        ConfigError: a GPU is named.
+        ConfigError: the job is for such machines.
     """
     if cluster.gpu is not None:
         raise ConfigError(
             "cluster.gpu", cluster.gpu, "is for `launch plan`: a job runs on the GPUs that its hosts have.",
             "Leave it out.",
+        )  # fmt: skip
+    if cluster.kind is ClusterKind.elsewhere:
+        raise ConfigError(
+            "cluster", "elsewhere", "is for `launch plan`: nothing can be started on hosts that are not at hand.",
+            "Use cluster=slurm, or cluster=hosts where there is no scheduler.",
         )  # fmt: skip

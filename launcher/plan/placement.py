@@ -101,7 +101,7 @@ def solve_cluster(
 def _gpus_are_known(config: ClusterConfig, site: Site, most: int) -> bool:
     """Return whether the GPU count is a hard limit: a gres may name parts of a GPU, ranks may share one, and
     a plan may be for GPUs elsewhere."""
-    if (shares_gpus() and most) or config.gpu is not None:
+    if (shares_gpus() and most) or config.gpu is not None or config.kind is ClusterKind.elsewhere:
         return False
     return config.kind is not ClusterKind.slurm or (site.partition is not None and not names_gpus(config))
 
@@ -125,7 +125,7 @@ _SLURM_KEYS = (
 _KINDS = dict.fromkeys(_SLURM_KEYS, (ClusterKind.slurm,)) | {
     "rendezvous": (ClusterKind.hosts,),
     "interface": (ClusterKind.hosts, ClusterKind.slurm),
-    "link_gbit": (ClusterKind.hosts, ClusterKind.slurm),
+    "link_gbit": (ClusterKind.hosts, ClusterKind.slurm, ClusterKind.elsewhere),
 }
 
 

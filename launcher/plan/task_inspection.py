@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self, cast
 
-from launcher.config.schema import Balance, Config, Device, OptimizerConfig, ScheduleConfig
+from launcher.config.schema import Balance, ClusterKind, Config, Device, OptimizerConfig, ScheduleConfig
 from launcher.errors import ConfigError, TaskError
 from launcher.plan.forecast_cache import ContentCache
 from launcher.plan.gpus import CONTEXT_BYTES, FULL_SHARE, NCCL_BYTES, find_gpu
@@ -199,6 +199,8 @@ def weigh_memory(plan: RunPlan, *, choose: bool) -> RunPlan:
     note = ""
     if problem:
         note = f"The memory of each sync policy is unknown and was not considered: {str(problem).rstrip('.')}."
+    elif choose and memory is None and plan.cluster.kind is ClusterKind.elsewhere:
+        note = "It is unknown which policies fit into the memory of the hosts: name their GPU (cluster.gpu=h100)."
     elif choose and memory is None:
         note = "No GPU is visible here, so it is unknown which policies fit into its memory."
     if note:
@@ -226,7 +228,7 @@ def _traced_parts(plan: RunPlan) -> dict[str, Any]:
 
 
 def _rank_memory(plan: RunPlan, device_bytes: int | None) -> int | None:
-    """Return the bytes of memory of one rank's device; None if this machine has no such device.
+    """Return the bytes of memory of one rank's device; None if it is not known.
 
     Args:
         device_bytes: memory of this machine's GPU; None without one.
@@ -234,7 +236,9 @@ def _rank_memory(plan: RunPlan, device_bytes: int | None) -> int | None:
     if plan.cluster.gpu is not None:
         return find_gpu(plan.cluster.gpu).usable_bytes
     if plan.cluster.device is Device.cuda:
-        return device_bytes
+        return None if plan.cluster.kind is ClusterKind.elsewhere else device_bytes
+    if plan.cluster.kind is ClusterKind.elsewhere:
+        return None
     return free_host_bytes() // plan.cluster.workers_per_node
 
 

@@ -15,7 +15,7 @@ from launcher.errors import ConfigError, UserError
 from launcher.launch.planner import emulation_notes, require_secrets, site_of, with_sync_policy
 from launcher.plan import windows
 from launcher.plan.batch import Batch
-from launcher.plan.gpus import refuse_gpu
+from launcher.plan.gpus import require_at_hand
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.placement import solve_cluster
@@ -77,7 +77,7 @@ def replan(paths: RunPaths, old: RunPlan, overrides: Sequence[str], *, force: bo
     """
     name, kept = old.run.name, paths.config.read_text(encoding="utf-8")
     before, (config, yaml) = recompose(kept, ())[0], recompose(kept, overrides)
-    refuse_gpu(config.cluster)
+    require_at_hand(config.cluster)
     for each in (before, config):  # solved at the first start, and the contract since then
         each.batch = dataclasses.replace(each.batch, global_size=each.batch.global_size or old.batch.global_size)
         each.train = dataclasses.replace(each.train, data_shards=each.train.data_shards or old.train.data_shards)

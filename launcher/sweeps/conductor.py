@@ -14,7 +14,7 @@ from launcher.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_US
 from launcher.launch import local
 from launcher.launch.planner import Once, plan_job, task_stem
 from launcher.launch.slurm import client, submit
-from launcher.plan.gpus import refuse_gpu
+from launcher.plan.gpus import require_at_hand
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import count, first_lines, first_names
 from launcher.rundir import code_snapshot
@@ -144,7 +144,7 @@ class Conductor:
         """
         require_one_sweep(requested)
         for cell in requested:
-            refuse_gpu(cell.config.cluster)
+            require_at_hand(cell.config.cluster)
         on_slurm = requested[0].config.cluster.kind is ClusterKind.slurm
         if on_slurm:
             client.require()
