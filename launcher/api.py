@@ -15,7 +15,7 @@ from typing import Any
 from launcher.config.hydra import compose, compose_with_yaml
 from launcher.config.multirun import RequestedCell
 from launcher.config.schema import ClusterKind, Config, Device, PrecisionKind
-from launcher.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, SiteError, UserError
+from launcher.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, SiteError
 from launcher.launch import local
 from launcher.launch.peers import Peers
 from launcher.launch.planner import initial_weights, new_run, plan_job, run_of_script
@@ -29,7 +29,7 @@ from launcher.plan.solve import solve
 from launcher.report.compare import Entry, RunComparison, side_by_side
 from launcher.report.live import Silence
 from launcher.report.measurements import read_all
-from launcher.rundir.files import read_json, write_text
+from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths, SweepPaths
 from launcher.runs import control
 from launcher.runs.status import Run, statuses_of
@@ -209,15 +209,9 @@ def write_page(compared: RunComparison, place: Path) -> None:
     Raises:
         UserError: ``place`` cannot be written.
     """
-    from launcher.report.page import page
+    from launcher.report.page import page, save_page
 
-    text = page(compared, datetime.now().astimezone())
-    try:
-        write_text(place, text)
-    except OSError as error:
-        raise UserError(
-            f"{place}: cannot be written: {error.strerror}.\n  Choose another file: --html FILE."
-        ) from error
+    save_page(page(compared, datetime.now().astimezone()), place)
 
 
 def typed(value: object) -> str:

@@ -25,7 +25,7 @@ _HYDRA_FLAGS = {
     "--info": True, "-i": True, "--config-name": True, "-cn": True, "--config-dir": True, "-cd": True,
     "--config-path": True, "-cp": True,
 }  # fmt: skip
-_OWN_FLAGS = ("--quiet", "--json", "--wait", "--yes", "--windows")
+_OWN_FLAGS = ("--quiet", "--json", "--wait", "--yes", "--windows", "--html")
 
 
 def print_error(error: LauncherError) -> int:

@@ -249,6 +249,7 @@ def launch_export(arguments: list[str]) -> int:
 def launch_report(arguments: list[str]) -> int:
     from launcher.api import compare_runs, write_page
     from launcher.report import comparison_tables
+    from launcher.report.page import require_place
 
     parser = _parser("report", "Compare runs: tables, plots, one HTML page.", run=False)
     parser.add_argument("what", nargs="+", metavar="RUN", help="runs, sweeps, or directories of runs")
@@ -260,10 +261,8 @@ def launch_report(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.loss is not None and not math.isfinite(options.loss):
         raise UserError(f"--loss {options.loss}: must be a number, in the unit of train/loss.")
-    if options.html is not None and not options.html.absolute().parent.is_dir():
-        raise UserError(
-            f"--html {options.html}: there is no directory {options.html.parent}.\n  Create it, or choose another path."
-        )
+    if options.html is not None:
+        require_place(options.html)
     # runs/* names MLflow's store too
     words = [word for word in options.what if Path(word).name != MLFLOW_STORE] or options.what
     chosen = [paths for word in words for paths in _runs_of(word, options.dir)]

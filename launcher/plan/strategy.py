@@ -131,6 +131,12 @@ def with_memory(plan: StrategyPlan, forecasts: Sequence[Forecast], memory_bytes:
     return with_forecasts(plan, forecasts)
 
 
+def excess_bytes(forecast: Forecast, memory_bytes: int) -> int:
+    """Return the bytes by which a predicted peak exceeds what a rank may use of its memory; 0 if it fits or is not
+    known."""
+    return max(0, (forecast.peak_bytes or 0) - round(USABLE_MEMORY * memory_bytes))
+
+
 def fewest_bytes(forecasts: Sequence[Forecast]) -> Forecast:
     """Return the forecast with the fewest wire bytes; of equals the later, which skips more as accumulation grows."""
     return min(reversed(forecasts), key=lambda forecast: forecast.wire_bytes)

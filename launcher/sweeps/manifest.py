@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.config.multirun import override_key
+from launcher.config.multirun import cell_label, override_key
 from launcher.errors import ConfigError, SiteError, UserError
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir.files import read_json, value_from_json, write_json
@@ -41,10 +41,8 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """Return the overrides without the groups of their keys: ``accumulation=4 workers_per_node=2``."""
-        pairs = (override.lstrip("+").partition("=") for override in self.overrides)
-        text = " ".join(f"{key.rpartition('.')[2]}={value}" for key, _, value in pairs)
-        return text.replace("\\:", ":")  # Hydra escapes the colon in a range of nodes
+        """Return the overrides without the groups of their keys."""
+        return cell_label(self.overrides)
 
 
 @dataclass(frozen=True, kw_only=True)
