@@ -61,7 +61,7 @@ def launch_plan(arguments: list[str]) -> int:
             title = f"{task_stem(requested[0].config)}: {' '.join(word for word in arguments if '=' in word)}"
             save_page(ranking_page(ranking, title, datetime.now().astimezone()), page)
         if as_json:
-            print(ranking_table.as_json(ranking))
+            print(ranking_table.ranking_json(ranking))
         else:
             console = live.console()
             for part in ranking_table.ranking_tables(ranking):

@@ -174,7 +174,7 @@ def _too_large(candidates: Sequence[Candidate]) -> Table:
     return table
 
 
-def as_json(ranking: Ranking) -> str:
+def ranking_json(ranking: Ranking) -> str:
     """Return the ranking as JSON; seconds, hours and bytes; null for what is unknown."""
     fastest, cheapest = set(ranking.fastest), set(ranking.cheapest)
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from launcher.plan.ranking import Ranking, rank
 from launcher.report.ranking_page import frontier_plots, ranking_page
-from launcher.report.ranking_table import as_json, ranking_tables
+from launcher.report.ranking_table import ranking_json, ranking_tables
 from tests.plan.test_ranking import WORKERS, candidate
 
 
@@ -46,7 +46,7 @@ def test_the_table_names_the_leading_cells_and_the_frontier() -> None:
 
 
 def test_json_has_the_same() -> None:
-    content = json.loads(as_json(ranking()))
+    content = json.loads(ranking_json(ranking()))
     assert content["by_time"] == ["fast <b>[red]", "close", "cheap"]
     assert content["by_gpu_hours"][0] == "cheap"
     assert content["frontier"] == ["fast <b>[red]", "cheap"]
