@@ -18,7 +18,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import launcher
 from launcher.rundir.files import object_from_json, write_text
 
 READ_BYTES = 2**20  # larger files are compared by size and times instead of their content
@@ -115,7 +114,7 @@ def fingerprint(path: Path) -> str | None:
 @functools.cache
 def versions() -> str:
     """Return a text that differs for another version of Python, torch or launcher, whose sources may be edited."""
-    root, found = Path(launcher.__file__).parent, [platform.python_version(), metadata.version("torch")]
+    root, found = Path(__file__).parents[1], [platform.python_version(), metadata.version("torch")]
     for path in sorted(root.rglob("*.py")):
         status = path.stat()
         found.append(f"{path.relative_to(root)} {status.st_size} {status.st_mtime_ns}")

@@ -10,8 +10,6 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-import launcher
-
 # the import system lists directories; what was imported is known from sys.modules
 _IMPORT_SYSTEM = "<frozen importlib._bootstrap"
 _NO_FILES = ("/proc/", "/sys/", "/dev/")
@@ -31,7 +29,7 @@ class Dependencies:
         self._network = False
         paths = sysconfig.get_paths()
         self._packages = {paths["purelib"], paths["platlib"], *site.getsitepackages(), site.getusersitepackages()}
-        own = (*self._packages, paths["stdlib"], paths["platstdlib"], str(Path(launcher.__file__).parent))
+        own = (*self._packages, paths["stdlib"], paths["platstdlib"], str(Path(__file__).parents[2]))
         self._installed = tuple(f"{Path(directory)}{os.sep}" for directory in own)
         sys.addaudithook(self._audit)
         self._record_variables()
