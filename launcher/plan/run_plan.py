@@ -135,6 +135,7 @@ class Forecast:
     Attributes:
         wire_s: seconds that the link needs for the wire bytes; None if its rate is unknown.
         peak_bytes: peak memory of parameters, gradients, optimizer and activations; None if not predicted.
+        reserved_bytes: what torch's allocator reserves for them on a GPU; None if not predicted, and on CPUs.
         step: time of a step; None if not predicted.
     """
 
@@ -143,6 +144,7 @@ class Forecast:
     wire_bytes: int
     wire_s: float | None
     peak_bytes: int | None
+    reserved_bytes: int | None = None
     step: StepTime | None = None
 
 
@@ -291,20 +293,13 @@ class RunPlan(LaunchPlan):
         PrecisionPlan: {"reason": "", "parameters": Parameters.fp32, "tf32": False},
         # earlier versions scaled lr only
         OptimizerPlan: {
-            "base_betas": None,
-            "base_eps": None,
-            "reference_batch": None,
-            "target": None,
-            "arguments": {},
+            "base_betas": None, "base_eps": None, "reference_batch": None, "target": None, "arguments": {},
             "groups": [],
         },
         SchedulePlan: {"steps": None, "target": None, "arguments": {}},
         # earlier versions detected neither hangs nor stragglers, and calibrated during training
         TrainPlan: {
-            "hang_timeout": None,
-            "straggler_share": None,
-            "calibrate_s": 0.0,
-            "eval_micro_size": None,
+            "hang_timeout": None, "straggler_share": None, "calibrate_s": 0.0, "eval_micro_size": None,
             "eval_samples": None,
             "on_nonfinite": OnNonfinite.stop,
             "shuffle": True,
@@ -312,14 +307,10 @@ class RunPlan(LaunchPlan):
             "data_shards": 1,
         },
         CheckpointConfig: {
-            "async_save": False,
-            "on_error": OnError.stop,
-            "best": None,
-            "best_mode": None,
-            "init_from": None,
+            "async_save": False, "on_error": OnError.stop, "best": None, "best_mode": None, "init_from": None,
         },
         WandbConfig: {"notes": None, "job_type": None},
-    }
+    }  # fmt: skip
 
     batch: Batch
     epoch: EpochPlan

@@ -44,6 +44,7 @@ from launcher.train.context import ContextSource
 from launcher.train.engine.build import build_parallel
 from launcher.train.inspection.allocation_log import AllocationLog
 from launcher.train.inspection.block_calls import BlockCalls
+from launcher.train.inspection.caching_allocator import reserved_by
 from launcher.train.inspection.dependencies import Dependencies
 from launcher.train.inspection.fake_model import (
     NotPredictable,
@@ -217,6 +218,7 @@ class Tracer:
             wire_bytes=layout.wire(payload),
             wire_s=None,
             peak_bytes=trace.peak if known else None,
+            reserved_bytes=reserved_by(self._plan, trace.events) if known else None,
         )
 
     def _from_shortened(self, plan: RunPlan) -> BlockTrace:
