@@ -32,7 +32,8 @@ def main() -> None:
     plan = make_plan(
         [
             "batch.global_size=48", "batch.micro_size=8", f"train.steps={STEPS}", "cluster.device=cpu",
-            "precision=fp32", "train.loader_workers=0", "run.calibrate_s=0", "train.clip_norm=null", "schedule=constant", *sys.argv[1:],
+            "precision=fp32", "train.loader_workers=0", "run.calibrate_s=0", "train.clip_norm=null",
+            "schedule=constant", *sys.argv[1:],
         ],
         samples=len(DATA),
     )  # fmt: skip
