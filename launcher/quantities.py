@@ -24,6 +24,11 @@ def bytes_text(number: float) -> str:
     return f"{number:,.0f} {unit}" if unit == "B" else f"{number:,.2f} {unit}"
 
 
+def seconds_text(seconds: float) -> str:
+    """Return a duration as text, in ms or s."""
+    return f"{seconds * 1e3:,.4g} ms" if seconds < 1 else f"{seconds:,.4g} s"
+
+
 def count(number: float, noun: str, nouns: str | None = None) -> str:
     """Return ``number`` with ``noun`` or, unless it is 1, its plural: 1 window, 2,000 windows, 2.5 items."""
     text = f"{number:,}" if isinstance(number, int) else f"{number:,.6g}"

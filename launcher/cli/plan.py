@@ -28,7 +28,7 @@ ALL = "all"
 MICRO_SIZE = "batch.micro_size"
 # keys of which `all` is every option
 _OPTIONS = {
-    "strategy": [kind.value for kind in StrategyKind],
+    "strategy": [kind.value for kind in StrategyKind if kind is not StrategyKind.auto],
     "strategy.sync": [sync.value for sync in Sync if sync is not Sync.auto],
 }
 

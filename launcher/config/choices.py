@@ -19,6 +19,7 @@ class Device(StrEnum):
 
 
 class StrategyKind(StrEnum):
+    auto = "auto"
     single = "single"
     ddp = "ddp"
     fsdp = "fsdp"

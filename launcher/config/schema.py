@@ -106,12 +106,14 @@ class StrategyConfig:
     """Distribution of the model over the ranks, and synchronisation of gradients."""
 
     kind: StrategyKind = StrategyKind.ddp
-    """single: one rank; ddp: a full copy of the model on each rank; fsdp: sharded over all ranks;
-    hsdp: sharded over shard_size ranks, and replicated."""
+    """single: one rank; ddp: a full copy of the model on each rank; fsdp: sharded over all ranks; hsdp: sharded over
+    shard_size ranks, and replicated; auto: the fastest one that is predicted to fit into memory, and of those that
+    cannot be told apart the simplest; without a predicted time, the simplest one that fits."""
     sync: Sync = Sync.auto
     """every: synchronise gradients in each micro-batch; boundary: in the last of a window; gather_once (fsdp, hsdp):
     also gather parameters once per window; replicas_at_boundary (hsdp): in each micro-batch within a shard group, at
-    the boundary between replicas; auto: the policy with the fewest wire bytes whose predicted memory fits."""
+    the boundary between replicas; auto: of the policies whose predicted memory fits, the one with the fastest predicted
+    step; without a predicted time, or if the times cannot be told apart, the one with the fewest wire bytes."""
     bucket_mb: float | None = None
     """ddp: size of the gradient buckets, MiB. Default: 25."""
     static_graph: bool = False

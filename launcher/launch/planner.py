@@ -16,7 +16,17 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from launcher.config.choices import Tracker, WandbMode
-from launcher.config.schema import ClusterConfig, ClusterKind, Compress, Config, Device, PrecisionKind, RunConfig, Sync
+from launcher.config.schema import (
+    ClusterConfig,
+    ClusterKind,
+    Compress,
+    Config,
+    Device,
+    PrecisionKind,
+    RunConfig,
+    StrategyKind,
+    Sync,
+)
 from launcher.errors import ConfigError, SiteError, UserError
 from launcher.plan import host
 from launcher.plan.batch import AUTO
@@ -26,6 +36,7 @@ from launcher.plan.initial_weights import InitialWeights, find_weights
 from launcher.plan.launch_plan import RunInfo, node_range
 from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import solve
+from launcher.plan.strategy_choice import choose_strategy
 from launcher.plan.sync_policy import SHARDED
 from launcher.plan.task_inspection import InspectionRequest, describe_task, remembered_probe, weigh_memory
 from launcher.plan.tracker_plan import require_trackers
@@ -66,7 +77,23 @@ def plan_job(config: Config, once: Once | None = None, *, starts: bool = True) -
     Raises:
         ConfigError, TaskError, SiteError: The input is wrong.
     """
-    once, notes = once or Once(), list[str]()
+    once = once or Once()
+    if config.strategy.kind is not StrategyKind.auto:
+        return _plan_strategy(config, once, starts=starts)
+
+    def plan_of(each: Config) -> RunPlan:
+        return _plan_strategy(each, once, starts=starts, weighs=True)
+
+    return choose_strategy(config, plan_of, timed=not starts)
+
+
+def _plan_strategy(config: Config, once: Once, *, starts: bool, weighs: bool = False) -> RunPlan:
+    """Return the plan of a config that names its strategy.
+
+    Args:
+        weighs: whether the plan is to have the predicted memory, whatever the strategy.
+    """
+    notes: list[str] = []
     if not starts:
         config = _not_at_hand(config)
     site = once(site_of, config.cluster) if starts else _site_if_known(config.cluster, once, notes)
@@ -88,7 +115,7 @@ def plan_job(config: Config, once: Once | None = None, *, starts: bool = True) -
     task = once(describe_task, InspectionRequest.of(config, site.cwd, initial), starts=starts)
     if not starts:
         task = _with_a_window(task, unknown.batch.global_size, notes)
-    plan = with_sync_policy(dataclasses.replace(solve(config, site, task, run), initial=initial), config)
+    plan = with_sync_policy(dataclasses.replace(solve(config, site, task, run), initial=initial), config, weighs=weighs)
     return plan.with_notes([*notes, *emulation_notes(plan, once)])
 
 
@@ -182,17 +209,21 @@ def _format_support(kind: PrecisionKind, device: Device, *, measure: bool = Fals
     return answer.get("native", quick), answer.get("slowdown")
 
 
-def with_sync_policy(plan: RunPlan, config: Config) -> RunPlan:
+def with_sync_policy(plan: RunPlan, config: Config, *, weighs: bool = False) -> RunPlan:
     """Return ``plan`` with the sync policy that fits into memory, if the user left the choice to the launcher.
 
     A plan for a GPU that the user names has the memory of each policy, whatever the strategy. If parts of the model are
     frozen, the payload of each policy depends on where gradients flow, so windows are run.
+
+    Args:
+        weighs: whether the plan is to have the memory of each policy in any case.
     """
     sharded = plan.strategy.kind in SHARDED
     choose = sharded and config.strategy.sync is Sync.auto
     # the memory of a named GPU is compared under every strategy; the factors of PowerSGD are not predicted
     named = config.cluster.gpu is not None and config.strategy.compress is not Compress.powersgd
-    if not (choose or named or (sharded and plan.task.frozen_parameters)):
+    weighs = weighs and config.strategy.compress is not Compress.powersgd
+    if not (choose or named or weighs or (sharded and plan.task.frozen_parameters)):
         return plan
     most, *fewer = (weigh_memory(world, choose=choose) for world in plan.worlds())
     return most.with_fewer(fewer)

@@ -153,7 +153,8 @@ class StrategyPlan(StrategyConfig):
     """Parallel strategy with its sync policy. Predicted bytes are those of one rank in a full window.
 
     Attributes:
-        sync: the chosen policy, never auto.
+        kind, sync: the chosen ones, never auto.
+        kind_reason: why the strategy was chosen; empty if the user named it.
         sync_reason: why it was chosen.
         shard_size: ranks that share one copy of the model; 1 for single and ddp.
         rehearses: whether calibration may hold the whole model, which a window without communication needs.
@@ -167,6 +168,7 @@ class StrategyPlan(StrategyConfig):
     powersgd_rank: int = 1
     powersgd_start: int = 10
     sync_reason: str
+    kind_reason: str = ""
     rehearses: bool
     forecasts: tuple[Forecast, ...] = ()
     memory_bytes: int | None = None
@@ -289,7 +291,7 @@ class RunPlan(LaunchPlan):
     """
 
     absent: ClassVar[Absent] = {
-        StrategyPlan: {},
+        StrategyPlan: {"kind_reason": ""},
         PrecisionPlan: {"reason": "", "parameters": Parameters.fp32, "tf32": False},
         # earlier versions scaled lr only
         OptimizerPlan: {

@@ -210,7 +210,8 @@ def weigh_memory(plan: RunPlan, *, choose: bool) -> RunPlan:
     if choose and not problem and memory is not None:
         plan = dataclasses.replace(plan, strategy=with_memory(plan.strategy, forecasts, memory))
     else:
-        plan = dataclasses.replace(plan, strategy=with_forecasts(plan.strategy, forecasts))
+        strategy = with_forecasts(dataclasses.replace(plan.strategy, memory_bytes=memory), forecasts)
+        plan = dataclasses.replace(plan, strategy=strategy)
     return plan.with_notes(_full_notes(plan))
 
 

@@ -83,6 +83,8 @@ def plan_table(plan: RunPlan) -> Table:
     if (scaled := _scaled_adam(plan.optimizer)) is not None:
         add("", scaled)
     add("strategy", _strategy(strategy))
+    if strategy.kind_reason:
+        add("", f"strategy=auto: {strategy.kind.value}, {strategy.kind_reason}")
     if plan.callbacks:
         add("callbacks", ", ".join(map(name_of, plan.callbacks)))
     if any(forecast.peak_bytes is not None or forecast.wire_s is not None for forecast in strategy.forecasts):

@@ -163,7 +163,13 @@ _NOT_OF_PART = {
     "precision": ("reason",),
     "optimizer": ("reference_batch",),  # the optimizer's values, which follow from it, are there
     "task": ("flops_per_sample",),
-    "strategy": ("sync_reason", "forecasts", "memory_bytes", "rehearses"),  # predictions, which may differ each time
+    "strategy": (
+        "kind_reason",
+        "sync_reason",
+        "forecasts",
+        "memory_bytes",
+        "rehearses",
+    ),  # predictions, which may differ each time
 }
 _QUEUEING = (
     "job-name", "time", "account", "qos", "dependency", "mem", "requeue", "comment", "mail-type", "mail-user",

@@ -40,7 +40,7 @@ def refused(launch: Launch, tmp_path: Path, *arguments: str, env: dict[str, str]
         ("train.whatever=1", ["train.whatever=1: there is no such key", "Keys: train.steps"]),
         (
             "strategy=dpp",
-            ["strategy=dpp: there is no such option", "did you mean 'ddp'?", "Allowed: ddp, fsdp, hsdp, single"],
+            ["strategy=dpp: there is no such option", "did you mean 'ddp'?", "Allowed: auto, ddp, fsdp, hsdp, single"],
         ),
         ("cluser=local", ["cluser=local: there is no such key", "did you mean 'cluster'?"]),
         ("strategy.sync=never", ["strategy.sync", "never", "auto, every, boundary"]),
@@ -194,7 +194,7 @@ def test_hydras_own_flags(launch: Launch) -> None:
     assert "global_size: 128" in launch("train", "--cfg", "job", "batch.global_size=128").stdout
     shown = launch("train", "--help", "strategy=fsdp").stdout
     assert shown.startswith("launch train [key=value ...]")
-    assert "  strategy   ddp, fsdp, hsdp, single\n" in shown
+    assert "  strategy   auto, ddp, fsdp, hsdp, single\n" in shown
     assert "  strategy:\n    kind: fsdp\n" in shown
 
 

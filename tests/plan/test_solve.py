@@ -281,7 +281,7 @@ def test_a_hang_is_found_later_than_a_stop_takes_or_never() -> None:
 EARLY = json.loads(Path(__file__).with_name("early_plan.json").read_text())
 # parts of the plan that extend config groups, and what a key means that an early plan lacks
 LATER_KEYS: dict[str, dict[str, Any]] = {
-    "strategy": {},
+    "strategy": {"kind_reason": ""},
     "precision": {"reason": "", "parameters": "fp32", "tf32": False},
     "optimizer": {
         "base_betas": None,
@@ -323,7 +323,10 @@ def test_an_early_plan_keeps_its_meaning() -> None:
         assert loaded[part] == EARLY[part] | later
     assert loaded["train"]["clip_norm"] is None
     later = {"balance": "none"}
-    assert loaded["fewer"] == [each | {"batch": each["batch"] | later} for each in EARLY["fewer"]]
+    assert loaded["fewer"] == [
+        each | {"batch": each["batch"] | later, "strategy": each["strategy"] | LATER_KEYS["strategy"]}
+        for each in EARLY["fewer"]
+    ]
     null = json.dumps(EARLY | {"train": EARLY["train"] | {"calibrate_s": None}})
     assert RunPlan.from_json(null).train.calibrate_s is None, "null in the file is not a missing key"
 
