@@ -157,9 +157,10 @@ def _fewest_of(forecasts: Sequence[Forecast]) -> Forecast:
 
 
 def excess_bytes(forecast: Forecast, memory_bytes: int) -> int:
-    """Return the bytes by which a predicted peak exceeds what a rank may use of its memory; 0 if it fits or is not
-    known."""
-    return max(0, (forecast.peak_bytes or 0) - round(USABLE_MEMORY * memory_bytes))
+    """Return the bytes by which a predicted peak exceeds what a rank may use of its memory, or what the allocator
+    reserves exceeds all of it; 0 if they fit or are not known."""
+    reserved = (forecast.reserved_bytes or 0) - memory_bytes
+    return max(0, (forecast.peak_bytes or 0) - round(USABLE_MEMORY * memory_bytes), reserved)
 
 
 def fewest_bytes(forecasts: Sequence[Forecast]) -> Forecast:

@@ -83,8 +83,6 @@ def plan_table(plan: RunPlan) -> Table:
     if (scaled := _scaled_adam(plan.optimizer)) is not None:
         add("", scaled)
     add("strategy", _strategy(strategy))
-    if strategy.kind_reason:
-        add("", f"strategy=auto: {strategy.kind.value}, {strategy.kind_reason}")
     if plan.callbacks:
         add("callbacks", ", ".join(map(name_of, plan.callbacks)))
     if any(forecast.peak_bytes is not None or forecast.wire_s is not None for forecast in strategy.forecasts):
@@ -163,7 +161,7 @@ def precision_text(precision: PrecisionPlan) -> str:
 
 
 def _strategy(strategy: StrategyPlan) -> str:
-    parts = [strategy.kind.value]
+    parts = [strategy.kind.value + (f" ({strategy.kind_reason})" if strategy.kind_reason else "")]
     if strategy.kind is StrategyKind.hsdp:
         parts.append(f"shard groups of {strategy.shard_size}")
     if strategy.compress is not Compress.none:

@@ -58,7 +58,8 @@ def plan_of(kind: str, peak: int | None, step_s: float | None, error: float, mem
 def test_the_best_strategy(
     peaks: Sequence[int | None], times: Sequence[float | None], error: float, chosen: str, reason: str
 ) -> None:
-    plans = [plan_of(kind.value, *each, error) for kind, *each in zip(KINDS, peaks, times, strict=True)]
+    rows = zip(KINDS, peaks, times, strict=True)
+    plans = [plan_of(kind.value, peak, step_s, error) for kind, peak, step_s in rows]
     best = best_strategy(plans)
     assert best.strategy.kind.value == chosen
     assert re.fullmatch(reason + ".*", best.strategy.kind_reason), best.strategy.kind_reason
