@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from launcher.config.hydra import compose
 from launcher.errors import ConfigError
-from launcher.plan.links import Level, Links, links_of
+from launcher.plan.links import Level, Links, MeasuredLinks, Rate, find_measured, links_of, store_measured
 from launcher.plan.sync_policy import Collective
 from launcher.plan.validation import check
 from tests.helpers import make_plan
@@ -22,6 +22,7 @@ BETWEEN = Level(latency_s=10.0, bytes_per_s=10.0, error=0.2)
 GLOO = Links(inside=INSIDE, between=BETWEEN, gloo=True, source="")
 NCCL = dataclasses.replace(GLOO, gloo=False)
 FREE = dataclasses.replace(INSIDE, latency_s=0.0), dataclasses.replace(BETWEEN, latency_s=0.0)
+OWN = Rate(kind=Collective.all_gather, latency_s=5.0, bytes_per_s=5e7)
 KINDS = list(Collective)
 
 
@@ -101,7 +102,8 @@ def test_more_bytes_and_more_ranks_are_not_faster(
     assert seconds >= 0
     tiny = 1 + 1e-9
     assert seconds <= links.seconds(kind, payload + more, ranks=ranks, hosts=hosts, groups=groups) * tiny
-    assert seconds <= links.seconds(kind, payload, ranks=ranks + added * hosts, hosts=hosts, groups=groups) * tiny
+    if kind is not Collective.broadcast:  # with more ranks per host, more rounds of a tree are inside the first host
+        assert seconds <= links.seconds(kind, payload, ranks=ranks + added * hosts, hosts=hosts, groups=groups) * tiny
     assert seconds <= links.seconds(kind, payload, ranks=ranks, hosts=hosts, groups=groups + 1) * tiny
 
 
@@ -139,7 +141,7 @@ def test_data_sheets() -> None:
     assert links is not None
     assert links.between is not None
     assert links.between.bytes_per_s == pytest.approx(0.96 * 400e9)
-    assert "3,200 Gbit/s for 8 GPUs of a host" in links.source
+    assert "3,200 Gbit/s a host: 400 for each h100" in links.source
     links = links_of(make_plan(*eight, *several, "cluster.link_gbit=100"))
     assert links is not None
     assert links.between is not None
@@ -150,6 +152,36 @@ def test_data_sheets() -> None:
     assert links.inside.bytes_per_s == pytest.approx(24e9)
     assert links_of(make_plan(*pcie, *several)) is None, "no reference system says which network adapters it has"
     assert links_of(make_plan("cluster.gpu=h100", "cluster.workers_per_node=1")) is None, "nothing to send"
+
+
+def test_what_was_measured() -> None:
+    inside = Level(latency_s=1e-4, bytes_per_s=2e9, error=0.1)
+    between = Level(latency_s=3e-4, bytes_per_s=1e8, error=0.2, own=(OWN,))
+    where = [*HOSTS, "cluster.device=cpu"]
+    where[1] = "cluster.rendezvous=measured:1"
+    plan = make_plan(*where)
+    assert find_measured(plan.cluster) is None
+    store_measured(plan.cluster, MeasuredLinks(workers=2, day="2026-01-02", inside=inside, between=between))
+    store_measured(plan.cluster, MeasuredLinks(workers=8, day="2026-01-03", inside=None, between=None))
+    links = links_of(plan)
+    assert links is not None
+    assert links == Links(inside=inside, between=between, gloo=True, source="measured by launch doctor on 2026-01-02")
+    assert links.seconds(Collective.all_gather, 10**9, ranks=2, hosts=2) == pytest.approx(5 + 10.0)
+    # the port may change, and the next number of workers is better than nothing
+    where[1] = "cluster.rendezvous=measured:2"
+    three = links_of(make_plan(*where, "cluster.workers_per_node=3", "batch.global_size=48"))
+    assert three == links
+    stated = links_of(make_plan(*where, "cluster.link_gbit=10"))
+    assert stated is not None
+    assert stated.between is not None
+    assert (stated.inside, stated.between.latency_s) == (inside, 3e-4)
+    assert stated.source == (
+        "cluster.link_gbit=10, although launch doctor measured 0.8 Gbit/s on 2026-01-02; "
+        "measured by launch doctor on 2026-01-02"
+    )
+    other = links_of(make_plan(*where, "cluster.gpu=h100", "cluster.device=cuda"))
+    assert other is not None
+    assert "doctor" not in other.source
 
 
 @pytest.mark.parametrize("rate", ["-1", "0", "1e9", "inf", "nan"])
