@@ -17,9 +17,13 @@ CONTEXT_BYTES = 512 * 2**20
 # A communicator has a buffer of NCCL_BUFFSIZE, 4 MiB, for sending and one for receiving in each of up to 32 channels
 # (NCCL documentation, environment variables NCCL_BUFFSIZE and NCCL_MAX_NCHANNELS). HSDP has two communicators.
 NCCL_BYTES = 2 * 2 * 32 * 4 * 2**20
+# cuBLAS has a workspace for each handle and stream, from torch's allocator: of 32 MiB on Hopper, for the thread of the
+# forward pass and that of the backward pass (PyTorch documentation, "CUDA semantics", cuBLAS workspaces)
+CUBLAS_BYTES = 2 * 32 * 2**20
+OVERHEAD_BYTES = CONTEXT_BYTES + NCCL_BYTES + CUBLAS_BYTES
 # torch's allocator rounds each size up to a multiple of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)
 ALLOCATION_BYTES = 512
-# share of the memory above which a plan warns: the prediction does not know the allocator's fragmentation
+# share of the memory above which a plan warns: not everything that takes memory is predicted
 FULL_SHARE = 0.8
 
 
@@ -56,7 +60,7 @@ class Gpu:
     @property
     def usable_bytes(self) -> int:
         """Return the memory that is left for a rank's tensors."""
-        return self.memory_gb * 10**9 - CONTEXT_BYTES - NCCL_BYTES
+        return self.memory_gb * 10**9 - OVERHEAD_BYTES
 
     def flops(self, precision: PrecisionKind, *, tf32: bool) -> float | None:
         """Return the peak FLOP/s in this precision; None if the device does not have it.

@@ -21,12 +21,12 @@ from launcher.plan import host
 from launcher.plan.batch import Batch
 from launcher.plan.gpus import find_gpu
 from launcher.plan.launch_plan import ClusterPlan
+from launcher.plan.memory_limit import excess_bytes, needed_bytes
 from launcher.plan.run_plan import Forecast, PrecisionPlan, RunPlan, StrategyPlan, TaskPlan, extended
 from launcher.plan.sync_policy import POLICIES, SHARDED, Collective, Layout, transfers_per_window
 from launcher.quantities import seconds_text
 
-# fraction of a rank's memory; the allocator's rounding and the communication library's buffers need the rest
-USABLE_MEMORY = 0.92
+CONFIGURED = "as configured"  # reason for a sync policy that the user chose
 ITEM_BYTES = {PrecisionKind.auto: 4, PrecisionKind.fp32: 4, PrecisionKind.bf16: 2, PrecisionKind.fp16: 2}
 
 
@@ -78,7 +78,7 @@ def solve_strategy(
     layout = _layout(config, batch, shard_size, precision, task)
     forecasts = tuple(_forecast(config.kind, sync, batch, layout, cluster) for sync in allowed)
     if config.sync is not Sync.auto:
-        sync, reason = config.sync, "as configured"
+        sync, reason = config.sync, CONFIGURED
     elif special:
         sync, reason = Sync.every, f"strategy.{special} is not safe with skipped synchronisation"
     else:
@@ -121,7 +121,7 @@ def with_memory(plan: StrategyPlan, forecasts: Sequence[Forecast], memory_bytes:
     if fitting:
         chosen, reason = _best_policy(fitting, all_fit=len(fitting) == len(forecasts))
     else:
-        chosen = min(forecasts, key=lambda forecast: forecast.peak_bytes or 0)
+        chosen = min(forecasts, key=lambda forecast: needed_bytes(forecast) or 0)
         reason = "least memory: no policy is predicted to fit"
     plan = dataclasses.replace(
         plan,
@@ -153,14 +153,7 @@ def _best_policy(fitting: Sequence[Forecast], *, all_fit: bool) -> tuple[Forecas
 
 
 def _fewest_of(forecasts: Sequence[Forecast]) -> Forecast:
-    return min(forecasts, key=lambda forecast: (forecast.wire_bytes, forecast.peak_bytes or 0))
-
-
-def excess_bytes(forecast: Forecast, memory_bytes: int) -> int:
-    """Return the bytes by which a predicted peak exceeds what a rank may use of its memory, or what the allocator
-    reserves exceeds all of it; 0 if they fit or are not known."""
-    reserved = (forecast.reserved_bytes or 0) - memory_bytes
-    return max(0, (forecast.peak_bytes or 0) - round(USABLE_MEMORY * memory_bytes), reserved)
+    return min(forecasts, key=lambda forecast: (forecast.wire_bytes, needed_bytes(forecast) or 0))
 
 
 def fewest_bytes(forecasts: Sequence[Forecast]) -> Forecast:

@@ -17,9 +17,10 @@ from typing import Any, Protocol, Self, cast
 from launcher.config.schema import Balance, ClusterKind, Config, Device, OptimizerConfig, ScheduleConfig
 from launcher.errors import ConfigError, TaskError
 from launcher.plan.forecast_cache import ContentCache
-from launcher.plan.gpus import CONTEXT_BYTES, FULL_SHARE, NCCL_BYTES, find_gpu
+from launcher.plan.gpus import OVERHEAD_BYTES, find_gpu
 from launcher.plan.host import free_host_bytes, visible_gpus
 from launcher.plan.initial_weights import InitialWeights
+from launcher.plan.memory_limit import full_notes
 from launcher.plan.optimizer_plan import parameter_groups
 from launcher.plan.run_plan import Forecast, RunPlan, TaskPlan
 from launcher.plan.strategy import with_forecasts, with_memory
@@ -212,7 +213,7 @@ def weigh_memory(plan: RunPlan, *, choose: bool) -> RunPlan:
     else:
         strategy = with_forecasts(dataclasses.replace(plan.strategy, memory_bytes=memory), forecasts)
         plan = dataclasses.replace(plan, strategy=strategy)
-    return plan.with_notes(_full_notes(plan))
+    return plan.with_notes(full_notes(plan, answer.get("remedy")))
 
 
 def _traced_parts(plan: RunPlan) -> dict[str, Any]:
@@ -237,26 +238,12 @@ def _rank_memory(plan: RunPlan, device_bytes: int | None) -> int | None:
     if plan.cluster.gpu is not None:
         return find_gpu(plan.cluster.gpu).usable_bytes
     if plan.cluster.device is Device.cuda:
-        return None if plan.cluster.kind is ClusterKind.elsewhere else device_bytes
+        if device_bytes is None or plan.cluster.kind is ClusterKind.elsewhere:
+            return None
+        return device_bytes - OVERHEAD_BYTES
     if plan.cluster.kind is ClusterKind.elsewhere:
         return None
     return free_host_bytes() // plan.cluster.workers_per_node
-
-
-def _full_notes(plan: RunPlan) -> list[str]:
-    """Return the warning that the predicted peak leaves too little of the memory of the GPU that the plan names."""
-    if plan.cluster.gpu is None:
-        return []
-    gpu = find_gpu(plan.cluster.gpu)
-    peak = next(forecast.peak_bytes for forecast in plan.strategy.forecasts if forecast.sync is plan.strategy.sync)
-    share = 0.0 if peak is None else (peak + CONTEXT_BYTES + NCCL_BYTES) / (gpu.memory_gb * 10**9)
-    if share <= FULL_SHARE:
-        return []
-    problem = "too much" if share > 1 else f"above {FULL_SHARE:.0%}, where fragmentation may end the run"
-    return [
-        f"A rank is predicted to need {share:.0%} of the {gpu.memory_gb} GB of a {plan.cluster.gpu}, {problem}: "
-        "use a smaller batch.micro_size, strategy.recompute=blocks, or more shards (strategy=fsdp, more ranks)."
-    ]
 
 
 def _with_time(forecast: Forecast, plan: RunPlan) -> Forecast:

@@ -175,9 +175,9 @@ def _strategy(strategy: StrategyPlan) -> str:
 
 def _forecast(forecast: Forecast) -> str:
     time_s = "" if forecast.wire_s is None else f" ({forecast.wire_s:,.3g} s of the link)"
-    memory = (
-        "memory not known" if forecast.peak_bytes is None else f"{bytes_text(forecast.peak_bytes)} of memory at most"
-    )
+    known, reserved = forecast.peak_bytes, forecast.reserved_bytes
+    more = "" if reserved is None else f" ({bytes_text(reserved)} reserved)"
+    memory = "memory not known" if known is None else f"{bytes_text(known)} of memory at most{more}"
     return f"{forecast.sync.value}: {bytes_text(forecast.wire_bytes)} on the wire a step{time_s}, {memory}"
 
 

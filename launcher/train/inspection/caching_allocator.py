@@ -27,20 +27,20 @@ LEAST_OWN = 10 * MIB  # kMinLargeAlloc: from here on, a segment has the size of 
 ROUND_LARGE = 2 * MIB  # ... rounded up to a multiple (kRoundLarge)
 
 
-class OutOfMemory(Exception):
-    """The memory of the device does not suffice."""
+class DeviceFull(Exception):
+    """The capacity of a modelled device does not suffice."""
 
 
 @dataclass(eq=False)
-class Block:
+class MemoryBlock:
     """Part of a segment. ``prev`` and ``next`` are its neighbours in the segment."""
 
     address: int
     size: int
     pool: _Pool
     free: bool = False
-    prev: Block | None = None
-    next: Block | None = None
+    prev: MemoryBlock | None = None
+    next: MemoryBlock | None = None
 
 
 @dataclass(eq=False)
@@ -49,15 +49,15 @@ class _Pool:
 
     small: bool
     keys: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    blocks: dict[int, Block] = field(default_factory=dict[int, Block])  # by address
-    last: Block | None = None  # of the expandable segment
+    blocks: dict[int, MemoryBlock] = field(default_factory=dict[int, MemoryBlock])  # by address
+    last: MemoryBlock | None = None  # of the expandable segment
 
-    def add(self, block: Block) -> None:
+    def add(self, block: MemoryBlock) -> None:
         block.free = True
         insort(self.keys, (block.size, block.address))
         self.blocks[block.address] = block
 
-    def remove(self, block: Block) -> None:
+    def remove(self, block: MemoryBlock) -> None:
         block.free = False
         del self.keys[bisect_left(self.keys, (block.size, block.address))]
         del self.blocks[block.address]
@@ -83,11 +83,11 @@ class CachingAllocator:
         self._next_address = 0
         self.reserved = self.reserved_peak = self.allocated = self.allocated_peak = 0
 
-    def allocate(self, size: int) -> Block:
+    def allocate(self, size: int) -> MemoryBlock:
         """Return a block of at least ``size`` bytes (malloc).
 
         Raises:
-            OutOfMemory: it would exceed the capacity.
+            DeviceFull: it would exceed the capacity.
         """
         size = max(MIN_BLOCK, -(-size // MIN_BLOCK) * MIN_BLOCK)  # round_size
         pool = self._pools[size <= SMALL]
@@ -99,7 +99,7 @@ class CachingAllocator:
         remaining = block.size - size
         # should_split: a large block keeps a small rest, so that it stays one
         if remaining >= MIN_BLOCK if pool.small or self._expandable else remaining > SMALL:
-            rest = Block(block.address + size, remaining, pool, prev=block, next=block.next)
+            rest = MemoryBlock(block.address + size, remaining, pool, prev=block, next=block.next)
             if block.next is not None:
                 block.next.prev = rest
             elif pool.last is block:
@@ -110,7 +110,7 @@ class CachingAllocator:
         self.allocated_peak = max(self.allocated_peak, self.allocated)
         return block
 
-    def free(self, block: Block) -> None:
+    def free(self, block: MemoryBlock) -> None:
         """Return ``block`` to its pool, merged with free neighbours (free_block, try_merge_blocks)."""
         self.allocated -= block.size
         pool = block.pool
@@ -128,7 +128,7 @@ class CachingAllocator:
             block = first
         pool.add(block)
 
-    def _best_fit(self, pool: _Pool, size: int) -> Block | None:
+    def _best_fit(self, pool: _Pool, size: int) -> MemoryBlock | None:
         """Return the smallest free block that is large enough (get_free_block)."""
         place = bisect_left(pool.keys, (size, -1))
         found = [pool.blocks[address] for _, address in pool.keys[place : place + 2]]
@@ -137,18 +137,18 @@ class CachingAllocator:
             return found[1]
         return found[0] if found else None
 
-    def _segment(self, pool: _Pool, size: int) -> Block:
+    def _segment(self, pool: _Pool, size: int) -> MemoryBlock:
         """Return a block of the size of a new segment (get_allocation_size, alloc_block)."""
         wanted = _segment_bytes(size)
         if self._capacity is not None and self.reserved + wanted > self._capacity:
             self._release_cached()
             if self.reserved + wanted > self._capacity:
-                raise OutOfMemory
+                raise DeviceFull
         self._reserve(wanted)
         self._next_address += wanted
-        return Block(self._next_address - wanted, wanted, pool)
+        return MemoryBlock(self._next_address - wanted, wanted, pool)
 
-    def _grown(self, pool: _Pool, size: int) -> Block:
+    def _grown(self, pool: _Pool, size: int) -> MemoryBlock:
         """Return the end of the pool's expandable segment, grown by whole pages (try_allocate_expandable_block)."""
         page, last = SMALL_SEGMENT if pool.small else LARGE_SEGMENT, pool.last
         at_hand = last.size if last is not None and last.free else 0
@@ -159,7 +159,7 @@ class CachingAllocator:
             last.size += more
             return last
         address = 0 if last is None else last.address + last.size
-        pool.last = Block(address, more, pool, prev=last)
+        pool.last = MemoryBlock(address, more, pool, prev=last)
         if last is not None:
             last.next = pool.last
         return pool.last
@@ -195,7 +195,7 @@ def reserved_peak(events: Iterable[int], *, expandable: bool = False, capacity: 
             the result is what would be reserved without a limit, which is more.
     """
     allocator = CachingAllocator(expandable=expandable, capacity=None if expandable else capacity)
-    blocks: dict[int, list[Block]] = {}
+    blocks: dict[int, list[MemoryBlock]] = {}
     events = [*events]
     try:
         for size in events:
@@ -203,7 +203,7 @@ def reserved_peak(events: Iterable[int], *, expandable: bool = False, capacity: 
                 blocks.setdefault(size, []).append(allocator.allocate(size))
             else:
                 allocator.free(blocks[-size].pop())
-    except OutOfMemory:
+    except DeviceFull:
         return reserved_peak(events)
     return allocator.reserved_peak
 

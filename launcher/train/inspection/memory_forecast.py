@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_map
 from launcher.config.schema import Device, Recompute, Sync
 from launcher.errors import LauncherError
 from launcher.loss import as_losses, loss_of_batch
-from launcher.plan.gpus import ALLOCATION_BYTES
+from launcher.plan.gpus import ALLOCATION_BYTES, find_gpu
 from launcher.plan.run_plan import Forecast, RunPlan
 from launcher.plan.sync_policy import POLICIES, SHARDED, Collective, Layout, transfers_per_window
 from launcher.process import die_with_parent
@@ -55,6 +55,7 @@ from launcher.train.inspection.fake_model import (
     problem_text,
     set_data,
 )
+from launcher.train.inspection.remedies import find_remedy
 from launcher.train.inspection.repeated_blocks import (
     CHECK_BLOCKS,
     SHORTEST_BLOCKS,
@@ -333,6 +334,12 @@ def _full_window(
     return payload | {gathers: first[gathers] + last[gathers] * between if between else last[gathers]}
 
 
+def _forecast_of(plan: RunPlan) -> Forecast:
+    """Return the forecast of the plan's policy."""
+    with tracing(plan) as tracer:
+        return tracer.forecast(plan.strategy.sync)[0]
+
+
 def main() -> None:
     die_with_parent(int(sys.argv[2]))
     plan = RunPlan.from_json(sys.stdin.read())
@@ -348,6 +355,8 @@ def main() -> None:
     try:
         results, answer["problem"] = forecasts(plan)
         answer["forecasts"] = [dataclasses.asdict(forecast) for forecast in results]
+        if plan.cluster.gpu is not None:
+            answer["remedy"] = find_remedy(plan, find_gpu(plan.cluster.gpu).usable_bytes, results, _forecast_of)
         answer["depends_on"] = dependencies.found()
     except LauncherError as error:  # the same error would occur in the job
         answer["error"] = str(error)

@@ -17,9 +17,9 @@ from launcher.train.inspection.caching_allocator import (
     MIN_BLOCK,
     SMALL,
     SMALL_SEGMENT,
-    Block,
     CachingAllocator,
-    OutOfMemory,
+    DeviceFull,
+    MemoryBlock,
     is_expandable,
     reserved_by,
     reserved_peak,
@@ -89,7 +89,7 @@ def test_cached_segments_are_given_back_before_memory_runs_out() -> None:
     assert reserved_peak(held, capacity=69 * MIB) == 70 * MIB > 69 * MIB
     allocator = CachingAllocator(capacity=2 * MIB)
     allocator.allocate(SMALL)
-    with pytest.raises(OutOfMemory):
+    with pytest.raises(DeviceFull):
         allocator.allocate(SMALL + 1)
 
 
@@ -157,7 +157,7 @@ STEPS = st.lists(st.one_of(SIZES, st.integers(-20, -1)), max_size=25)
 @given(STEPS)
 def test_the_reserved_bytes_of_any_sequence_are_those_of_the_reference(steps: list[int]) -> None:
     model, reference = CachingAllocator(), Reference()
-    live: list[tuple[Block, int]] = []
+    live: list[tuple[MemoryBlock, int]] = []
     for step in steps:
         if step > 0:
             live.append((model.allocate(step), reference.allocate(step)))
@@ -171,7 +171,7 @@ def test_the_reserved_bytes_of_any_sequence_are_those_of_the_reference(steps: li
 @given(STEPS, st.booleans())
 def test_what_holds_for_any_sequence(steps: list[int], expandable: bool) -> None:
     model = CachingAllocator(expandable=expandable)
-    live: list[tuple[Block, int]] = []
+    live: list[tuple[MemoryBlock, int]] = []
     for step in steps:
         if step > 0:
             live.append((model.allocate(step), step))
