@@ -7,35 +7,29 @@ import json
 import math
 import os
 import platform
-import socket
 import statistics
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from launcher.config.schema import Device, Sync
+from launcher.config.schema import ClusterKind, Device, Sync
 from launcher.plan.forecast_cache import ContentCache
 from launcher.plan.gpus import CONTEXT_BYTES
 from launcher.plan.host import allowed_env, free_host_bytes, shares_gpus, visible_gpus
+from launcher.plan.measuring_processes import MODULE, environment_of, run_ranks
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import SHARDED
-from launcher.rundir.files import object_from_json, value_from_json
+from launcher.rundir.files import value_from_json
 
 SHORT, LONG = 2, 6  # micro-batches of the windows from which the time of any other follows
 FLOOR = 0.02  # least relative error: a run differs by so much from another one on the same machine
 MEASURE_S = 8.0  # seconds for all windows, without the start of the processes and the first steps
-HOST = "127.0.0.1"
-TIMEOUT_S, COMPILER_S = 150.0, 600.0  # seconds of a whole measurement; additionally with train.compile
 BUSY_SHARE = 0.1  # of this machine's cores: if others use more of them, a note says so
 PROCESS_BYTES = 500 * 10**6  # torch in a process without a model
 FULL_SHARE = 0.8  # of the free memory that the ranks may be predicted to need
-_MODULE = "launcher.train.inspection.step_measurement"
 # variables of the workers that change how fast they compute
 _SPEED_ENV = (
     "OMP_*", "MKL_*", "ONEDNN_*", "DNNL_*", "ATEN_*", "KMP_*", "GOMP_*", "OPENBLAS_*", "CUDA_*", "CUBLAS_*", "NVIDIA_*",
@@ -141,7 +135,12 @@ def seconds_of(durations: Iterable[float]) -> Seconds:
 
 
 def measure_work(
-    plan: RunPlan, policies: Sequence[Sync], *, ranks: int | None = None, only_known: bool = False
+    plan: RunPlan,
+    policies: Sequence[Sync],
+    *,
+    ranks: int | None = None,
+    only_known: bool = False,
+    budget_s: float = MEASURE_S,
 ) -> tuple[Work | None, str]:
     """Measure the work of ``plan`` on this machine, or return that of an equal earlier measurement.
 
@@ -178,7 +177,10 @@ def measure_work(
     work = Work.from_json(found["work"])
     # without collectives all policies are the same
     windows = {sync: work.windows.get(sync, work.windows[measured[0]]) for sync in policies}
-    return dataclasses.replace(work, windows=windows), ""
+    notes = work.notes
+    if plan.cluster.kind is ClusterKind.slurm:
+        notes += ("The time of a step was measured on this machine, and the nodes of the job may be of another kind.",)
+    return dataclasses.replace(work, windows=windows, notes=notes), ""
 
 
 def _not_at_hand(plan: RunPlan, ranks: int) -> str | None:
@@ -186,6 +188,8 @@ def _not_at_hand(plan: RunPlan, ranks: int) -> str | None:
     cluster = plan.cluster
     if cluster.gpu is not None:
         return f"the plan is for cluster.gpu={cluster.gpu}"
+    if cluster.kind is ClusterKind.elsewhere:
+        return "the hosts of cluster=elsewhere are not at hand"
     if not plan.task.target:
         return "the job has a training loop of its own"
     peaks = [forecast.peak_bytes for forecast in plan.strategy.forecasts if forecast.peak_bytes is not None]
@@ -242,7 +246,7 @@ def _key(plan: RunPlan, policies: Sequence[Sync], ranks: int) -> dict[str, Any]:
     # replicas on other hosts change nothing for a rank that is alone
     world = None if alone and plan.strategy.kind not in SHARDED else plan.batch.world_size
     return {
-        "module": _MODULE,
+        "module": MODULE,
         "policies": policies,
         "ranks": ranks,
         "alone": alone,
@@ -257,15 +261,10 @@ def _key(plan: RunPlan, policies: Sequence[Sync], ranks: int) -> dict[str, Any]:
             )
         },
         "cluster": {name: cluster[name] for name in ("device", "cwd", "import_from")},
-        "environment": allowed_env(_environment(plan), _SPEED_ENV),
+        "environment": allowed_env(environment_of(plan), _SPEED_ENV),
         "machine": [platform.machine(), _processor(), len(os.sched_getaffinity(0)), os.cpu_count(), _gpu_names(plan)],
         "strategy": strategy,
     } | {name: fields[name] for name in ("task", "precision", "optimizer", "schedule")}  # fmt: skip
-
-
-def _environment(plan: RunPlan) -> dict[str, str]:
-    """Return the environment of the job's workers."""
-    return plan.env.default | allowed_env(os.environ, plan.env.allow) | plan.env.set
 
 
 def _processor() -> str:
@@ -285,7 +284,7 @@ def _gpu_names(plan: RunPlan) -> str:
 
 def _run(plan: RunPlan, policies: Sequence[Sync], ranks: int, budget_s: float) -> dict[str, Any]:
     """Measure with one process for each rank. Return ``work`` as JSON, ``busy`` and ``depends_on``; or ``problem``."""
-    answers = _answers(plan, policies, ranks, budget_s)
+    answers = run_ranks(plan, policies, ranks, budget_s)
     if problems := [answer["problem"] for answer in answers if "problem" in answer]:
         return {"problem": problems[0]} | {name: answers[0].get(name) for name in ("depends_on",) if name in answers[0]}
     notes = _notes(answers)
@@ -323,74 +322,3 @@ def _notes(answers: Sequence[Mapping[str, Any]]) -> list[str]:
             "that of a busy machine."
         )
     return notes
-
-
-def _answers(plan: RunPlan, policies: Sequence[Sync], ranks: int, budget_s: float) -> list[dict[str, Any]]:
-    """Run the processes, and return the answer of each; of one that has failed, it is the only one.
-
-    They end when this process ends, however that happens, and leave no file.
-    """
-    alone = plan.cluster.nodes > 1
-    cwd = plan.cluster.cwd if Path(plan.cluster.cwd).is_dir() else None
-    processes: list[subprocess.Popen[str]] = []
-    with ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server((HOST, 0), backlog=max(128, ranks)))
-        files = [stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8")) for _ in range(ranks)]
-        stack.callback(_kill, processes)
-        port = listener.getsockname()[1]
-        for number, file in enumerate(files):
-            request = {
-                "plan": plan.to_json(), "policies": policies, "number": number, "ranks": ranks,
-                "collectives": not alone, "port": port, "listener": None if number else listener.fileno(),
-                "budget_s": budget_s,
-            }  # fmt: skip
-            of_rank = {
-                "RANK": 0 if alone else number, "WORLD_SIZE": plan.batch.world_size,
-                "LOCAL_RANK": number, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": HOST, "MASTER_PORT": port,
-                # the ranks meet in the store that process 0 serves
-                "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0,
-            }  # fmt: skip
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", _MODULE, f"/dev/fd/{file.fileno()}", str(os.getpid())],
-                env=_environment(plan) | {name: str(value) for name, value in of_rank.items()},
-                cwd=cwd,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                start_new_session=True,  # Ctrl-C reaches only this process, which kills the others
-                pass_fds=(file.fileno(), *(() if number else (listener.fileno(),))),
-            )
-            processes.append(process)
-            assert process.stdin is not None
-            with process.stdin as stdin:
-                stdin.write(json.dumps(request))
-        return _collect(processes, files, TIMEOUT_S + (COMPILER_S if plan.train.compile else 0.0))
-
-
-def _collect(
-    processes: Sequence[subprocess.Popen[str]], files: Sequence[IO[str]], limit_s: float
-) -> list[dict[str, Any]]:
-    """Wait for the answers of all processes, or for one that has failed."""
-    end, answers = time.monotonic() + limit_s, dict[int, dict[str, Any]]()
-    while len(answers) < len(processes):
-        for number, (process, file) in enumerate(zip(processes, files, strict=True)):
-            if number in answers or process.poll() is None:
-                continue
-            file.seek(0)
-            answer = object_from_json(file.read()) or {
-                "problem": f"a process that measured it ended with status {process.returncode}"
-            }
-            if "problem" in answer:
-                return [answer]
-            answers[number] = answer
-        if time.monotonic() > end:
-            return [{"problem": f"the measurement took more than {limit_s:.0f} s"}]
-        time.sleep(0.02)
-    return [answers[number] for number in range(len(processes))]
-
-
-def _kill(processes: Iterable[subprocess.Popen[str]]) -> None:
-    for process in processes:
-        process.kill()
-        process.wait()

@@ -12,9 +12,14 @@ from launcher.process import children
 
 class CpuUse:
     """CPU seconds since the construction: of this process and its loader processes, and of all processes on the cores
-    that it may use."""
+    that it may use.
 
-    def __init__(self) -> None:
+    Args:
+        stat: proc(5): the kernel's counters.
+    """
+
+    def __init__(self, stat: Path = Path("/proc/stat")) -> None:
+        self._stat = stat
         self._began, self._own_s, self._busy_s = time.perf_counter(), self._own(), self._busy()
 
     def since(self) -> dict[str, float]:
@@ -30,9 +35,9 @@ class CpuUse:
         return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
     def _busy(self) -> float:
-        """Return the seconds that the kernel counts as used or taken away by a hypervisor (proc(5): stat)."""
+        """Return the seconds that the kernel counts as used or taken away by a hypervisor."""
         ours, ticks = {f"cpu{number}" for number in os.sched_getaffinity(0)}, 0
-        for line in Path("/proc/stat").read_text().splitlines():
+        for line in self._stat.read_text().splitlines():
             name, *counts = line.split()
             if name in ours:
                 user, nice, system, _, _, irq, softirq, steal = map(int, counts[:8])

@@ -2,7 +2,7 @@
 
     python -m launcher.train.inspection.step_measurement ANSWER_FILE PARENT_PID < request as JSON
 
-``launcher.plan.work`` starts one process for each rank of a host. They train real windows of the task by the real
+``launcher.plan.measuring_processes`` starts one process for each rank of a host. They train real windows of the task by the real
 engine, in turns under each sync policy, and write how long each took. The ranks of one host run their real collectives.
 Of several hosts only one host's ranks run: each in a process group of the job's size in which it is alone, whose
 collectives give it its own data at once, so that it holds and computes what one rank of the job does. Nothing is saved.
@@ -19,7 +19,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -31,9 +31,9 @@ from torch.utils.data import Dataset, Subset
 from launcher.config.schema import Balance, ShortWindow, Sync
 from launcher.errors import DataError, LauncherError
 from launcher.loss import Loss
-from launcher.plan.batch import Batch, RampStage
+from launcher.plan.measuring_processes import HOST
 from launcher.plan.run_plan import RunPlan
-from launcher.plan.work import HOST, LONG, SHORT, seconds_of
+from launcher.plan.work import LONG, SHORT
 from launcher.process import die_with_parent, exit_without_teardown
 from launcher.rundir.files import value_from_json
 from launcher.task import first_samples, load_task, seed_everything, train_data
@@ -46,13 +46,13 @@ from launcher.train.inspection.cpu_use import CpuUse
 from launcher.train.inspection.dependencies import Dependencies
 from launcher.train.inspection.fake_model import problem_text
 from launcher.train.inspection.lone_rank import alone_in_group
+from launcher.train.inspection.measured_windows import Parts, PlannedWindow, Timings, WindowSizes
 from launcher.train.trainer import optimizer_of, schedule_of
 from launcher.train.training_loop import items_method_of, losses_of
 from launcher.train.world import World, device_of
 
 LIMIT_S = 60.0  # seconds for the fewest turns; a slower job is not measured
 FEWEST_TURNS, MOST_TURNS = 4, 40
-STABLE = 0.01  # relative error of all medians at which the turns end early
 SIZES, SIZES_OF_SLOW = (1, SHORT, LONG), (1, SHORT)  # micro-batches of the windows in a turn
 QUIETEST = (Sync.gather_once, Sync.boundary, Sync.replicas_at_boundary, Sync.every)  # by number of collectives
 MEETS_WITHIN = timedelta(minutes=10)
@@ -81,27 +81,6 @@ class Request:
     port: int
     listener: int | None
     budget_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class WindowSizes(Batch):
-    """Batch whose windows have sizes of their own. ``sizes``: samples of the first windows."""
-
-    sizes: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, batch: Batch, micro_batches: Sequence[int]) -> WindowSizes:
-        """Return the batch whose windows have this many micro-batches, as full ones as those of ``batch``."""
-        unit, share = batch.micro_size * batch.world_size, batch.global_size / batch.accumulation
-        sizes = tuple(max(round(share * number), unit * (number - 1) + 1) for number in micro_batches)
-        values = {each.name: getattr(batch, each.name) for each in dataclasses.fields(batch)}
-        ramp = tuple(RampStage(windows=1, global_size=size) for size in sizes)
-        return cls(
-            **values | {"global_size": max(sizes), "accumulation": max(micro_batches), "ramp": ramp}, sizes=sizes
-        )
-
-    def global_size_at(self, index: int) -> int:
-        return self.sizes[index] if index < len(self.sizes) else self.global_size
 
 
 class MeasuredEngine(Engine):
@@ -139,44 +118,6 @@ class Meeting:
         while self._number == 0 and left < self._ranks:
             time.sleep(0.01)
             left = self._store.add("left", 0)
-
-
-@dataclass
-class Timings:
-    """Seconds of everything that was measured, in the order in which it ran.
-
-    Attributes:
-        windows: whole windows, by policy and number of micro-batches.
-        forward, backward: of micro-batches that are neither the first nor the last of a window, under the policy that
-            has the fewest collectives.
-        optimizer, window: see ``Work``.
-    """
-
-    windows: dict[str, dict[int, list[float]]] = field(default_factory=dict[str, dict[int, list[float]]])
-    forward: list[float] = field(default_factory=list[float])
-    backward: list[float] = field(default_factory=list[float])
-    optimizer: list[float] = field(default_factory=list[float])
-    window: list[float] = field(default_factory=list[float])
-
-    @property
-    def stable(self) -> bool:
-        lists = [seconds for sizes in self.windows.values() for seconds in sizes.values()]
-        return bool(lists) and all(seconds_of(seconds).error <= STABLE for seconds in lists)
-
-
-@dataclass(frozen=True)
-class PlannedWindow:
-    """A window to be run.
-
-    Attributes:
-        counts: whether its time is recorded as a whole.
-        splits: whether the times of its parts are. On a GPU this takes longer, because the host waits between them.
-    """
-
-    sync: Sync
-    micro_batches: int
-    counts: bool = False
-    splits: bool = False
 
 
 class Measurement:
@@ -258,7 +199,7 @@ class Measurement:
         )
         data = Subset(_Listed(samples), [index % len(samples) for index in range(size)])
         micro_s = 0.0
-        for number, (_, result) in enumerate(self._windows(plan, data, windows)):
+        for number, result in enumerate(self._windows(plan, data, windows)):
             micro_s = self._meeting.agree(result.step_s / SHORT)
             if number and FEWEST_TURNS * self._turn_s(SIZES_OF_SLOW, micro_s) > LIMIT_S:
                 break
@@ -268,11 +209,7 @@ class Measurement:
         windows = [*turn] * MOST_TURNS
         plan, data = self._with_data(self._with_windows(windows))
         started = time.perf_counter()
-        for ran, (window, result) in enumerate(self._windows(plan, data, windows), 1):
-            full = result.samples * self._counted_ranks >= plan.batch.global_size_at(result.window)
-            if window.counts and full and not result.skipped:
-                of_policy = self._timings.windows.setdefault(window.sync.value, {})
-                of_policy.setdefault(window.micro_batches, []).append(result.step_s)
+        for ran, _ in enumerate(self._windows(plan, data, windows, records=True), 1):
             if ran % len(turn) == 0:
                 turns, passed_s = ran // len(turn), time.perf_counter() - started
                 late = passed_s * (turns + 1) / turns > self._budget_s
@@ -296,9 +233,9 @@ class Measurement:
         return dataclasses.replace(plan, task=dataclasses.replace(plan.task, samples=len(repeated))), repeated
 
     def _windows(
-        self, plan: RunPlan, data: Any, planned: Sequence[PlannedWindow]
-    ) -> Iterator[tuple[PlannedWindow, StepResult]]:
-        """Train ``planned`` windows, and yield each with its result."""
+        self, plan: RunPlan, data: Any, planned: Sequence[PlannedWindow], *, records: bool = False
+    ) -> Iterator[StepResult]:
+        """Train ``planned`` windows, and yield the result of each. ``records``: record their times."""
         engine, task = self._engine, self._task
         engine.restart(plan)
 
@@ -311,29 +248,30 @@ class Measurement:
                 if (window := next(windows, None)) is None:
                     return
                 engine.set_policy(each.sync)
-                yield each, self._train(each, window, loss)
+                result, parts = self._train(each, window, loss)
+                full = result.samples * self._counted_ranks >= plan.batch.global_size_at(result.window)
+                if records and full and not result.skipped:
+                    self._timings.add(each, result.step_s, parts)
+                yield result
                 engine.context.take_scalars()
 
-    def _train(self, planned: PlannedWindow, window: Iterator[Any], loss: Callable[..., list[Loss]]) -> StepResult:
-        engine, timings, splits = self._engine, self._timings, planned.splits
-        forward: list[float] = []
-        backward: list[float] = []
+    def _train(
+        self, planned: PlannedWindow, window: Iterator[Any], loss: Callable[..., list[Loss]]
+    ) -> tuple[StepResult, Parts]:
+        engine, splits, parts = self._engine, planned.splits, Parts()
         for batch in window:
             began = self._clock(splits)
             losses = loss(engine.model, batch)
             ran = self._clock(splits)
             engine.backward(losses)
-            backward.append(self._clock(splits) - ran)
-            forward.append(ran - began)
+            parts.backward.append(self._clock(splits) - ran)
+            parts.forward.append(ran - began)
         waited_s, began = engine.parallel.meter.waited_s, self._clock(splits)
         result = engine.step()
-        optimizer_s = self._clock(splits) - began
-        if splits and not result.skipped:
-            timings.window.append(max(0.0, result.step_s - sum(forward) - sum(backward) - optimizer_s))
-            timings.optimizer.append(max(0.0, optimizer_s - (engine.parallel.meter.waited_s - waited_s)))
-            timings.forward += forward[1:]
-            timings.backward += backward[:-1]
-        return result
+        step_s = self._clock(splits) - began
+        parts.window = max(0.0, result.step_s - sum(parts.forward) - sum(parts.backward) - step_s)
+        parts.optimizer = max(0.0, step_s - (engine.parallel.meter.waited_s - waited_s))
+        return result, parts
 
     def _clock(self, splits: bool) -> float:
         if splits and self._cuda:
