@@ -72,6 +72,13 @@ def worked(windows: dict[int, Seconds], *, collectives: bool = True) -> Work:
     )  # fmt: skip
 
 
+def test_a_larger_window_does_not_take_less_time() -> None:
+    noisy = worked({1: Seconds(value=0.5, error=0.1), SHORT: Seconds(value=0.45, error=0.1)})
+    found = noisy.of_window(Sync.every, 16)
+    assert found is not None
+    assert found.value == 0.45
+
+
 def test_work_as_json() -> None:
     found = worked({1: Seconds(value=0.5, error=0.1), SHORT: Seconds(value=0.75, error=0.1)})
     assert Work.from_json(json.loads(json.dumps(dataclasses.asdict(found)))) == found
@@ -179,7 +186,7 @@ def test_ranks_measure_each_policy_and_the_result_is_kept(tmp_path: Path, monkey
     assert found is not None, why
     assert found.collectives
     assert found.policies.keys() == set(policies)
-    assert all(found.of_window(sync, 16).value > found.of_window(sync, 1).value / 10 for sync in policies)  # pyright: ignore
+    assert all(seconds.value > 0 for sizes in found.windows.values() for seconds in sizes.values())
     assert min(found.forward.value, found.backward.value, found.optimizer.value) > 0
     assert found.notes == ()
 

@@ -2,10 +2,11 @@
 
     python -m launcher.train.inspection.step_measurement ANSWER_FILE PARENT_PID < request as JSON
 
-``launcher.plan.measuring_processes`` starts one process for each rank of a host. They train real windows of the task by the real
-engine, in turns under each sync policy, and write how long each took. The ranks of one host run their real collectives.
-Of several hosts only one host's ranks run: each in a process group of the job's size in which it is alone, whose
-collectives give it its own data at once, so that it holds and computes what one rank of the job does. Nothing is saved.
+``launcher.plan.measuring_processes`` starts one process for each rank of a host. They train real windows of the task by
+the real engine, in turns under each sync policy, and write how long each took. The ranks of one host run their real
+collectives. Of several hosts only one host's ranks run: each in a process group of the job's size in which it is alone,
+whose collectives give it its own data at once, so that it holds and computes what one rank of the job does. Nothing is
+saved.
 """
 
 from __future__ import annotations
