@@ -31,6 +31,7 @@ from launcher.plan.placement import solve_script
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.validation import check
 from launcher.report import live, run_list, tables
+from launcher.report.summary_table import summary_table
 from launcher.rundir.paths import SweepPaths
 from launcher.runs import control
 from launcher.runs.status import Run
@@ -131,9 +132,9 @@ def _run_here(plan: LaunchPlan, peers: Peers, console: Console) -> int:
     elif not first:
         _plain(console)(f"Run {plan.run.name}: {verdict.summary['verdict']}")
     elif isinstance(plan, RunPlan):
-        console.print("", tables.summary_table(plan.on(verdict.plan.cluster.nodes), verdict.summary))
+        console.print("", summary_table(plan.on(verdict.plan.cluster.nodes), verdict.summary))
     elif (recorded := RunPlan.of_record(plan.paths)) is not None:
-        console.print("", tables.summary_table(recorded, verdict.summary))
+        console.print("", summary_table(recorded, verdict.summary))
     local.report_outcome(verdict.plan, verdict.summary)
     return verdict.status
 

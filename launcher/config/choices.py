@@ -90,6 +90,12 @@ class OnNonfinite(StrEnum):
     skip = "skip"
 
 
+class Predict(StrEnum):
+    auto = "auto"
+    always = "always"
+    never = "never"
+
+
 class OptimizerKind(StrEnum):
     adamw = "adamw"
     sgd = "sgd"

@@ -27,6 +27,7 @@ from launcher.config.choices import (
     OptimizerKind,
     Parameters,
     PrecisionKind,
+    Predict,
     Recompute,
     ScheduleKind,
     ShortWindow,
@@ -291,6 +292,10 @@ class TrainConfig:
     any failure. Must exceed the start, any micro-batch, any batch of an evaluation and any checkpoint. null: never."""
     straggler_share: float | None = 0.1
     """Report the slowest rank once it lengthens a step by this share of it; null: never."""
+    predict: Predict = Predict.auto
+    """Prediction of a step's time, memory and bytes, to which the run's summary compares what was measured. auto:
+    `launch plan` makes one, and a start uses one that was made before; always: a start makes one, too, which takes up
+    to a minute the first time; never: neither does more than the choice of the sync policy needs."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from launcher.config.schema import (
     Config,
     Device,
     PrecisionKind,
+    Predict,
     RunConfig,
     StrategyKind,
     Sync,
@@ -115,7 +116,8 @@ def _plan_strategy(config: Config, once: Once, *, starts: bool, weighs: bool = F
     task = once(describe_task, InspectionRequest.of(config, site.cwd, initial), starts=starts)
     if not starts:
         task = _with_a_window(task, unknown.batch.global_size, notes)
-    plan = with_sync_policy(dataclasses.replace(solve(config, site, task, run), initial=initial), config, weighs=weighs)
+    solved = dataclasses.replace(solve(config, site, task, run), initial=initial)
+    plan = with_predictions(solved, config, starts=starts, weighs=weighs)
     return plan.with_notes([*notes, *emulation_notes(plan, once)])
 
 
@@ -209,23 +211,29 @@ def _format_support(kind: PrecisionKind, device: Device, *, measure: bool = Fals
     return answer.get("native", quick), answer.get("slowdown")
 
 
-def with_sync_policy(plan: RunPlan, config: Config, *, weighs: bool = False) -> RunPlan:
-    """Return ``plan`` with the sync policy that fits into memory, if the user left the choice to the launcher.
+def with_predictions(plan: RunPlan, config: Config, *, starts: bool = True, weighs: bool = False) -> RunPlan:
+    """Return ``plan`` with a prediction of its windows (``train.predict``), and with the sync policy that fits into
+    memory, if the user left the choice to the launcher.
 
-    A plan for a GPU that the user names has the memory of each policy, whatever the strategy. If parts of the model are
-    frozen, the payload of each policy depends on where gradients flow, so windows are run.
+    If parts of the model are frozen, the payload of each policy depends on where gradients flow, so windows are run in
+    any case.
 
     Args:
+        starts: whether the job is about to start: a prediction that the plan does not depend on must not delay it, so
+            only an earlier one is used, unless train.predict=always.
         weighs: whether the plan is to have the memory of each policy in any case.
     """
-    sharded = plan.strategy.kind in SHARDED
+    sharded, predict = plan.strategy.kind in SHARDED, config.train.predict
     choose = sharded and config.strategy.sync is Sync.auto
-    # the memory of a named GPU is compared under every strategy; the factors of PowerSGD are not predicted
-    named = config.cluster.gpu is not None and config.strategy.compress is not Compress.powersgd
-    weighs = weighs and config.strategy.compress is not Compress.powersgd
-    if not (choose or named or weighs or (sharded and plan.task.frozen_parameters)):
+    predictable = config.strategy.compress is not Compress.powersgd  # the size of its factors is not
+    named = config.cluster.gpu is not None  # the plan is about its memory
+    required = choose or ((named or weighs) and predictable) or (sharded and plan.task.frozen_parameters > 0)
+    measures = predict is Predict.always or (predict is Predict.auto and not starts)
+    if not required and (predict is Predict.never or not predictable):
         return plan
-    most, *fewer = (weigh_memory(world, choose=choose) for world in plan.worlds())
+    if not required:  # for fewer hosts it would take as long again
+        return weigh_memory(plan, choose=False, measures=measures, recall=not measures)
+    most, *fewer = (weigh_memory(world, choose=choose, measures=measures) for world in plan.worlds())
     return most.with_fewer(fewer)
 
 

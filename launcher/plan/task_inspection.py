@@ -158,15 +158,18 @@ def run_probe(module: str, question: str) -> dict[str, Any] | None:
     return json.loads(text) if text else None
 
 
-def remembered_probe(module: str, question: str, key: Mapping[str, Any]) -> dict[str, Any] | None:
+def remembered_probe(
+    module: str, question: str, key: Mapping[str, Any], *, recall: bool = False
+) -> dict[str, Any] | None:
     """Return the answer of an earlier ``run_probe`` with an equal ``key`` if nothing that it depends on has changed;
     otherwise that of a new one. An answer with an error or a problem is not kept.
 
     Args:
         key: the parts of ``question`` that the answer depends on.
+        recall: return None instead of that of a new one.
     """
     cache, key = ContentCache(), {"module": module, **key}
-    if (known := cache.get(key)) is not None:
+    if (known := cache.get(key)) is not None or recall:
         return known
     since = time.time()
     answer = run_probe(module, question)
@@ -177,7 +180,7 @@ def remembered_probe(module: str, question: str, key: Mapping[str, Any]) -> dict
     return answer
 
 
-def weigh_memory(plan: RunPlan, *, choose: bool) -> RunPlan:
+def weigh_memory(plan: RunPlan, *, choose: bool, measures: bool = False, recall: bool = False) -> RunPlan:
     """Return ``plan`` with each policy's traffic and memory, measured on windows of the real task.
 
     A separate process runs them on tensors without memory, which takes some seconds. If it fails, the plan keeps the
@@ -185,14 +188,19 @@ def weigh_memory(plan: RunPlan, *, choose: bool) -> RunPlan:
 
     Args:
         choose: whether to switch to the policy that sends the fewest bytes among those that fit.
+        measures: whether the work of a step may be measured on this machine; otherwise only an earlier measurement is
+            used.
+        recall: whether only an earlier trace is used; without one, the plan is returned as it is.
 
     Raises:
         TaskError: the job would fail at its first step.
     """
+    del measures  # no part of a step is measured yet
     module = "launcher.train.inspection.memory_forecast"
-    answer: dict[str, Any] = remembered_probe(module, plan.to_json(), _traced_parts(plan)) or {
-        "problem": "the process that measured it ended early"
-    }
+    answer = remembered_probe(module, plan.to_json(), _traced_parts(plan), recall=recall)
+    if answer is None and recall:
+        return plan
+    answer = answer or {"problem": "the process that measured it ended early"}
     if "error" in answer:
         raise TaskError(f"task._target_={plan.task.target}: {answer['error']}")
     forecasts = [_with_time(value_from_json(Forecast, fields), plan) for fields in answer.get("forecasts", ())]

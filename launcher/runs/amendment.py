@@ -12,7 +12,7 @@ from importlib import metadata
 from launcher.config.hydra import amended, recompose
 from launcher.config.schema import BatchConfig, Config, PrecisionKind, ScheduleKind, StrategyKind
 from launcher.errors import ConfigError, UserError
-from launcher.launch.planner import emulation_notes, require_secrets, site_of, with_sync_policy
+from launcher.launch.planner import emulation_notes, require_secrets, site_of, with_predictions
 from launcher.plan import windows
 from launcher.plan.batch import Batch
 from launcher.plan.gpus import require_at_hand
@@ -171,7 +171,7 @@ def _solved(
             return windows.changed_at(old.batch, batch, at.windows if at else 0)
         return dataclasses.replace(batch, ramp=old.batch.ramp)
 
-    return with_sync_policy(solve(config, site, task, run, rebatch=continued_ramp), config, weighs=weighs)
+    return with_predictions(solve(config, site, task, run, rebatch=continued_ramp), config, weighs=weighs)
 
 
 def _without_effect(config: Config, old: RunPlan, task: TaskPlan, touched: set[str]) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from launcher.config.multirun import cell_label, override_key
 from launcher.errors import ConfigError, SiteError, UserError
+from launcher.plan.forecast import PREDICTIONS
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir.files import read_json, value_from_json, write_json
 from launcher.rundir.paths import RunPaths, SweepPaths
@@ -159,17 +160,11 @@ _OF_CLUSTER = (
 )  # fmt: skip
 _NOT_OF_PART = {
     "cluster": _OF_CLUSTER,
-    "train": ("hang_timeout", "straggler_share"),
+    "train": ("hang_timeout", "straggler_share", "predict"),
     "precision": ("reason",),
     "optimizer": ("reference_batch",),  # the optimizer's values, which follow from it, are there
     "task": ("flops_per_sample",),
-    "strategy": (
-        "kind_reason",
-        "sync_reason",
-        "forecasts",
-        "memory_bytes",
-        "rehearses",
-    ),  # predictions, which may differ each time
+    "strategy": PREDICTIONS,  # they may differ each time
 }
 _QUEUEING = (
     "job-name", "time", "account", "qos", "dependency", "mem", "requeue", "comment", "mail-type", "mail-user",

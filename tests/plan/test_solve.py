@@ -302,6 +302,7 @@ LATER_KEYS: dict[str, dict[str, Any]] = {
         "shuffle": True,
         "patience": None,
         "data_shards": 1,
+        "predict": "never",
     },
     "checkpoint": {
         "async_save": False,

@@ -313,7 +313,7 @@ class Engine(EngineProgress):
         smaller = self.plan.batch.shrunk()
         if smaller is None or not self._current.abandoned_for(error, self._totals):
             return False
-        self.plan = dataclasses.replace(self.plan, batch=smaller)
+        self.plan = self.plan.with_micro_batches(smaller)
         self._optimizer_step.change_accumulation(smaller.accumulation)
         self._calibration.result = None  # it was of larger micro-batches
         self._again = True
