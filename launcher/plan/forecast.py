@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from launcher.config.schema import Sync
 from launcher.plan.step_time import StepTime
 
-# fields of StrategyPlan that say why a strategy and a policy were chosen, or what they are expected to need: they do not
-# affect what a step does
+# fields of StrategyPlan that say why a strategy and a policy were chosen, or what they are expected to need, and do
+# not affect what a step does
 PREDICTIONS = (
     "kind_reason", "sync_reason", "rehearses", "forecasts", "memory_bytes", "payload_bytes", "payload_bytes_every",
     "wire_bytes", "wire_bytes_every",

@@ -34,7 +34,7 @@ class ContentCache:
     """
 
     def __init__(self, directory: Path | None = None) -> None:
-        self._directory = directory or _user_directory()
+        self._directory = directory or user_cache()
 
     def get(self, key: Mapping[str, Any]) -> Any | None:
         """Return the value that was stored for an equal key; None if there is none, or if it is stale or damaged."""
@@ -121,7 +121,8 @@ def versions() -> str:
     return _digest("\n".join(found))
 
 
-def _user_directory() -> Path:
+def user_cache() -> Path:
+    """Return the launcher's directory for what may be deleted at any time."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not Path(base).is_absolute():  # the XDG Base Directory Specification ignores relative paths
         base = Path(os.environ.get("HOME", "/nonexistent")) / ".cache"

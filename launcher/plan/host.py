@@ -317,6 +317,24 @@ def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 
 
 @cache
+def device_model(device: Device, proc: Path = Path("/proc")) -> str:
+    """Return the model of this machine's GPUs, or of its processors and their number; empty if it is unknown."""
+    if device is Device.cuda:
+        files, name = sorted((proc / "driver" / "nvidia" / "gpus").glob("*/information")), "Model"
+    else:
+        files, name = [proc / "cpuinfo"], "model name"
+    for file in files:
+        try:
+            text = file.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+        if (found := re.search(rf"^{name}\s*:\s*(.*)$", text, re.MULTILINE)) is not None:
+            cores = "" if device is Device.cuda else f", {len(os.sched_getaffinity(0))} cores"
+            return found[1].strip() + cores
+    return ""
+
+
+@cache
 def _gpus_compute_bf16() -> bool | None:
     """Return whether compute capability is at least 8.0 (torch's rule); None if GPUs differ or cannot be queried."""
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]

@@ -18,6 +18,7 @@ class StepTime:
         exposed_s: the part of them that computation does not hide.
         source: "measured" (on this machine's device) or "roofline" (from the table of GPUs).
         correction: factor from past runs that ``step_s``, ``low_s`` and ``high_s`` contain already.
+        past_runs: number of these runs.
     """
 
     step_s: float
@@ -30,3 +31,4 @@ class StepTime:
     exposed_s: float
     source: str
     correction: float = 1.0
+    past_runs: int = 0

@@ -22,6 +22,7 @@ from launcher.plan.host import free_host_bytes, visible_gpus
 from launcher.plan.initial_weights import InitialWeights
 from launcher.plan.memory_limit import full_notes
 from launcher.plan.optimizer_plan import parameter_groups
+from launcher.plan.past_runs import PastRuns
 from launcher.plan.run_plan import Forecast, RunPlan, TaskPlan
 from launcher.plan.strategy import with_forecasts, with_memory
 from launcher.plan.sync_policy import SHARDED
@@ -204,6 +205,9 @@ def weigh_memory(plan: RunPlan, *, choose: bool, measures: bool = False, recall:
     if "error" in answer:
         raise TaskError(f"task._target_={plan.task.target}: {answer['error']}")
     forecasts = [_with_time(value_from_json(Forecast, fields), plan) for fields in answer.get("forecasts", ())]
+    if any(forecast.step is not None for forecast in forecasts):
+        past = PastRuns.load()
+        forecasts, plan = past.corrected(plan, forecasts), plan.with_notes(past.notes)
     problem, memory = answer.get("problem"), _rank_memory(plan, answer.get("device_bytes"))
     note = ""
     if problem:

@@ -16,6 +16,7 @@ from launcher.config.schema import OnOom
 from launcher.errors import RecordFailed, TaskError
 from launcher.heartbeat import HEARTBEAT, Phase, Wait
 from launcher.loss import Loss, as_losses
+from launcher.plan.past_runs import store_run
 from launcher.plan.prediction import predicted_metrics
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir.fencing import Fence
@@ -165,7 +166,10 @@ class TrainingLoop:
         """Write summary.json. ``verdict``: done or stopped."""
         if self.engine.world.rank == 0:
             self.fence.check()
-            write_json(self.plan.paths.summary, self.totals.summary(verdict))
+            summary = self.totals.summary(verdict)
+            write_json(self.plan.paths.summary, summary)
+            if "predicted/step_s" in summary and self.totals.seconds:
+                store_run(self.engine.plan, summary["time/step_s"], len(self.totals.seconds))
 
     def finish_step(self, result: StepResult) -> None:
         """Save, evaluate and record what is due. The save comes first: an error in the evaluation must not lose the
