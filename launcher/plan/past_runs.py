@@ -44,10 +44,10 @@ _REQUIRED = ("machine", "source")
 _IF_DIFFERENT = {"task": 0.3, "strategy": 0.5, "sync": 0.7, "precision": 0.3, "compile": 0.3, "several_hosts": 0.3}
 _PER_DOUBLING = {"hosts": 0.8, "workers": 0.7, "parameters": 0.8, "micro_size": 0.9, "accumulation": 0.9}
 
-Job = Mapping[str, Any]
+Features = Mapping[str, Any]
 
 
-def job_of(plan: RunPlan, source: str) -> Job:
+def job_of(plan: RunPlan, source: str) -> Features:
     """Return the properties of a job by which it is compared with others, as JSON.
 
     Args:
@@ -80,7 +80,7 @@ def job_of(plan: RunPlan, source: str) -> Job:
     }
 
 
-def likeness(job: Job, other: Job) -> float:
+def likeness(job: Features, other: Features) -> float:
     """Return the weight of a run of the job ``other`` in the correction of ``job``: 1 for equal ones, 0 for others."""
     if any(job[name] != other[name] for name in _REQUIRED):
         return 0.0
@@ -95,7 +95,7 @@ class PastRun:
     """Step of a run, in seconds. ``predicted_s``: without a correction. ``id``: of the run."""
 
     id: str
-    job: Job
+    job: Features
     predicted_s: float
     measured_s: float
 
