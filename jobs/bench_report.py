@@ -3,7 +3,8 @@
     python jobs/bench_report.py [--runs 200] [--steps 10000] [--keep DIR]     # writes 3 GB, to a temporary directory
     python jobs/bench_report.py --runs 5000 --steps 30
 
-`report` runs twice: what the first one reads, the second one finds in a cache. The runs are synthetic: accumulation × workers × seeds, with as many lines as real ones, of the same length.
+`report` runs twice: what the first one reads, the second one finds in a cache. The runs are synthetic: accumulation ×
+workers × seeds, with as many lines as real ones, of the same length.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def make(directory: Path, name: str, steps: int, accumulation: int, workers: int
     task = TaskPlan(target="a.Task", params={}, samples=10**9, parameters=1, gradient_bytes=4, unit_parameters=1)
     run = RunInfo(name=name, id=name, dir=str(directory / name), created="2026-01-01T00:00:00+00:00", version="0")
     plan = solve(config, Site(gpus=0, cores=2, cwd=str(directory)), task, run)
-    sections = [yaml.dump({key: section}) for key, section in json.loads(json.dumps(dataclasses.asdict(config))).items()]
+    sections = [
+        yaml.dump({key: section}) for key, section in json.loads(json.dumps(dataclasses.asdict(config))).items()
+    ]
     local.create(plan, "".join(sections))
     step_s, sent, rest = (0.3 + 0.01 * accumulation) / workers**0.9, 8e6 * (workers > 1), json.dumps(REST)[1:]
     fixed = {f"batch/{key}": size for key, size in dataclasses.asdict(plan.batch).items()} | {

@@ -28,6 +28,7 @@ from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import solve
 from launcher.report.compare import Entry, RunComparison, side_by_side
 from launcher.report.live import Silence
+from launcher.report.measurement_cache import read_cached
 from launcher.report.measurements import read_all
 from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths, SweepPaths
@@ -200,7 +201,7 @@ def compare_runs(asked: Sequence[RunPaths | SweepPaths], *, title: str, loss: fl
                 )
             )
     places = list(dict.fromkeys(entry.dir for entry in entries if entry.dir is not None))
-    return side_by_side(title, entries, read_all(places), loss)
+    return side_by_side(title, entries, read_cached(places, read_all), loss)
 
 
 def write_page(compared: RunComparison, place: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import faulthandler
+import gc
 import math
 import os
 import re
@@ -227,6 +228,21 @@ def signal_handler(numbers: Iterable[int], handler: Callable[[int, FrameType | N
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
+
+
+@contextmanager
+def no_collection() -> Generator[None]:
+    """Context without garbage collection, for commands that make millions of objects and few cycles.
+
+    The collector would go through all of them again and again.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def wait_until(condition: Callable[[], T], within_s: float = math.inf, every_s: float = 0.1) -> T:

@@ -20,6 +20,7 @@ from launcher.errors import EXIT_DONE, UserError
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.tracker_plan import MLFLOW_STORE
+from launcher.process import no_collection
 from launcher.quantities import bytes_text, count, first_names
 from launcher.report import live, run_list
 from launcher.report.tables import near
@@ -46,6 +47,7 @@ def _parser(verb: str, does: str, *, run: bool = True) -> Parser:
     return parser
 
 
+@no_collection()
 def launch_runs(arguments: list[str]) -> int:
     parser = _parser("runs", "List all runs with their states, or the cells of a sweep.", run=False)
     parser.add_argument("sweep", metavar="SWEEP", nargs="?", help="a sweep's name, directory, or a prefix of one")
@@ -246,6 +248,7 @@ def launch_export(arguments: list[str]) -> int:
     return EXIT_DONE
 
 
+@no_collection()
 def launch_report(arguments: list[str]) -> int:
     from launcher.api import compare_runs, write_page
     from launcher.report import comparison_tables

@@ -136,8 +136,8 @@ def page_headings(comparison: RunComparison) -> list[tuple[str, str]]:
     return [("run", ""), ("state", ""), *figures]
 
 
-def page_line(comparison: RunComparison, row: Row) -> dict[str, Any]:
-    """Return a row of the page's table: each cell's text and sort key, links to trackers, and remarks on the run."""
+def page_line(row: Row) -> dict[str, Any]:
+    """Return a row of the page's table but for its figures: links to trackers, and remarks on the run."""
     entry = row.entry
     remarks = [
         entry.detail,
@@ -145,12 +145,16 @@ def page_line(comparison: RunComparison, row: Row) -> dict[str, Any]:
         row.data.problem,
         "the same run as an earlier row" if row.same_as else "",
     ]
-    cells = [(column.text(row) or "–", column.sort_key(row)) for column in columns_of(comparison)]
     links = [] if entry.dir is None else [
         (name, where) for name, where, _ in tracker_lines(RunPaths(entry.dir)) if where.startswith(("http://", "https://"))
     ]  # fmt: skip
     remark = "; ".join(filter(None, remarks))
-    return {"label": entry.label, "state": entry.state, "links": links, "remarks": remark, "cells": cells}
+    return {"label": entry.label, "state": entry.state, "links": links, "remarks": remark}
+
+
+def page_cells(comparison: RunComparison, row: Row) -> list[tuple[str, str]]:
+    """Return the text and the sort key of each figure of a row of the page's table."""
+    return [(column.text(row) or "–", column.sort_key(row)) for column in columns_of(comparison)]
 
 
 def _records(comparison: RunComparison) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ import os
 import re
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -63,6 +63,10 @@ class Point(NamedTuple):
     loss: float | None
 
 
+# the fields of points, one list each; none of a curve without points
+Columns = list[list[float | None]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunData:
     """Data of one run.
@@ -70,7 +74,7 @@ class RunData:
     Attributes:
         figures: by the names in ``FIGURES``; None: unknown or not measured. Medians are over full windows.
         settings: flattened config.yaml, with solved values in place of those left open.
-        curves: training loss, smoothed and held-out loss.
+        curves: training loss, smoothed and held-out loss, thinned and rounded as they are drawn.
         metrics: last values of the metrics of the task's own loss, and the best evaluation, by name.
         minima: points at which the smoothed loss was lower than ever before.
         problem: why there are no settings or no measurements.
@@ -82,7 +86,7 @@ class RunData:
 
     figures: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(FIGURES))
     settings: dict[str, str] = field(default_factory=dict[str, str])
-    curves: dict[str, list[Point]] = field(default_factory=dict[str, list[Point]])
+    curves: dict[str, Columns] = field(default_factory=dict[str, Columns])
     minima: list[Point] = field(default_factory=list[Point])
     metrics: dict[str, float | None] = field(default_factory=dict[str, "float | None"])
     problem: str = ""
@@ -247,8 +251,8 @@ class _Record:
         if "comm/step_s" in record or "comm/exposed_s" in record:
             self.calibration |= record
         self.last = record
-        best = {name: record[name] for name in ("best/step", "best/value") if name in record}
-        self.metrics |= task_metrics(record) | best
+        self.metrics |= task_metrics(record)
+        self.metrics |= {name: record[name] for name in ("best/step", "best/value") if name in record}
         self.without_clock |= without_clock
 
 
@@ -274,9 +278,9 @@ def _measured(metrics: Path, planned: dict[str, Any], settings: dict[str, str]) 
         figures=planned | _figures(record, planned["batch/global_size"], smoothed, minima),
         settings=settings,
         curves={
-            "training loss": thinned(record.points),
-            "smoothed": thinned(smoothed, SMOOTH_POINTS),
-            "held-out loss": thinned(record.held_out),
+            "training loss": _columns(thinned(record.points)),
+            "smoothed": _columns(thinned(smoothed, SMOOTH_POINTS)),
+            "held-out loss": _columns(thinned(record.held_out)),
         },
         minima=minima,
         metrics=record.metrics,
@@ -331,6 +335,15 @@ def _smoothed(points: Sequence[Point]) -> list[Point]:
             latest.append(loss)
         smoothed.append(Point(step, samples, seconds, sum(latest) / len(latest) if latest else None))
     return smoothed
+
+
+def _columns(points: Iterable[Point]) -> Columns:
+    return [rounded(column) for column in zip(*points, strict=True)]
+
+
+def rounded(values: Iterable[float | None]) -> list[float | None]:
+    """Round to six digits: more are invisible in a plot, and would enlarge the page."""
+    return [None if value is None else float(f"{value:.6g}") for value in values]
 
 
 def thinned(points: list[Point], limit: int = POINTS) -> list[Point]:

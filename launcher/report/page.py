@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,10 +11,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from launcher.errors import UserError
 from launcher.quantities import NO_INTERVAL, count, first_names
 from launcher.report.compare import Row, RunComparison, TaskGroup, natural_sort_key
-from launcher.report.comparison_tables import DEFINITIONS, page_headings, page_line
+from launcher.report.comparison_tables import DEFINITIONS, page_cells, page_headings, page_line
 from launcher.report.plots import Plot, plots
 from launcher.rundir.files import write_text
 
@@ -48,7 +51,7 @@ def page(comparison: RunComparison, now: datetime) -> str:
         constant=_constant(comparison),
         sections=sections,
         columns=page_headings(comparison),
-        table=[page_line(comparison, row) for row in comparison.rows],
+        table=[page_line(row) | {"cells": _cells(comparison, row)} for row in comparison.rows],
         notes=comparison.notes,
         definitions=DEFINITIONS,
     )
@@ -64,7 +67,6 @@ def render(template: str, drawn: Sequence[Plot], **values: Any) -> str:
     """
     import jinja2
     import orjson
-    from markupsafe import Markup
     from plotly.offline import get_plotlyjs  # pyright: ignore[reportMissingTypeStubs]
 
     environment = jinja2.Environment(
@@ -105,6 +107,14 @@ def save_page(text: str, place: Path) -> None:
         raise UserError(
             f"{place}: cannot be written: {error.strerror}.\n  Choose another file: --html FILE."
         ) from error
+
+
+def _cells(comparison: RunComparison, row: Row) -> Markup:
+    """Return the HTML of a row's figures. The template would take most of the page's time for those of many rows."""
+    cells = page_cells(comparison, row)
+    escaped = html.escape("\0".join(text for cell in cells for text in cell)).split("\0")
+    pairs = zip(escaped[::2], escaped[1::2], strict=True)
+    return Markup("".join(f'<td class="number" data-value="{value}">{text}</td>' for text, value in pairs))
 
 
 def _varied(comparison: RunComparison) -> list[tuple[str, str]]:

@@ -223,6 +223,8 @@ def _destination(plan: RunPlan, tracker: Tracker) -> str:
 
 def tracker_lines(paths: RunPaths) -> Iterator[tuple[str, str, str]]:
     """Yield name, place and problem of each of the run's trackers with a status; empty texts for what is unknown."""
+    if not any(paths.tracker_status(tracker).exists() for tracker in Tracker):
+        return  # the plan need not be read
     for tracker in recorded_trackers(paths):
         if status := read_json(paths.tracker_status(tracker)):
             closed = tracker is Tracker.prometheus and paths.summary.exists()  # the endpoint, at the end of the run

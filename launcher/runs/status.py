@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -289,11 +290,12 @@ _OWN_METRICS = {"eval/loss", *(f"train/{name}" for name in RESERVED_NAMES)}
 def task_metrics(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metrics in a record or a summary that the task's loss and its terms have, and those of further
     evaluation sets."""
-    return {
-        name: value
-        for name, value in record.items()
-        if name.startswith(("train/", "eval/")) and name not in _OWN_METRICS
-    }
+    return {name: record[name] for name in _metric_names(tuple(record))}
+
+
+@lru_cache(1000)  # most records of a run have the same names
+def _metric_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if name.startswith(("train/", "eval/")) and name not in _OWN_METRICS)
 
 
 def metrics_text(metrics: Mapping[str, float | None]) -> str:
