@@ -38,7 +38,8 @@ KINDS = (Collective.all_reduce, Collective.all_gather, Collective.reduce_scatter
 # payload sizes in bytes: each is _FACTOR times the last one, as long as the next is expected to fit into _MEASURE_S,
 # which each kind has in each shape of groups
 _SMALLEST, _LARGEST, _FACTOR = 1024, 64 * 2**20, 4
-_REPETITIONS = 5
+# each size is repeated so often, and beyond the least number for so many seconds
+_LEAST_TIMES, _MOST_TIMES, _REPEAT_S = 5, 20, 0.1
 _MEASURE_S = 3.0
 _RENDEZVOUS_S = 30
 _WITHIN_S = 180
@@ -203,7 +204,8 @@ def _collective(kind: Collective, group: dist.ProcessGroup, device: torch.device
 
 
 def _times(collective: Callable[[Tensor], None], ranks: int, device: torch.device) -> Iterator[tuple[int, float]]:
-    """Yield payload sizes and the median seconds of the collective on the slowest rank."""
+    """Yield payload sizes and the seconds of the collective on the slowest rank: the lower quartile of several times,
+    because another process that has the machine for a moment only adds to some of them."""
     import torch
     import torch.distributed as dist
 
@@ -211,10 +213,12 @@ def _times(collective: Callable[[Tensor], None], ranks: int, device: torch.devic
     while size <= _LARGEST:
         payload = torch.zeros(-(-size // 4 // ranks) * ranks, device=device)  # a sum of zeros never overflows
         _seconds(collective, payload)  # the first call opens the connections
-        times = sorted(_seconds(collective, payload) for _ in range(_REPETITIONS))
-        median = times[len(times) // 2]
-        yield payload.nbytes, median
-        expected = median * _FACTOR * (_REPETITIONS + 1)
+        times: list[float] = []  # equal on all ranks, which therefore repeat equally often
+        while len(times) < _LEAST_TIMES or (len(times) < _MOST_TIMES and sum(times) < _REPEAT_S):
+            times.append(_seconds(collective, payload))
+        quartile = sorted(times)[len(times) // 4]
+        yield payload.nbytes, quartile
+        expected = quartile * _FACTOR * (_LEAST_TIMES + 1)
         left = torch.tensor([_MEASURE_S - (time.monotonic() - started) - expected])
         dist.all_reduce(left, dist.ReduceOp.MIN)  # all ranks continue, or none
         if left.item() < 0:
