@@ -184,6 +184,10 @@ class Engine(EngineProgress):
                 if self._feed is feed:
                     self._current.close_batches()
                 feed.close()
+                self._windows_ended()
+
+    def _windows_ended(self) -> None:
+        """Called when the loop over the windows ends, also early."""
 
     def _micro_batches(self, window: Window) -> Generator[Any, None, None]:
         """Yield the window's batches; the loop runs forward and ``backward`` of each before it requests the next."""
