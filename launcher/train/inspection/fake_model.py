@@ -146,8 +146,8 @@ class Replica(Parallel):
     """Stand-in for DDP, whose buckets need tensors with values. Each parameter has a bucket of its own: their sum is
     the same.
 
-    DDP lays its buckets out again after the first synchronised backward pass, one after the other. The largest one then
-    exists twice for a moment.
+    DDP lays its buckets out again after the first synchronised backward pass, one after the other. Within a window the
+    largest one then exists twice for a moment; between windows gradients are zero and need not move.
 
     Args:
         whole: the whole model, from which the size of DDP's largest bucket follows.
@@ -166,10 +166,12 @@ class Replica(Parallel):
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._reduce)
 
-    def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:  # noqa: ARG002
+    def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:
         self._reduces = reduces(sync, last=last)
         if self._reduced and self._lays_out:
             self._lays_out = False
+            if first:
+                return nullcontext()
             torch.empty(self._largest, dtype=torch.uint8, device=self._parameters[0].device)
         return nullcontext()
 

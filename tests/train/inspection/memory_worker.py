@@ -34,7 +34,7 @@ def peak(plan: RunPlan, sync: Sync) -> int:
         task.model,
         FromModel(lambda m: build_optimizer(m, plan.optimizer, plan.cluster.device)),
         plan,
-        shard_units=task.shard_units,
+        shard_units=getattr(task, "shard_units", None),
     )
     tracker = MemTracker()
     tracker.track_external(engine.parallel.module, engine.optimizer)

@@ -93,14 +93,14 @@ JOBS = {
     "name", ["micro", *(pytest.param(name, marks=pytest.mark.nightly) for name in JOBS if name != "micro")]
 )
 def test_a_job_that_follows_the_advice_fits(name: str, launch: Launch) -> None:
-    job = ("cluster.workers_per_node=8", "task.seq_len=512", "batch.global_size=null", *JOBS[name].split())
+    job = ("cluster.workers_per_node=8", "task.seq_len=512", "batch.accumulation=1", *JOBS[name].split())
 
     def plan_of(*more: str) -> tuple[RunPlan, str]:
         words = [word for word in job if word.split("=")[0] not in {setting.split("=")[0] for setting in more}]
         plan = RunPlan.from_json(launch("plan", "--json", *words, *more).stdout)
         return plan, " ".join(note for note in plan.notes if "predicted to need" in note)
 
-    plan, note = plan_of("batch.accumulation=1")
+    plan, note = plan_of()
     assert "does not fit" in note
     found = re.search(r"It fits with (.+)\.$", note)
     assert (found is None) == (name == "none")
