@@ -63,7 +63,7 @@ def probe(request: InspectionRequest) -> dict[str, Any]:
         require_fit(model, request.initial)
     return {
         "target": request.target,
-        "params": request.params,
+        "params": request.params | (fixed() if (fixed := getattr(task, "fixed_arguments", None)) is not None else {}),
         **_sizes(model, task, shards=request.shards),
         "in_eval_mode": in_eval_mode(model),
         "eval_sets": tuple(held_out),
