@@ -27,7 +27,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("llama"), "llama")
 
 
-def task(model: Path, data: Path, **settings: Any) -> Any:
+def task(model: Path | str, data: Path, **settings: Any) -> Any:
     from launcher.tasks.hf_causal_lm import HfCausalLM
 
     return HfCausalLM(str(model), str(data), **({"held_out": 0.0, "seq_len": 64} | settings))
