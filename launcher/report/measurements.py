@@ -24,6 +24,8 @@ from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths
 from launcher.runs.status import task_metrics
 
+# the latest prediction of the windows that the run's figures are of
+PREDICTED = ("predicted/step_s", "predicted/step_low_s", "predicted/step_high_s", "predicted/wire_bytes")
 # Names of a run's figures, in the order of `--csv` and `--json`. scaling/* and loss/* need other runs
 # (launcher/report/compare.py); the first line's are decided before the start; the others are measured.
 FIGURES = (
@@ -31,7 +33,7 @@ FIGURES = (
     "batch/accumulation", "step", "steps",
 
     "progress/samples", "own_windows", "time/total_s", "time/step_s", "time/data_s", "time/compute_s",
-    "comm/exposed_s", "throughput/samples_per_s",
+    "comm/exposed_s", "throughput/samples_per_s", *PREDICTED,
     "scaling/efficiency", "scaling/baseline_world_size",
     "comm/wire_bytes", "comm/wire_bytes_every", "comm/saved_fraction",
     "comm/speedup", "comm/speedup_low", "comm/speedup_high",
@@ -48,6 +50,8 @@ SMOOTH_POINTS = 150
 _NO_SETTINGS = (
     "run.", "trackers", "wandb.", "tensorboard.", "mlflow.", "trackio.", "prometheus.", "sweep.", "hydra.",
 )  # fmt: skip
+# after an out-of-memory error the micro-batch may change within an attempt, and the prediction does not
+_PREDICTED_FOR = ("batch/micro_size", "batch/world_size")
 # below this many bytes of records, starting processes takes longer than reading; a run's other files take as long as
 # 5 kB of them
 _ALONE_BYTES, _CONFIG_BYTES = 30_000_000, 5_000
@@ -208,7 +212,9 @@ class _Record:
     Attributes:
         full_windows: step seconds, data seconds, wire bytes, and wire bytes of sync=every of each full window of the
             largest global batch.
+        global_size: the largest global batch so far.
         calibration: latest record with results of the calibration.
+        prediction: latest record with a prediction of windows like the last one.
     """
 
     def __init__(self) -> None:
@@ -218,9 +224,10 @@ class _Record:
         self.last: dict[str, Any] = {}
         self.metrics: dict[str, Any] = {}
         self.calibration: dict[str, Any] = {}
+        self.prediction: dict[str, Any] = {}
         self.damaged_lines = self.resumed_after = 0
         self.without_clock = False
-        self._global_size = 0.0
+        self.global_size = 0.0
 
     def add(self, record: dict[str, Any]) -> None:
         """Add a line. Its fields are looked up before anything changes, so that an invalid line adds nothing."""
@@ -237,19 +244,23 @@ class _Record:
         )  # fmt: skip
         global_size, window_samples = float(record["batch/global_size"]), float(record["batch/samples"])
         if (resumed_after := int(record.get("progress/measured_since", 0))) != self.resumed_after:
-            self.resumed_after, self._global_size = resumed_after, 0.0
+            self.resumed_after, self.global_size = resumed_after, 0.0
             self.full_windows.clear()
-            self.calibration = {}
-        if global_size > self._global_size:  # the ramp has reached its next stage
-            self._global_size = global_size
+            self.calibration, self.prediction = {}, {}
+        if global_size > self.global_size:  # the ramp has reached its next stage
+            self.global_size = global_size
             self.full_windows.clear()
-        if window_samples == self._global_size:
+        if window_samples == self.global_size:
             self.full_windows.append(window)
         self.points.append(point)
         if held_out is not None:
             self.held_out.append(point._replace(loss=held_out))
         if "comm/step_s" in record or "comm/exposed_s" in record:
             self.calibration |= record
+        if any(name in record for name in PREDICTED):
+            self.prediction = record
+        elif any(record.get(name) != self.prediction.get(name) for name in _PREDICTED_FOR):
+            self.prediction = {}
         self.last = record
         self.metrics |= task_metrics(record)
         self.metrics |= {name: record[name] for name in ("best/step", "best/value") if name in record}
@@ -311,6 +322,7 @@ def _figures(record: _Record, global_size: int, smoothed: list[Point], minima: l
         "time/compute_s": compute_s if compute_s is not None and compute_s >= 0 else None,
         "comm/exposed_s": exposed_s,
         "throughput/samples_per_s": global_size / step_s if step_s else None,
+        **{name: record.prediction.get(name) if record.global_size == global_size else None for name in PREDICTED},
         "comm/wire_bytes": wire_bytes,
         "comm/wire_bytes_every": wire_bytes_every,
         "comm/saved_fraction": 1 - wire_bytes / wire_bytes_every
