@@ -54,7 +54,7 @@ def require_on_hub(
         ) from None
 
 
-def commit_of(name: str, revision: str | None) -> str | None:
+def cached_commit(name: str, revision: str | None) -> str | None:
     """Return the commit of the configuration that was read last for a name on the hub; None if it is not cached."""
     from huggingface_hub import try_to_load_from_cache
 

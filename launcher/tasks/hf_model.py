@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from launcher.errors import TaskError, did_you_mean
 from launcher.quantities import first_names
 from launcher.tasks.hf_data import Encode, read_examples, split_examples, tokenized
-from launcher.tasks.hf_hub import commit_of, first_line, require_on_hub
+from launcher.tasks.hf_hub import cached_commit, first_line, require_on_hub
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,7 +55,7 @@ class HfTask(ABC):
         self.notes: list[str] = []  # which the plan shows
         self._config: Any = None if model is None else _load_config(model, revision)
         # the commit that a name on the hub stands for now; None for a directory or a file
-        self._revision: str | None = None if model is None or Path(model).exists() else commit_of(model, revision)
+        self._revision: str | None = None if model is None or Path(model).exists() else cached_commit(model, revision)
         longest = None if model is None else getattr(self._config.get_text_config(), "max_position_embeddings", None)
         longest = longest if isinstance(longest, int) and longest > 0 else None
         self._seq_len: int = min(DEFAULT_LENGTH, longest or DEFAULT_LENGTH) if seq_len is None else seq_len
