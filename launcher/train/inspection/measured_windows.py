@@ -21,7 +21,10 @@ class WindowSizes(Batch):
 
     @classmethod
     def of(cls, batch: Batch, micro_batches: Sequence[int]) -> WindowSizes:
-        """Return the batch whose windows have this many micro-batches, as full ones as those of ``batch``."""
+        """Return the batch whose windows have this many micro-batches, as full ones as those of ``batch``.
+
+        Its ``accumulation``, by which samples are read ahead, is 1: they soon arrive as steadily as they are used.
+        """
         unit, share = batch.micro_size * batch.world_size, batch.global_size / batch.accumulation
         sizes = tuple(max(round(share * number), unit * (number - 1) + 1) for number in micro_batches)
         values = {each.name: getattr(batch, each.name) for each in dataclasses.fields(batch)}

@@ -53,8 +53,12 @@ from launcher.train.training_loop import items_method_of, losses_of
 from launcher.train.world import World, device_of
 
 LIMIT_S = 60.0  # seconds for the fewest turns; a slower job is not measured
-FEWEST_TURNS, MOST_TURNS = 4, 40
+FEWEST_TURNS, TURNS, MOST_TURNS = 4, 8, 20  # TURNS: for which the time should suffice
 SIZES, SIZES_OF_SLOW = (1, SHORT, LONG), (1, SHORT)  # micro-batches of the windows in a turn
+# Windows of one size under one policy follow each other, and the first of them are not counted: what other windows have
+# left behind differs (gradients that are zero or None, gathered parameters, samples that were read ahead).
+NOT_COUNTED = {1: 3, SHORT: 2, LONG: 1}
+MOST_COUNTED = 20
 QUIETEST = (Sync.gather_once, Sync.boundary, Sync.replicas_at_boundary, Sync.every)  # by number of collectives
 MEETS_WITHIN = timedelta(minutes=10)
 STEPS = 10**6  # of the run that is measured, which never ends
@@ -154,32 +158,29 @@ class Measurement:
     def run(self) -> dict[str, Any]:
         """Return the answer of this rank."""
         micro_s = self._warm_up()
-        fast = FEWEST_TURNS * self._turn_s(SIZES, micro_s) <= self._budget_s
-        sizes = SIZES if fast else SIZES_OF_SLOW
-        if (needed_s := FEWEST_TURNS * self._turn_s(sizes, micro_s)) > LIMIT_S:
+        turn = self._turn(SIZES)
+        if FEWEST_TURNS * _micro_batches(turn) * micro_s > self._budget_s:
+            turn = self._turn(SIZES_OF_SLOW)
+        elif (counted := self._budget_s / (TURNS * _micro_batches(turn) * micro_s)) > 1:
+            turn = self._turn(SIZES, counted=min(MOST_COUNTED, round(counted)))
+        if (needed_s := FEWEST_TURNS * _micro_batches(turn) * micro_s) > LIMIT_S:
             reason = f"a micro-batch takes {micro_s:.2g} s, so a measurement would take {needed_s:,.0f} s"
             return {"problem": f"{reason}; the limit is {LIMIT_S:.0f} s"}
         cpu = CpuUse()
-        self._measure(self._turn(sizes))
+        self._measure(turn)
         if not self._timings.optimizer:
             return {"problem": "no window of the training data was full and had its optimizer step"}
         return {"timings": dataclasses.asdict(self._timings)} | cpu.since()
 
-    def _turn_s(self, sizes: Sequence[int], micro_s: float) -> float:
-        return sum(window.micro_batches for window in self._turn(sizes)) * micro_s
-
-    def _turn(self, sizes: Sequence[int]) -> list[PlannedWindow]:
-        """Return the windows of one turn. Under a policy, windows of one size follow each other, and the first of them
-        is not counted: what another policy has left behind (gradients that are zero or None, gathered parameters)
-        differs."""
+    def _turn(self, sizes: Sequence[int], counted: int = 1) -> list[PlannedWindow]:
+        """Return the windows of one turn, with ``counted`` ones of each size under each policy that count."""
         turn: list[PlannedWindow] = []
         for sync in self._policies:
             for size in sizes:
-                turn += [PlannedWindow(sync, size)] * (size != LONG)  # it follows one of the same kind
                 splits = size == sizes[-1] and sync is self._quiet
-                turn.append(PlannedWindow(sync, size, counts=True, splits=splits and not self._cuda))
-                if splits and self._cuda:
-                    turn.append(PlannedWindow(sync, size, splits=True))
+                turn += [PlannedWindow(sync, size)] * NOT_COUNTED[size]
+                turn += [PlannedWindow(sync, size, counts=True, splits=splits and not self._cuda)] * counted
+                turn += [PlannedWindow(sync, size, splits=True)] * (splits and self._cuda)
         return turn
 
     def _warm_up(self) -> float:
@@ -202,7 +203,7 @@ class Measurement:
         micro_s = 0.0
         for number, result in enumerate(self._windows(plan, data, windows)):
             micro_s = self._meeting.agree(result.step_s / SHORT)
-            if number and FEWEST_TURNS * self._turn_s(SIZES_OF_SLOW, micro_s) > LIMIT_S:
+            if number and FEWEST_TURNS * _micro_batches(self._turn(SIZES_OF_SLOW)) * micro_s > LIMIT_S:
                 break
         return micro_s
 
@@ -278,6 +279,10 @@ class Measurement:
         if splits and self._cuda:
             torch.cuda.synchronize()
         return time.perf_counter()
+
+
+def _micro_batches(windows: Sequence[PlannedWindow]) -> int:
+    return sum(window.micro_batches for window in windows)
 
 
 def _without_ends(plan: RunPlan) -> RunPlan:

@@ -55,8 +55,8 @@ def measurement(plan: RunPlan, *policies: Sync, budget_s: float = 1e4) -> Measur
 
 @pytest.fixture(autouse=True)
 def _few_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FEWEST_TURNS", "MOST_TURNS"):
-        monkeypatch.setattr(step_measurement, name, 2)
+    for name, value in {"FEWEST_TURNS": 2, "MOST_TURNS": 2, "MOST_COUNTED": 1}.items():
+        monkeypatch.setattr(step_measurement, name, value)
 
 
 @pytest.mark.usefixtures("alone")
