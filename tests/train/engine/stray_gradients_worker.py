@@ -1,4 +1,4 @@
-"""A loop that runs backward passes of its own before the first micro-batch of a window; run by torchrun.
+"""A loop that runs backward passes of its own before, between and in windows; run by torchrun.
 
 argv: overrides. Rank 0 prints how far the parameters are from those of plain torch on one big batch.
 """
@@ -41,12 +41,18 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
     expected = reference(copy.deepcopy(model))
     engine = Engine(model, lambda parameters: torch.optim.SGD(parameters, 0.1), plan)
-    for window in engine.windows(DATA):
-        for _ in range(2):  # such as a sanity check, or a loss of another model
+
+    def stray() -> None:  # such as a warm-up, a sanity check, or a loss of another model
+        for _ in range(2):
             (1e3 * engine.model(torch.ones(3, 5)).square().sum()).backward()
+
+    stray()
+    for window in engine.windows(DATA):
+        stray()
         for batch in window:
             engine.backward(engine.model(batch).square().sum(), len(batch))
         engine.step()
+        stray()
     parameters = [p.detach() for p in engine.model.parameters()]
     if plan.strategy.kind is StrategyKind.fsdp:
         parameters = [p.full_tensor() for p in parameters]  # pyright: ignore[reportAttributeAccessIssue]
