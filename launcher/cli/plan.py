@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import sys
 from collections.abc import Callable, Generator, Sequence
@@ -18,6 +19,7 @@ from launcher.launch.planner import Once, plan_job, task_stem
 from launcher.launch.slurm import submit
 from launcher.plan.batch import DEFAULT_GLOBAL_SIZE
 from launcher.plan.ranking import Candidate, Ranking, rank
+from launcher.plan.run_forecast import RunForecast
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import count
 from launcher.report import live, ranking_table, tables
@@ -78,7 +80,9 @@ def launch_plan(arguments: list[str]) -> int:
 
 def _show(solved: RunPlan, *, as_json: bool) -> int:
     if as_json:
-        print(solved.to_json())
+        forecast = RunForecast.of(solved)
+        fields = dataclasses.asdict(solved) | {"prediction": None if forecast is None else dataclasses.asdict(forecast)}
+        print(json.dumps(fields, indent=2))
     else:
         live.console().print(tables.plan_table(solved))
         if solved.cluster.slurm is not None:

@@ -19,6 +19,9 @@ class StepTime:
         source: "measured" (on this machine's device) or "roofline" (from the table of GPUs).
         correction: factor from past runs that ``step_s``, ``low_s`` and ``high_s`` contain already.
         past_runs: number of these runs.
+        items: items of the loss in the window, on all ranks; None if unknown.
+        flops: model FLOPs of the window, forward and backward, on all ranks; None if unknown.
+        peak_flops: FLOP/s of all ranks' devices in the job's precision; None if unknown.
     """
 
     step_s: float
@@ -32,3 +35,11 @@ class StepTime:
     source: str
     correction: float = 1.0
     past_runs: int = 0
+    items: float | None = None
+    flops: float | None = None
+    peak_flops: float | None = None
+
+    @property
+    def mfu(self) -> float | None:
+        """Return the utilisation of the devices by the model."""
+        return None if self.flops is None or self.peak_flops is None else self.flops / self.step_s / self.peak_flops

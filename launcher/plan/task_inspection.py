@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self, cast
@@ -20,12 +20,15 @@ from launcher.plan.forecast_cache import ContentCache
 from launcher.plan.gpus import OVERHEAD_BYTES, find_gpu
 from launcher.plan.host import free_host_bytes, visible_gpus
 from launcher.plan.initial_weights import InitialWeights
+from launcher.plan.links import links_of
 from launcher.plan.memory_limit import full_notes
 from launcher.plan.optimizer_plan import parameter_groups
 from launcher.plan.past_runs import PastRuns
 from launcher.plan.run_plan import Forecast, RunPlan, TaskPlan
+from launcher.plan.step_forecast import Trace, with_steps
 from launcher.plan.strategy import with_forecasts, with_memory
 from launcher.plan.sync_policy import SHARDED
+from launcher.plan.work import measure_work
 from launcher.rundir.files import value_from_json
 from launcher.task import load_task
 
@@ -196,7 +199,6 @@ def weigh_memory(plan: RunPlan, *, choose: bool, measures: bool = False, recall:
     Raises:
         TaskError: the job would fail at its first step.
     """
-    del measures  # no part of a step is measured yet
     module = "launcher.train.inspection.memory_forecast"
     answer = remembered_probe(module, plan.to_json(), _traced_parts(plan), recall=recall)
     if answer is None and recall:
@@ -205,6 +207,7 @@ def weigh_memory(plan: RunPlan, *, choose: bool, measures: bool = False, recall:
     if "error" in answer:
         raise TaskError(f"task._target_={plan.task.target}: {answer['error']}")
     forecasts = [_with_time(value_from_json(Forecast, fields), plan) for fields in answer.get("forecasts", ())]
+    forecasts, time_notes = _with_steps(plan, forecasts or plan.strategy.forecasts, answer.get("trace"), measures)
     if any(forecast.step is not None for forecast in forecasts):
         past = PastRuns.load()
         forecasts, plan = past.corrected(plan, forecasts), plan.with_notes(past.notes)
@@ -218,6 +221,7 @@ def weigh_memory(plan: RunPlan, *, choose: bool, measures: bool = False, recall:
         note = "No GPU is visible here, so it is unknown which policies fit into its memory."
     if note:
         plan = plan.with_notes([note])
+    plan = plan.with_notes(time_notes)
     if not forecasts:
         return plan
     if choose and not problem and memory is not None:
@@ -228,13 +232,38 @@ def weigh_memory(plan: RunPlan, *, choose: bool, measures: bool = False, recall:
     return plan.with_notes(full_notes(plan, answer.get("remedy")))
 
 
+def _with_steps(
+    plan: RunPlan, forecasts: Sequence[Forecast], fields: Mapping[str, Any] | None, measures: bool
+) -> tuple[list[Forecast], list[str]]:
+    """Return the forecasts with the time of a step, and what the user should know about it.
+
+    Args:
+        fields: of the trace; None if there is none.
+        measures: whether the work of a step may be measured on this machine, and a note says why there is no time.
+    """
+    trace, links = None if fields is None else Trace.from_json(fields), links_of(plan)
+    work, reason = measure_work(plan, [each.sync for each in forecasts], only_known=not measures)
+    timed = with_steps(plan, forecasts, trace, links, work)
+    notes = [] if work is None else list(work.notes)
+    if not measures or any(each.step is not None for each in timed):
+        return timed, notes
+    if work is None and plan.cluster.gpu is None:
+        why = f"{reason.rstrip('.')}. cluster.gpu=NAME predicts it for a GPU"
+    elif trace is None or not trace.spans:
+        why = "the task cannot be traced"
+    else:
+        why = "the links between the ranks are unknown. Set cluster.link_gbit"
+    return timed, [*notes, f"The time of a step is not predicted: {why}."]
+
+
 def _traced_parts(plan: RunPlan) -> dict[str, Any]:
     """Return the parts of ``plan`` that its traces depend on."""
     fields = dataclasses.asdict(plan)
     kept = {name: fields[name] for name in ("task", "batch", "strategy", "precision", "optimizer")}
     for name in ("sync", "sync_reason", "rehearses", "forecasts", "memory_bytes"):  # each policy is traced
         del kept["strategy"][name]
-    kept["seed"], cluster = plan.train.seed, fields["cluster"]
+    kept["train"] = {name: fields["train"][name] for name in ("seed", "compile", "clip_norm")}
+    cluster = fields["cluster"]
     kept["cluster"] = {name: cluster[name] for name in ("device", "gpu", "nodes", "workers_per_node", "import_from")}
     if plan.cluster.device is Device.cuda:  # a trace on a GPU differs from one without
         kept["host"] = os.uname().nodename, visible_gpus(os.environ), os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -27,14 +27,14 @@ from launcher.config.schema import (
 from launcher.errors import NoGoodCheckpoint, Superseded, UserError, WrongCheckpoint, class_named
 from launcher.plan.callback_plan import name_of
 from launcher.plan.data_shards import data_shards_text
-from launcher.plan.forecast import Forecast
 from launcher.plan.host import without_credentials
 from launcher.plan.optimizer_plan import MATCH, TARGET
 from launcher.plan.resumable import shown
 from launcher.plan.run_plan import OptimizerPlan, PrecisionPlan, RunPlan, StrategyPlan
 from launcher.plan.tracker_plan import TRACKER_KINDS, mlflow_uri, recorded_trackers
 from launcher.process import CRASH_MARK
-from launcher.quantities import bytes_text, count
+from launcher.quantities import count
+from launcher.report.forecast_tables import forecast_lines
 from launcher.rundir.files import last_lines, read_json
 from launcher.rundir.paths import RunPaths
 
@@ -80,14 +80,8 @@ def plan_table(plan: RunPlan) -> Table:
     add("strategy", _strategy(strategy))
     if plan.callbacks:
         add("callbacks", ", ".join(map(name_of, plan.callbacks)))
-    if any(forecast.peak_bytes is not None or forecast.wire_s is not None for forecast in strategy.forecasts):
-        for number, forecast in enumerate(strategy.forecasts):
-            add("" if number else "policies", _forecast(forecast))
-        if strategy.memory_bytes is not None:
-            add("", f"{bytes_text(strategy.memory_bytes)} are available to each rank")
-    if strategy.wire_bytes is not None and strategy.wire_bytes_every is not None:
-        every = f"{bytes_text(strategy.wire_bytes_every)} with sync=every"
-        add("wire a step", f"{bytes_text(strategy.wire_bytes)} a rank predicted; {every}")
+    for name, text in forecast_lines(plan):
+        add(name, text)
     if (best := _best(plan)) is not None:
         add("best", best)
     add("files", near(plan.run.dir))
@@ -166,14 +160,6 @@ def _strategy(strategy: StrategyPlan) -> str:
     if strategy.cpu_offload:
         parts.append("parameters in host memory")
     return f"{', '.join(parts)}, sync {strategy.sync.value}: {strategy.sync_reason}"
-
-
-def _forecast(forecast: Forecast) -> str:
-    time_s = "" if forecast.wire_s is None else f" ({forecast.wire_s:,.3g} s of the link)"
-    known, reserved = forecast.peak_bytes, forecast.reserved_bytes
-    more = "" if reserved is None else f" ({bytes_text(reserved)} reserved)"
-    memory = "memory not known" if known is None else f"{bytes_text(known)} of memory at most{more}"
-    return f"{forecast.sync.value}: {bytes_text(forecast.wire_bytes)} on the wire a step{time_s}, {memory}"
 
 
 def _task(plan: RunPlan) -> str:

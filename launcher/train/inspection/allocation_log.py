@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,14 +29,18 @@ class AllocationLog(TorchDispatchMode):
 
     Args:
         rounding: bytes of which an allocation has a multiple.
+        ran: is called with each operator, its arguments and its result.
 
     Attributes:
         events: bytes of each allocation (positive) and each free (negative), in order.
         operators: number of operators that ran.
     """
 
-    def __init__(self, device: torch.device, rounding: int = 1) -> None:
+    def __init__(
+        self, device: torch.device, rounding: int = 1, ran: Callable[[Any, Any, Any, Any], None] | None = None
+    ) -> None:
         super().__init__()
+        self._ran = ran
         self._rounding = rounding
         self._type = device.type
         self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
@@ -96,4 +101,6 @@ class AllocationLog(TorchDispatchMode):
         if not self._paused:
             self.operators += 1
             self.add(result)
+            if self._ran is not None:
+                self._ran(func, args, kwargs or {}, result)
         return result

@@ -11,14 +11,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import itertools
 import json
 import logging
 import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -35,8 +34,11 @@ from torch.utils._pytree import tree_map
 from launcher.config.schema import Device, Recompute, Sync
 from launcher.errors import LauncherError
 from launcher.loss import as_losses, loss_of_batch
-from launcher.plan.gpus import ALLOCATION_BYTES, find_gpu
+from launcher.plan.gpus import ALLOCATION_BYTES, BY_DEVICE_NAME, find_gpu
+from launcher.plan.replay import Mark
+from launcher.plan.roofline import Roofline
 from launcher.plan.run_plan import Forecast, RunPlan
+from launcher.plan.step_forecast import Trace
 from launcher.plan.sync_policy import POLICIES, SHARDED, Collective, Layout, transfers_per_window
 from launcher.process import die_with_parent
 from launcher.task import Task, first_batch, load_task, train_data
@@ -66,6 +68,7 @@ from launcher.train.inspection.repeated_blocks import (
     block_runs,
     extrapolate,
 )
+from launcher.train.inspection.timeline import Recorder, Stretch, extended, spans
 from launcher.train.measure.flops import time_limit
 from launcher.train.parallel import ddp
 from launcher.train.parallel.base import Parallel, ShardUnits
@@ -84,9 +87,16 @@ def forecasts(plan: RunPlan) -> tuple[list[Forecast], str | None]:
     ``peak_bytes`` is that of the device that the model computes on. Communication is counted in the windows that ran;
     if the task cannot run without values, it follows from the sharded model and the policy table.
     """
+    found, problem, _ = forecasts_and_trace(plan)
+    return found, problem
+
+
+def forecasts_and_trace(plan: RunPlan) -> tuple[list[Forecast], str | None, Trace]:
+    """Return what ``forecasts`` does, and the timeline of each policy whose memory is predicted."""
     with tracing(plan) as tracer:
         results = [tracer.forecast(sync) for sync in POLICIES[plan.strategy.kind]]
-    return [forecast for forecast, _ in results], next((reason for _, reason in results if reason), None)
+        trace = tracer.trace()
+    return [forecast for forecast, _ in results], next((reason for _, reason in results if reason), None), trace
 
 
 @contextmanager
@@ -124,10 +134,15 @@ class Tracer:
     Attributes:
         operators: number of operators that the traces have run.
         irregular: why the whole model was traced although it has repeated blocks; None if it was not.
+        timelines: timeline of each policy whose window ran.
+        items: items of the loss in a micro-batch; None if unknown.
     """
 
     def __init__(self, plan: RunPlan, task: Task, batch: Any, device: torch.device, *, shorten: bool) -> None:
         self._task, self._batch, self._device = task, batch, device
+        self._fuses = plan.train.compile
+        self.timelines: dict[Sync, Sequence[Stretch]] = {}
+        self.items: float | None = None
         self._plan = dataclasses.replace(plan, train=dataclasses.replace(plan.train, compile=False))
         self.operators = 0
         self.irregular: Exception | None = None
@@ -150,6 +165,24 @@ class Tracer:
                 names = {module: name for name, module in self._whole.named_modules()}
                 units = find_units(self._whole, None if shard_units is None else shard_units(self._whole))
                 self._units = [names[unit] for unit in units]
+
+    def trace(self) -> Trace:
+        """Return the timelines with the seconds of the plan's GPU; without one in the table, only their proportions
+        have a meaning."""
+        plan, own = self._plan, getattr(self._task, "flops_per_sample", None)
+        if plan.cluster.gpu is not None:
+            gpu = find_gpu(plan.cluster.gpu)
+        else:
+            name = torch.cuda.get_device_name() if self._device.type == "cuda" else ""
+            gpu = BY_DEVICE_NAME.get(name.removeprefix("NVIDIA "))
+        roofline = Roofline.unknown() if gpu is None else Roofline.of(gpu, tf32=plan.precision.tf32)
+        return Trace(
+            spans={sync: spans(timeline, roofline) for sync, timeline in self.timelines.items()},
+            on_gpu=gpu is not None,
+            peak_flops=None if gpu is None else gpu.flops(plan.precision.kind, tf32=plan.precision.tf32),
+            items_per_sample=None if self.items is None else self.items / plan.batch.micro_size,
+            flops_per_sample=plan.task.flops_per_sample if own is None else own(),
+        )
 
     def _fake_model(self, fake: FakeTensorMode) -> nn.Module:
         return model_without_memory(self._plan, self._task, fake, self._device)
@@ -211,6 +244,8 @@ class Tracer:
 
     def _of(self, sync: Sync, trace: BlockTrace, *, known: bool = True) -> Forecast:
         strategy, payload = self._plan.strategy, trace.payload
+        if known and trace.timeline:
+            self.timelines[sync] = trace.timeline
         replicas = self._plan.batch.world_size // strategy.shard_size
         layout = Layout(shard_size=strategy.shard_size, replicas=replicas, unit_bytes=0, root_bytes=0, gradient_bytes=0)
         return Forecast(
@@ -237,6 +272,8 @@ class Tracer:
                 most = dict.fromkeys(least, self._least + CHECK_BLOCKS)
                 longest = None if self._regular else self._shortened(plan, most)
                 trace = extrapolate(least, shortest, longer, longest)
+                timeline = extended(least, shortest.timeline, {run: each.timeline for run, each in longer.items()})
+                trace = dataclasses.replace(trace, timeline=timeline)
             except IrregularModel:
                 if self._least == SHORTEST_BLOCKS[-1]:
                     raise
@@ -246,29 +283,36 @@ class Tracer:
                 return trace
 
     def _shortened(self, plan: RunPlan, real: dict[BlockRun, int]) -> BlockTrace:
-        fake, log = FakeTensorMode(allow_non_fake_inputs=True), self._log()
+        fake, recorder = FakeTensorMode(allow_non_fake_inputs=True), Recorder(fuses=self._fuses)
+        log = self._log(recorder)
         short = StandIns(self._whole, fake, self._device, real, log)
-        trace, error = self._trace(plan, short.model, fake, log, lambda _: short.named(self._units))
+        trace, error = self._trace(plan, short.model, fake, log, recorder, lambda _: short.named(self._units))
         if error is not None:
             raise error
         short.check()
         return trace
 
-    def _log(self) -> AllocationLog:
+    def _log(self, recorder: Recorder) -> AllocationLog:
         on_gpu = self._plan.cluster.device is Device.cuda
-        return AllocationLog(self._device, ALLOCATION_BYTES if on_gpu else 1)
+        return AllocationLog(self._device, ALLOCATION_BYTES if on_gpu else 1, recorder.ran)
 
     def _whole_trace(self, plan: RunPlan) -> tuple[BlockTrace, str | None]:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         model = self._fake_model(fake)
-        log, shard_units = self._log(), getattr(self._task, "shard_units", None)
-        trace, error = self._trace(plan, model, fake, log, shard_units)
+        recorder, shard_units = Recorder(fuses=self._fuses), getattr(self._task, "shard_units", None)
+        trace, error = self._trace(plan, model, fake, self._log(recorder), recorder, shard_units)
         if isinstance(error, LauncherError):  # the same error would occur in the job
             raise error
         return trace, None if error is None else problem_text(error)
 
     def _trace(
-        self, plan: RunPlan, model: nn.Module, fake: FakeTensorMode, log: AllocationLog, shard_units: ShardUnits | None
+        self,
+        plan: RunPlan,
+        model: nn.Module,
+        fake: FakeTensorMode,
+        log: AllocationLog,
+        recorder: Recorder,
+        shard_units: ShardUnits | None,
     ) -> tuple[BlockTrace, Exception | None]:
         """Return the trace of the windows, and the exception that they raised."""
         task, device = self._task, self._device
@@ -288,38 +332,61 @@ class Tracer:
             problem: Exception | None = None
             try:
                 with log:
-                    payload = _run_windows(plan, task, inputs, parallel, optimizer, device)
+                    payload = _run_windows(plan, task, inputs, parallel, optimizer, device, recorder)
             except TimeoutError:
                 raise
             except Exception as error:  # a loss may need tensors with values
                 problem = error
         self.operators += log.operators
-        return BlockTrace.of(log.events, payload), problem
+        self.items = recorder.items
+        return dataclasses.replace(BlockTrace.of(log.events, payload), timeline=recorder.stretches), problem
 
 
 def _run_windows(
-    plan: RunPlan, task: Task, inputs: Any, parallel: Parallel, optimizer: torch.optim.Optimizer, device: torch.device
+    plan: RunPlan,
+    task: Task,
+    inputs: Any,
+    parallel: Parallel,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    recorder: Recorder,
 ) -> dict[Collective, int]:
     """Run windows of at most two micro-batches, which suffice for the peak: further ones keep nothing more. Return the
-    payload bytes of a full window of the plan."""
+    payload bytes of a full window of the plan. The last window's timeline is recorded."""
     precision = Precision(plan.precision, device)
     micro_batches = min(2, plan.batch.accumulation)
-    payloads: list[Mapping[Collective, int]] = []
-    for number in itertools.chain(*[range(micro_batches)] * WINDOWS):
-        last = number == micro_batches - 1
-        parallel.meter.open_window()
-        with parallel.micro_batch(plan.strategy.sync, first=number == 0, last=last), precision.autocast():
-            losses = as_losses(loss_of_batch(task, parallel.module, inputs), plan.batch.micro_size, plan.task.target)
-            total = sum((loss.total for loss in losses[1:]), losses[0].total)
-            with parallel.backward(total):
-                precision.backward(total)
-        if last:
-            parallel.gradients()
-            optimizer.step()
-            parallel.zero_grad()
-        payloads.append(parallel.meter.payload)
-        gc.collect()  # frees what reference cycles of the task and of torch hold
-    return _full_window(payloads[-micro_batches], payloads[-1], plan.batch.accumulation)
+
+    def window() -> list[Mapping[Collective, int]]:
+        payloads: list[Mapping[Collective, int]] = []
+        for number in range(micro_batches):
+            last = number == micro_batches - 1
+            parallel.meter.open_window()
+            with parallel.micro_batch(plan.strategy.sync, first=number == 0, last=last), precision.autocast():
+                losses = as_losses(
+                    loss_of_batch(task, parallel.module, inputs), plan.batch.micro_size, plan.task.target
+                )
+                total = sum((loss.total for loss in losses[1:]), losses[0].total)
+                recorder.mark(Mark.backward)
+                with parallel.backward(total):
+                    precision.backward(total)
+            recorder.mark(Mark.end)
+            if last:
+                gradients = parallel.gradients()
+                if plan.train.clip_norm is not None:
+                    recorder.add_clipping(gradients)
+                optimizer.step()
+                parallel.zero_grad()
+                recorder.mark(Mark.optimizer)
+                recorder.count_items(losses)
+            payloads.append(parallel.meter.payload)
+            gc.collect()  # frees what reference cycles of the task and of torch hold
+        return payloads
+
+    for _ in range(WINDOWS - 1):
+        window()
+    with recorder.recording():
+        payloads = window()
+    return _full_window(payloads[0], payloads[-1], plan.batch.accumulation)
 
 
 def _full_window(
@@ -353,10 +420,11 @@ def main() -> None:
     dependencies, on_gpu = Dependencies(), plan.cluster.device is Device.cuda and torch.cuda.is_available()
     answer: dict[str, Any] = {"device_bytes": torch.cuda.mem_get_info()[1] if on_gpu else None}
     try:
-        results, answer["problem"] = forecasts(plan)
+        results, answer["problem"], trace = forecasts_and_trace(plan)
         answer["forecasts"] = [dataclasses.asdict(forecast) for forecast in results]
         if plan.cluster.gpu is not None:
             answer["remedy"] = find_remedy(plan, find_gpu(plan.cluster.gpu).usable_bytes, results, _forecast_of)
+        answer["trace"] = trace.to_json()
         answer["depends_on"] = dependencies.found()
     except LauncherError as error:  # the same error would occur in the job
         answer["error"] = str(error)
