@@ -102,7 +102,7 @@ class Timeline:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Window:
+class ReplayedWindow:
     """Result of a replay, in seconds.
 
     Attributes:
@@ -205,7 +205,7 @@ class Streams:
         return seconds
 
 
-def replay(plan: RunPlan, sync: Sync, timeline: Timeline, cost: Callable[[Collective, int], float]) -> Window:
+def replay(plan: RunPlan, sync: Sync, timeline: Timeline, cost: Callable[[Collective, int], float]) -> ReplayedWindow:
     """Return the time of a full window under a sync policy.
 
     Args:
@@ -223,7 +223,7 @@ def replay(plan: RunPlan, sync: Sync, timeline: Timeline, cost: Callable[[Collec
     if strategy.kind is StrategyKind.fsdp and sync is not Sync.every:  # the sum of a gradient may wait
         streams.blocking = False
     streams.micro_batch(timeline.last)
-    return Window(
+    return ReplayedWindow(
         step_s=streams.now + timeline.optimizer_s,
         compute_s=streams.computed,
         optimizer_s=timeline.optimizer_s,

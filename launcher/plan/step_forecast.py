@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from launcher.config.schema import Sync
 from launcher.plan.links import Links
-from launcher.plan.replay import Span, Timeline, Window, replay
+from launcher.plan.replay import ReplayedWindow, Span, Timeline, replay
 from launcher.plan.roofline import ROOFLINE_ERROR
 from launcher.plan.run_plan import Forecast, RunPlan
 from launcher.plan.step_time import StepTime
@@ -93,7 +93,7 @@ def step_time(
     )
 
 
-def _measured(plan: RunPlan, whole: Seconds, work: Work, window: Window | None) -> StepTime:
+def _measured(plan: RunPlan, whole: Seconds, work: Work, window: ReplayedWindow | None) -> StepTime:
     """Return the time of a window that was measured with its collectives."""
     compute = plan.batch.accumulation * (work.forward.value + work.backward.value)
     exposed = max(0.0, whole.value - compute - work.optimizer.value - work.window.value)
@@ -134,7 +134,7 @@ def _replayed_work(
     )
 
 
-def _step(window: Window, half: float, source: str) -> StepTime:
+def _step(window: ReplayedWindow, half: float, source: str) -> StepTime:
     return StepTime(
         step_s=window.step_s,
         low_s=max(0.0, window.step_s - half),
@@ -155,12 +155,12 @@ def _replayed(
     links: Links | None,
     compute_error: float = ROOFLINE_ERROR,
     optimizer_error: float = ROOFLINE_ERROR,
-) -> tuple[Window, float]:
+) -> tuple[ReplayedWindow, float]:
     """Return the replayed window, and the half width of its interval: what each part's error changes, as independent
     errors."""
     groups = _Groups.of(plan)
 
-    def result(compute: float = 1.0, optimizer: float = 1.0, communication: float = 1.0) -> Window:
+    def result(compute: float = 1.0, optimizer: float = 1.0, communication: float = 1.0) -> ReplayedWindow:
         def cost(kind: Collective, payload: int) -> float:
             return 0.0 if links is None else communication * groups.seconds(links, kind, payload)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from launcher.plan.run_forecast import RunForecast
 from launcher.plan.run_plan import Forecast, RunPlan
 from launcher.plan.step_time import StepTime
-from launcher.quantities import bytes_text, count
+from launcher.quantities import bytes_text, count, seconds_text
 
 
 def forecast_lines(plan: RunPlan) -> Iterator[tuple[str, str]]:
@@ -74,11 +74,6 @@ def _run(plan: RunPlan, forecast: RunForecast) -> str:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:,.3g}"
-
-
-def seconds_text(seconds: float) -> str:
-    """Return a time of a step with three digits, in s or ms."""
-    return f"{seconds:,.3g} s" if seconds >= 1 or not seconds else f"{seconds * 1e3:,.3g} ms"
 
 
 def duration_text(seconds: float) -> str:

@@ -17,7 +17,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,12 @@ from torch.utils._pytree import tree_map
 
 from launcher.config.schema import Device, Recompute, Sync
 from launcher.errors import LauncherError
-from launcher.loss import as_losses, loss_of_batch
+from launcher.loss import loss_of_batch
 from launcher.plan.gpus import ALLOCATION_BYTES, BY_DEVICE_NAME, find_gpu
-from launcher.plan.replay import Mark
 from launcher.plan.roofline import Roofline
 from launcher.plan.run_plan import Forecast, RunPlan
 from launcher.plan.step_forecast import Trace
-from launcher.plan.sync_policy import POLICIES, SHARDED, Collective, Layout, transfers_per_window
+from launcher.plan.sync_policy import POLICIES, SHARDED, Layout, transfers_per_window
 from launcher.process import die_with_parent
 from launcher.task import Task, first_batch, load_task, train_data
 from launcher.train.context import ContextSource
@@ -57,6 +56,7 @@ from launcher.train.inspection.fake_model import (
     problem_text,
     set_data,
 )
+from launcher.train.inspection.fake_windows import run_fake_windows
 from launcher.train.inspection.remedies import find_remedy
 from launcher.train.inspection.repeated_blocks import (
     CHECK_BLOCKS,
@@ -68,16 +68,15 @@ from launcher.train.inspection.repeated_blocks import (
     block_runs,
     extrapolate,
 )
-from launcher.train.inspection.timeline import Recorder, Stretch, extended, spans
+from launcher.train.inspection.timeline import Stretch, TimelineRecorder, timed_spans, whole_timeline
 from launcher.train.measure.flops import time_limit
 from launcher.train.parallel import ddp
-from launcher.train.parallel.base import Parallel, ShardUnits
+from launcher.train.parallel.base import ShardUnits
 from launcher.train.parallel.fsdp import mesh_of
 from launcher.train.parallel.shard_units import find_units
 from launcher.train.precision import Precision
 from launcher.train.trainer import optimizer_of
 
-WINDOWS = 2  # the optimizer's state exists from the second window on
 LIMIT_S = 60.0  # of CPU time, for the traces of a whole model and all that precedes them
 
 
@@ -177,7 +176,7 @@ class Tracer:
             gpu = BY_DEVICE_NAME.get(name.removeprefix("NVIDIA "))
         roofline = Roofline.unknown() if gpu is None else Roofline.of(gpu, tf32=plan.precision.tf32)
         return Trace(
-            spans={sync: spans(timeline, roofline) for sync, timeline in self.timelines.items()},
+            spans={sync: timed_spans(timeline, roofline) for sync, timeline in self.timelines.items()},
             on_gpu=gpu is not None,
             peak_flops=None if gpu is None else gpu.flops(plan.precision.kind, tf32=plan.precision.tf32),
             items_per_sample=None if self.items is None else self.items / plan.batch.micro_size,
@@ -272,7 +271,9 @@ class Tracer:
                 most = dict.fromkeys(least, self._least + CHECK_BLOCKS)
                 longest = None if self._regular else self._shortened(plan, most)
                 trace = extrapolate(least, shortest, longer, longest)
-                timeline = extended(least, shortest.timeline, {run: each.timeline for run, each in longer.items()})
+                timeline = whole_timeline(
+                    least, shortest.timeline, {run: each.timeline for run, each in longer.items()}
+                )
                 trace = dataclasses.replace(trace, timeline=timeline)
             except IrregularModel:
                 if self._least == SHORTEST_BLOCKS[-1]:
@@ -283,7 +284,7 @@ class Tracer:
                 return trace
 
     def _shortened(self, plan: RunPlan, real: dict[BlockRun, int]) -> BlockTrace:
-        fake, recorder = FakeTensorMode(allow_non_fake_inputs=True), Recorder(fuses=self._fuses)
+        fake, recorder = FakeTensorMode(allow_non_fake_inputs=True), TimelineRecorder(fuses=self._fuses)
         log = self._log(recorder)
         short = StandIns(self._whole, fake, self._device, real, log)
         trace, error = self._trace(plan, short.model, fake, log, recorder, lambda _: short.named(self._units))
@@ -292,14 +293,14 @@ class Tracer:
         short.check()
         return trace
 
-    def _log(self, recorder: Recorder) -> AllocationLog:
+    def _log(self, recorder: TimelineRecorder) -> AllocationLog:
         on_gpu = self._plan.cluster.device is Device.cuda
         return AllocationLog(self._device, ALLOCATION_BYTES if on_gpu else 1, recorder.ran)
 
     def _whole_trace(self, plan: RunPlan) -> tuple[BlockTrace, str | None]:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         model = self._fake_model(fake)
-        recorder, shard_units = Recorder(fuses=self._fuses), getattr(self._task, "shard_units", None)
+        recorder, shard_units = TimelineRecorder(fuses=self._fuses), getattr(self._task, "shard_units", None)
         trace, error = self._trace(plan, model, fake, self._log(recorder), recorder, shard_units)
         if isinstance(error, LauncherError):  # the same error would occur in the job
             raise error
@@ -311,7 +312,7 @@ class Tracer:
         model: nn.Module,
         fake: FakeTensorMode,
         log: AllocationLog,
-        recorder: Recorder,
+        recorder: TimelineRecorder,
         shard_units: ShardUnits | None,
     ) -> tuple[BlockTrace, Exception | None]:
         """Return the trace of the windows, and the exception that they raised."""
@@ -332,7 +333,7 @@ class Tracer:
             problem: Exception | None = None
             try:
                 with log:
-                    payload = _run_windows(plan, task, inputs, parallel, optimizer, device, recorder)
+                    payload = run_fake_windows(plan, task, inputs, parallel, optimizer, device, recorder)
             except TimeoutError:
                 raise
             except Exception as error:  # a loss may need tensors with values
@@ -340,65 +341,6 @@ class Tracer:
         self.operators += log.operators
         self.items = recorder.items
         return dataclasses.replace(BlockTrace.of(log.events, payload), timeline=recorder.stretches), problem
-
-
-def _run_windows(
-    plan: RunPlan,
-    task: Task,
-    inputs: Any,
-    parallel: Parallel,
-    optimizer: torch.optim.Optimizer,
-    device: torch.device,
-    recorder: Recorder,
-) -> dict[Collective, int]:
-    """Run windows of at most two micro-batches, which suffice for the peak: further ones keep nothing more. Return the
-    payload bytes of a full window of the plan. The last window's timeline is recorded."""
-    precision = Precision(plan.precision, device)
-    micro_batches = min(2, plan.batch.accumulation)
-
-    def window() -> list[Mapping[Collective, int]]:
-        payloads: list[Mapping[Collective, int]] = []
-        for number in range(micro_batches):
-            last = number == micro_batches - 1
-            parallel.meter.open_window()
-            with parallel.micro_batch(plan.strategy.sync, first=number == 0, last=last), precision.autocast():
-                losses = as_losses(
-                    loss_of_batch(task, parallel.module, inputs), plan.batch.micro_size, plan.task.target
-                )
-                total = sum((loss.total for loss in losses[1:]), losses[0].total)
-                recorder.mark(Mark.backward)
-                with parallel.backward(total):
-                    precision.backward(total)
-            recorder.mark(Mark.end)
-            if last:
-                gradients = parallel.gradients()
-                if plan.train.clip_norm is not None:
-                    recorder.add_clipping(gradients)
-                optimizer.step()
-                parallel.zero_grad()
-                recorder.mark(Mark.optimizer)
-                recorder.count_items(losses)
-            payloads.append(parallel.meter.payload)
-            gc.collect()  # frees what reference cycles of the task and of torch hold
-        return payloads
-
-    for _ in range(WINDOWS - 1):
-        window()
-    with recorder.recording():
-        payloads = window()
-    return _full_window(payloads[0], payloads[-1], plan.batch.accumulation)
-
-
-def _full_window(
-    first: Mapping[Collective, int], last: Mapping[Collective, int], micro_batches: int
-) -> dict[Collective, int]:
-    """Return the payload of a window of ``micro_batches``, from that of its first and its last micro-batch. Those in
-    between gather like the last one, because no policy gathers more at the boundary, and reduce like the first."""
-    between = micro_batches - 1
-    reduces = (Collective.all_reduce, Collective.reduce_scatter)
-    payload = {kind: first[kind] * between + last[kind] for kind in reduces}
-    gathers = Collective.all_gather
-    return payload | {gathers: first[gathers] + last[gathers] * between if between else last[gathers]}
 
 
 def _forecast_of(plan: RunPlan) -> Forecast:

@@ -267,8 +267,8 @@ def extrapolate(
 
 
 @dataclass(frozen=True)
-class Difference:
-    """Difference between two traces, of which the second has one block more.
+class TraceDifference:
+    """TraceDifference between two traces, of which the second has one block more.
 
     Attributes:
         groups: place in the shorter trace, and the events that the longer one has there in addition.
@@ -279,10 +279,10 @@ class Difference:
     sizes: list[tuple[int, int]]
 
 
-def difference(shorter: list[int], longer: list[int]) -> Difference:
+def difference(shorter: list[int], longer: list[int]) -> TraceDifference:
     """Return what turns ``shorter`` into ``longer``. A group repeats the events right before it. A larger event is one
     for all blocks, such as the gathering of parameters that are in no unit."""
-    found = Difference([], [])
+    found = TraceDifference([], [])
     i = j = 0
     while j < len(longer):
         if i < len(shorter) and shorter[i] == longer[j]:
@@ -322,7 +322,7 @@ def _repeated(shorter: list[int], i: int, longer: list[int], j: int) -> tuple[in
     return best, agree
 
 
-def _insert(events: list[int], differences: Sequence[tuple[Difference, int]]) -> list[int]:
+def _insert(events: list[int], differences: Sequence[tuple[TraceDifference, int]]) -> list[int]:
     """Return ``events`` with each difference inserted as often as its number says."""
     events = [*events]
     for found, times in differences:

@@ -73,7 +73,7 @@ class Stretch:
         return Stretch(total, self.event, self.payload_bytes + code // len(_EVENTS))
 
 
-class Recorder:
+class TimelineRecorder:
     """Recorder of a trace's timeline.
 
     Args:
@@ -263,7 +263,7 @@ FLOPS: dict[Any, Callable[..., float]] = {
 }
 
 
-def extended(
+def whole_timeline(
     runs: Mapping[BlockRun, int], shortest: Sequence[Stretch], longer: Mapping[BlockRun, Sequence[Stretch]]
 ) -> list[Stretch]:
     """Return the timeline of the whole model.
@@ -302,7 +302,7 @@ def _times(operators: Mapping[Operator, int], factor: int) -> dict[Operator, int
     return {each: number * factor for each, number in operators.items()}
 
 
-def total(stretches: Sequence[Stretch]) -> Counter[Operator]:
+def operator_numbers(stretches: Sequence[Stretch]) -> Counter[Operator]:
     """Return the number of each operator."""
     numbers: Counter[Operator] = Counter()
     for stretch in stretches:
@@ -310,7 +310,7 @@ def total(stretches: Sequence[Stretch]) -> Counter[Operator]:
     return numbers
 
 
-def spans(stretches: Sequence[Stretch], roofline: Roofline) -> list[Span]:
+def timed_spans(stretches: Sequence[Stretch], roofline: Roofline) -> list[Span]:
     """Return the seconds of each stretch on a device."""
     known = functools.cache(roofline.seconds)
 
