@@ -15,13 +15,12 @@ from launcher.cli.overrides import take_flag, take_value, with_config
 from launcher.config.multirun import RequestedCell, Result, cell_label, override_key
 from launcher.config.schema import Config, StrategyKind, Sync
 from launcher.errors import EXIT_DONE, ConfigError, UserError
-from launcher.launch.planner import Once, plan_job, task_stem
+from launcher.launch.planner import Once, plan_job, task_stem, trace_jobs
 from launcher.launch.slurm import submit
 from launcher.plan.batch import DEFAULT_GLOBAL_SIZE
 from launcher.plan.ranking import Candidate, Ranking, rank
 from launcher.plan.run_forecast import RunForecast
 from launcher.plan.run_plan import RunPlan
-from launcher.quantities import count
 from launcher.report import live, ranking_table, tables
 from launcher.report.page import require_place, save_page
 from launcher.sweeps.conductor import require_a_possible_one
@@ -133,13 +132,14 @@ def _rank(requested: Sequence[RequestedCell], wide: set[str]) -> Ranking:
     cells = [each for cell in requested for each in _with_micro_sizes(cell)]
     once = Once()
     plans: list[RunPlan | UserError] = []
-    with _progress(len(cells)) as report:
-        for cell in cells:
+    with _progress() as report:
+        trace_jobs([cell.config for cell in cells], once, lambda number, of: report("traced", number, of, ""))
+        for number, cell in enumerate(cells, 1):
             try:
                 plans.append(plan_job(cell.config, once, starts=False))
             except UserError as error:
                 plans.append(error)
-            report(cell_label(cell.overrides))
+            report("planned", number, len(cells), cell_label(cell.overrides))
     require_a_possible_one(cells, [plan if isinstance(plan, UserError) else None for plan in plans])
     candidates: list[Candidate] = []
     refused: list[tuple[tuple[str, ...], UserError]] = []
@@ -160,16 +160,26 @@ def _rank(requested: Sequence[RequestedCell], wide: set[str]) -> Ranking:
 
 
 @contextmanager
-def _progress(cells: int) -> Generator[Callable[[str], None]]:
-    """Return a context with a function that reports a planned cell: a bar on a terminal, else a line."""
+def _progress() -> Generator[Callable[[str, int, int, str], None]]:
+    """Return a context with a function that reports what is done: a bar for each kind of work on a terminal, else a
+    line. Its arguments: the work, how many are done, of how many, and which one it was."""
     if not sys.stderr.isatty():
-        lines = (f"planned {number} of {count(cells, 'cell')}: " for number in range(1, cells + 1))
-        yield lambda label: print(next(lines) + label, file=sys.stderr, flush=True)
+
+        def print_line(work: str, number: int, of: int, which: str) -> None:
+            print(f"{work} {number} of {of}{which and ': '}{which}", file=sys.stderr, flush=True)
+
+        yield print_line
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-    shown = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[cell]}"))
-    with Progress(TextColumn("planning"), *shown, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=cells, cell="")
-        yield lambda label: bar.update(task, advance=1, cell=label)
+    tasks: dict[str, TaskID] = {}
+    shown = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*shown, console=Console(stderr=True), transient=True) as bar:
+
+        def update(work: str, number: int, of: int, which: str) -> None:
+            if work not in tasks:
+                tasks[work] = bar.add_task(work, total=of)
+            bar.update(tasks[work], completed=number, description=f"{work} {which}")
+
+        yield update

@@ -8,7 +8,8 @@ import netrc
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -37,9 +38,9 @@ from launcher.plan.initial_weights import InitialWeights, find_weights
 from launcher.plan.launch_plan import RunInfo, node_range
 from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import solve
-from launcher.plan.strategy_choice import choose_strategy
+from launcher.plan.strategy_choice import choose_strategy, with_each_strategy
 from launcher.plan.sync_policy import SHARDED
-from launcher.plan.task_inspection import InspectionRequest, describe_task, remembered_probe, weigh_memory
+from launcher.plan.task_inspection import InspectionRequest, describe_task, remembered_probe, trace_plans, weigh_memory
 from launcher.plan.tracker_plan import require_trackers
 from launcher.process import RUN_DIR, RUN_ID
 from launcher.quantities import count
@@ -85,7 +86,8 @@ def plan_job(config: Config, once: Once | None = None, *, starts: bool = True) -
     def plan_of(each: Config) -> RunPlan:
         return _plan_strategy(each, once, starts=starts, weighs=True)
 
-    return choose_strategy(config, plan_of, timed=not starts)
+    predict = config.train.predict
+    return choose_strategy(config, plan_of, timed=predict is Predict.always or (predict is Predict.auto and not starts))
 
 
 def _plan_strategy(config: Config, once: Once, *, starts: bool, weighs: bool = False) -> RunPlan:
@@ -94,6 +96,30 @@ def _plan_strategy(config: Config, once: Once, *, starts: bool, weighs: bool = F
     Args:
         weighs: whether the plan is to have the predicted memory, whatever the strategy.
     """
+    plan, config, notes = _solve_job(config, once, starts=starts)
+    plan = with_predictions(plan, config, starts=starts, weighs=weighs)
+    return plan.with_notes([*notes, *emulation_notes(plan, once)])
+
+
+def trace_jobs(configs: Iterable[Config], once: Once, traced: Callable[[int, int], None]) -> None:
+    """Make the traces that `launch plan` of these configs needs, all in one process, and store them for ``plan_job``.
+
+    Args:
+        once: cache that ``plan_job`` will have.
+        traced: called after each trace with the number of traces so far, and of all.
+    """
+    plans: list[RunPlan] = []
+    for config in configs:
+        chosen = config.strategy.kind is StrategyKind.auto
+        for each in with_each_strategy(config) if chosen else [config]:
+            with suppress(UserError):  # which plan_job reports
+                plan, solved, _ = _solve_job(each, once, starts=False)
+                plans += _traced(plan, solved, weighs=chosen)
+    trace_plans(plans, traced)
+
+
+def _solve_job(config: Config, once: Once, *, starts: bool) -> tuple[RunPlan, Config, list[str]]:
+    """Return the plan without forecasts, the config that it is of, and notes."""
     notes: list[str] = []
     if not starts:
         config = _not_at_hand(config)
@@ -116,9 +142,7 @@ def _plan_strategy(config: Config, once: Once, *, starts: bool, weighs: bool = F
     task = once(describe_task, InspectionRequest.of(config, site.cwd, initial), starts=starts)
     if not starts:
         task = _with_a_window(task, unknown.batch.global_size, notes)
-    solved = dataclasses.replace(solve(config, site, task, run), initial=initial)
-    plan = with_predictions(solved, config, starts=starts, weighs=weighs)
-    return plan.with_notes([*notes, *emulation_notes(plan, once)])
+    return dataclasses.replace(solve(config, site, task, run), initial=initial), config, notes
 
 
 def _not_at_hand(config: Config) -> Config:
@@ -223,18 +247,34 @@ def with_predictions(plan: RunPlan, config: Config, *, starts: bool = True, weig
             only an earlier one is used, unless train.predict=always.
         weighs: whether the plan is to have the memory of each policy in any case.
     """
-    sharded, predict = plan.strategy.kind in SHARDED, config.train.predict
-    choose = sharded and config.strategy.sync is Sync.auto
-    predictable = config.strategy.compress is not Compress.powersgd  # the size of its factors is not
-    named = config.cluster.gpu is not None  # the plan is about its memory
-    required = choose or ((named or weighs) and predictable) or (sharded and plan.task.frozen_parameters > 0)
+    choose = plan.strategy.kind in SHARDED and config.strategy.sync is Sync.auto
+    predict, required = config.train.predict, _requires_forecasts(plan, config, weighs=weighs)
     measures = predict is Predict.always or (predict is Predict.auto and not starts)
-    if not required and (predict is Predict.never or not predictable):
+    if not required and (predict is Predict.never or not _is_predictable(config)):
         return plan
     if not required:  # for fewer hosts it would take as long again
         return weigh_memory(plan, choose=False, measures=measures, recall=not measures)
     most, *fewer = (weigh_memory(world, choose=choose, measures=measures) for world in plan.worlds())
     return most.with_fewer(fewer)
+
+
+def _requires_forecasts(plan: RunPlan, config: Config, *, weighs: bool) -> bool:
+    """Return whether the plan depends on windows of its task: to choose a policy, to know the payload of each policy
+    where parts of the model are frozen, or because its memory is what the user wants to know."""
+    if (weighs or config.cluster.gpu is not None) and _is_predictable(config):
+        return True
+    return plan.strategy.kind in SHARDED and (config.strategy.sync is Sync.auto or plan.task.frozen_parameters > 0)
+
+
+def _is_predictable(config: Config) -> bool:
+    return config.strategy.compress is not Compress.powersgd  # the size of its factors is not
+
+
+def _traced(plan: RunPlan, config: Config, *, weighs: bool) -> list[RunPlan]:
+    """Return the plans that ``with_predictions`` traces for `launch plan`."""
+    if _requires_forecasts(plan, config, weighs=weighs):
+        return plan.worlds()
+    return [plan] if config.train.predict is not Predict.never and _is_predictable(config) else []
 
 
 def require_secrets(config: Config) -> None:

@@ -23,6 +23,11 @@ def with_strategy(config: Config, kind: StrategyKind) -> Config:
     return dataclasses.replace(config, strategy=dataclasses.replace(config.strategy, kind=kind))
 
 
+def with_each_strategy(config: Config) -> list[Config]:
+    """Return ``config`` with each strategy among which strategy=auto chooses."""
+    return [with_strategy(config, kind) for kind in _SIMPLEST_FIRST]
+
+
 def choose_strategy(config: Config, plan_of: Callable[[Config], RunPlan], *, timed: bool) -> RunPlan:
     """Return the plan of the best strategy, with the reason.
 
@@ -36,9 +41,9 @@ def choose_strategy(config: Config, plan_of: Callable[[Config], RunPlan], *, tim
     """
     plans: list[RunPlan] = []
     errors: list[UserError] = []
-    for kind in _SIMPLEST_FIRST:
+    for each in with_each_strategy(config):
         try:
-            plan = plan_of(with_strategy(config, kind))
+            plan = plan_of(each)
         except UserError as error:
             errors.append(error)
             continue

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self, cast
@@ -34,6 +34,9 @@ from launcher.task import load_task
 
 # tasks whose description is arithmetic, except where facts() returns None
 _WITH_FACTS = ("launcher.tasks.bytes_gpt.", "launcher.tasks.digits.", "launcher.tasks.llama.")
+
+
+_FORECAST = "launcher.train.inspection.memory_forecast"
 
 
 class HasFacts(Protocol):
@@ -177,11 +180,58 @@ def remembered_probe(
         return known
     since = time.time()
     answer = run_probe(module, question)
-    depends_on = None if answer is None else answer.pop("depends_on", None)
-    if answer is not None and depends_on is not None and not (answer.get("error") or answer.get("problem")):
-        paths = map(Path, depends_on["paths"])
-        cache.put(key, answer, paths, variables=depends_on["variables"], since=since)
+    if answer is not None:
+        _remember(cache, key, answer, since)
     return answer
+
+
+def _remember(cache: ContentCache, key: Mapping[str, Any], answer: dict[str, Any], since: float) -> None:
+    """Store an answer, unless it has an error or a problem, and remove from it what it depends on."""
+    depends_on = answer.pop("depends_on", None)
+    if depends_on is not None and not (answer.get("error") or answer.get("problem")):
+        cache.put(key, answer, map(Path, depends_on["paths"]), variables=depends_on["variables"], since=since)
+
+
+def trace_plans(plans: Iterable[RunPlan], traced: Callable[[int, int], None]) -> None:
+    """Trace the tasks of several plans in one process, which is faster than one for each, and store the traces.
+    ``weigh_memory`` finds them there; plans with equal traces share one.
+
+    Args:
+        traced: called after each trace with the number of traces so far, and of all.
+    """
+    cache, keys = ContentCache(), dict[str, tuple[dict[str, Any], RunPlan]]()
+    for plan in plans:
+        key = {"module": _FORECAST, **_traced_parts(plan)}
+        keys.setdefault(json.dumps(key, sort_keys=True), (key, plan))
+    unknown = [(key, plan) for key, plan in keys.values() if cache.get(key) is None]
+    if len(unknown) < 2:
+        return
+    since = time.time()
+    answers = _run_probes(_FORECAST, [dataclasses.asdict(plan) for _, plan in unknown])
+    for number, ((key, _), answer) in enumerate(zip(unknown, answers, strict=False), 1):
+        _remember(cache, key, answer, since)
+        traced(number, len(unknown))
+
+
+def _run_probes(module: str, questions: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """Run a probe that takes a list of questions; yield each answer once it is known. There may be fewer answers than
+    questions: the process may end early."""
+    reading, writing = os.pipe()
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as question, os.fdopen(reading, encoding="utf-8") as answers:
+        json.dump(questions, question)
+        question.seek(0)
+        command = [sys.executable, "-P", "-m", module, f"/dev/fd/{writing}", str(os.getpid())]
+        process = subprocess.Popen(
+            command, stdin=question, stdout=sys.stderr, start_new_session=True, pass_fds=(writing,)
+        )
+        os.close(writing)
+        try:
+            for line in answers:
+                if line.endswith("\n"):
+                    yield json.loads(line)
+        finally:
+            process.kill()
+            process.wait()
 
 
 def weigh_memory(plan: RunPlan, *, choose: bool, measures: bool = False, recall: bool = False) -> RunPlan:
@@ -199,8 +249,7 @@ def weigh_memory(plan: RunPlan, *, choose: bool, measures: bool = False, recall:
     Raises:
         TaskError: the job would fail at its first step.
     """
-    module = "launcher.train.inspection.memory_forecast"
-    answer = remembered_probe(module, plan.to_json(), _traced_parts(plan), recall=recall)
+    answer = remembered_probe(_FORECAST, plan.to_json(), _traced_parts(plan), recall=recall)
     if answer is None and recall:
         return plan
     answer = answer or {"problem": "the process that measured it ended early"}

@@ -207,7 +207,7 @@ def test_plans_of_one_batch_are_compared_and_the_impossible_one_is_named(launch:
     assert impossible["cells"] == ["micro_size=5"]
     assert "in units of 5" in impossible["reason"]
     assert "\n" not in impossible["reason"]
-    assert "planned 3 of 3 cells" in done.stderr
+    assert "planned 3 of 3: micro_size=2" in done.stderr
     assert list(tmp_path.iterdir()) == [], "a plan writes nothing"
 
 

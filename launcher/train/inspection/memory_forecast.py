@@ -2,8 +2,8 @@
 tensors without memory.
 
 ``launcher.plan.task_inspection`` runs it as a separate process. A fake process group stands for the whole world, so
-that a model of any size on any number of ranks runs on one CPU. Reads a plan from standard input; writes one JSON
-object to the file named on the command line.
+that a model of any size on any number of ranks runs on one CPU. Reads a plan, or a list of plans, from standard input;
+writes one JSON object for each to the file named on the command line, a line each.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -351,7 +350,10 @@ def _forecast_of(plan: RunPlan) -> Forecast:
 
 def main() -> None:
     die_with_parent(int(sys.argv[2]))
-    plan = RunPlan.from_json(sys.stdin.read())
+    questions: Any = json.load(sys.stdin)
+    plans = [
+        RunPlan.from_json(json.dumps(each)) for each in (questions if isinstance(questions, list) else [questions])
+    ]
     # the output of torch and the task would be repeated when the job runs; besides, torch logs a traceback for each
     # operator that fails on fake tensors
     warnings.simplefilter("ignore")
@@ -359,12 +361,25 @@ def main() -> None:
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, 1)
     os.dup2(devnull, 2)
-    dependencies, on_gpu = Dependencies(), plan.cluster.device is Device.cuda and torch.cuda.is_available()
+    dependencies = Dependencies()
+    with open(sys.argv[1], "w", encoding="utf-8") as answers:  # noqa: PTH123
+        for plan in plans:
+            answer = _answer(plan, dependencies, remedies=len(plans) == 1)
+            print(json.dumps(answer), file=answers, flush=True)
+
+
+def _answer(plan: RunPlan, dependencies: Dependencies, *, remedies: bool) -> dict[str, Any]:
+    """Return what ``launcher.plan.task_inspection`` needs to know of a plan, as JSON.
+
+    Args:
+        remedies: whether to look for settings with which a plan that does not fit would.
+    """
+    on_gpu = plan.cluster.device is Device.cuda and torch.cuda.is_available()
     answer: dict[str, Any] = {"device_bytes": torch.cuda.mem_get_info()[1] if on_gpu else None}
     try:
         results, answer["problem"], trace = forecasts_and_trace(plan)
         answer["forecasts"] = [dataclasses.asdict(forecast) for forecast in results]
-        if plan.cluster.gpu is not None:
+        if plan.cluster.gpu is not None and remedies:
             answer["remedy"] = find_remedy(plan, find_gpu(plan.cluster.gpu).usable_bytes, results, _forecast_of)
         answer["trace"] = trace.to_json()
         answer["depends_on"] = dependencies.found()
@@ -372,7 +387,7 @@ def main() -> None:
         answer["error"] = str(error)
     except Exception as error:
         answer["problem"] = problem_text(error)
-    Path(sys.argv[1]).write_text(json.dumps(answer), encoding="utf-8")
+    return answer
 
 
 if __name__ == "__main__":
