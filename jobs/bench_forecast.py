@@ -29,15 +29,19 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
+
+if TYPE_CHECKING:
+    from launcher.plan.forecast import Forecast
+    from launcher.plan.run_plan import RunPlan
 
 ROOT = Path(__file__).resolve().parent.parent
 PLACE = ROOT / "build" / "bench-forecast"
 # the address of the first host of tests/infra/hosts.py
 RENDEZVOUS = "10.213.7.11:29400"
 SECONDS, LEAST_WINDOWS, MOST_WINDOWS = 3.0, 6, 40  # of a cell's measured windows
-MEMORY_WINDOWS = 2  # the optimizer's state exists from the second one on
+MEMORY_WINDOWS, MEMORY_MICRO_BATCHES = 2, 3  # the optimizer's state exists from the second window on
 TASKS = {
     "mlp": ("task._target_=jobs.forecast_tasks.Mlp", "batch.micro_size=64"),
     "gpt": (
@@ -184,7 +188,7 @@ def predictions(cells: Sequence[Cell]) -> Iterator[dict[str, Any]]:
     once = Once()
     for cell in cells:
         everywhere = functools.partial(measure_work, ranks=cell.setting.ranks)
-        with patch.object(task_inspection, "measure_work", everywhere, create=True):
+        with patch.object(task_inspection, "measure_work", everywhere):
             plan = plan_job(compose(cell.overrides), once, starts=False)
         for note in plan.notes:
             print(f"{cell.setting.name}, {cell.task} {cell.strategy} {cell.sync}: {note}", flush=True)
@@ -213,11 +217,17 @@ def run(plans: Path, out: Path) -> None:
         dist.destroy_process_group()
 
 
-def predicted_of(plan: Any) -> dict[str, Any]:
+def forecast_of(plan: RunPlan) -> Forecast:
+    forecast = plan.strategy.forecast
+    assert forecast is not None, "these tasks have a known number of parameters"
+    return forecast
+
+
+def predicted_of(plan: RunPlan) -> dict[str, Any]:
     """Return the prediction of the plan's policy, and what the job is compared with others by."""
     from launcher.plan.past_runs import job_of
 
-    forecast = plan.strategy.forecast
+    forecast = forecast_of(plan)
     step = forecast.step
     return {
         "predicted": None if step is None else dataclasses.asdict(step),
@@ -227,7 +237,7 @@ def predicted_of(plan: Any) -> dict[str, Any]:
     }
 
 
-def run_cell(plan: Any) -> dict[str, Any]:
+def run_cell(plan: RunPlan) -> dict[str, Any]:
     """Run windows of a plan; return the median step in seconds, a window's bytes, and the peak of tensors in memory."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -240,7 +250,7 @@ def run_cell(plan: Any) -> dict[str, Any]:
     task = load_task(plan.task.target, plan.task.params, [str(ROOT)], plan.train.seed)
     seed_everything(plan.train.seed)
 
-    def new_engine() -> Engine:
+    def engine_of(plan: RunPlan) -> Engine:
         return Engine(
             task.model, optimizer_of(task, plan), plan, shard_units=getattr(task, "shard_units", None), owner=task,
             schedule=schedule_of(task, plan),
@@ -258,18 +268,21 @@ def run_cell(plan: Any) -> dict[str, Any]:
                 engine.backward(loss(engine.model, batch))
             yield engine.step()
 
-    step = plan.strategy.forecast.step
+    step = forecast_of(plan).step
     expected_s = SECONDS / LEAST_WINDOWS if step is None else step.step_s
     wanted = max(LEAST_WINDOWS, min(MOST_WINDOWS, round(SECONDS / expected_s)))
     times: list[float] = []
     sent = 0
-    for number, result in enumerate(windows(new_engine()), 1):
+    for number, result in enumerate(windows(engine_of(plan)), 1):
         if number > WARM_UP_WINDOWS and result.samples == plan.batch.global_size:
             times.append(result.step_s)
             sent = result.comm.wire_bytes
         if len(times) == wanted:
             break
-    engine = new_engine()
+    # a third micro-batch keeps nothing more, and the tracker makes each take several times as long
+    batch = dataclasses.replace(plan.batch, accumulation=min(plan.batch.accumulation, MEMORY_MICRO_BATCHES))
+    batch = dataclasses.replace(batch, global_size=batch.micro_size * batch.accumulation * batch.world_size)
+    engine = engine_of(dataclasses.replace(plan, batch=batch))
     tracker = MemTracker()
     tracker.track_external(engine.parallel.module, engine.optimizer)
     with tracker:
