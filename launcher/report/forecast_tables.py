@@ -40,7 +40,9 @@ def _policy(forecast: Forecast) -> str:
 
 def _step(step: StepTime) -> str:
     source = {"measured": "measured on this machine", "roofline": "roofline of the GPU's data sheet"}
-    corrected = "" if step.correction == 1 else f", times {step.correction:.2f} as in past runs"
+    corrected = ""
+    if step.past_runs:
+        corrected = f", corrected by x{step.correction:.2f} from {count(step.past_runs, 'past run')}"
     return (
         f"{seconds_text(step.step_s)} predicted, {seconds_text(step.low_s)} to {seconds_text(step.high_s)} (90%; "
         f"{source.get(step.source, step.source)}{corrected})"
