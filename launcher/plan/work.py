@@ -147,7 +147,8 @@ def measure_work(
 ) -> tuple[Work | None, str]:
     """Measure the work of ``plan`` on this machine, or return that of an equal earlier measurement.
 
-    It takes about ten seconds in which all cores of this machine that the job would use are busy.
+    It takes about ten seconds in which all cores of this machine that the job would use are busy. What was measured
+    while other processes used this machine is measured again, unless only what is known is asked for.
 
     Args:
         policies: sync policies of the plan's strategy that are measured.
@@ -170,10 +171,10 @@ def measure_work(
     if found is None and only_known:
         return None, "it was not measured on this machine yet"
     since = time.time()
-    if found is None:
+    if found is None or (found.get("busy") and not only_known):
         found = _run(plan, measured, ranks, budget_s)
         depends_on = found.pop("depends_on", None)
-        if depends_on is not None and not found.get("busy"):
+        if depends_on is not None:
             cache.put(key, found, map(Path, depends_on["paths"]), variables=depends_on["variables"], since=since)
     if "problem" in found:
         return None, found["problem"].rstrip(".")

@@ -175,6 +175,31 @@ def real_plan(task: str, samples: int, *overrides: str, **params: Any) -> RunPla
     return dataclasses.replace(with_cluster(plan, import_from=(str(ROOT),), cwd=str(ROOT)), task=described)
 
 
+def test_what_a_busy_machine_took_is_kept_until_it_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start after `launch plan` had no time on such a machine."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured = worked({1: Seconds(value=0.5, error=0.1), SHORT: Seconds(value=0.75, error=0.1)})
+    answers = iter([(True, "it was busy"), (False, "")])
+
+    def run(*_: Any) -> dict[str, Any]:
+        busy, note = next(answers)
+        found = dataclasses.asdict(dataclasses.replace(measured, notes=(note,)))
+        return {"work": found, "busy": busy, "depends_on": {"paths": [], "variables": []}}
+
+    monkeypatch.setattr(work, "_run", run)
+    plan, policies = make_plan("cluster.workers_per_node=2"), list(measured.windows)
+
+    def note(*, only_known: bool) -> str:
+        found, _ = measure_work(plan, policies, only_known=only_known)
+        assert found is not None
+        return found.notes[0]
+
+    assert note(only_known=False) == note(only_known=True) == "it was busy"
+    assert note(only_known=False) == note(only_known=False) == note(only_known=True) == ""
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm_starts")
 def test_ranks_measure_each_policy_and_the_result_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
