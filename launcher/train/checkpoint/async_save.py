@@ -106,7 +106,7 @@ class Saver:
 
     def join(self) -> None:
         """Wait for the save in progress; its errors are raised by the next ``wait``."""
-        if self._thread is not None:
+        if self._thread is not None and self._thread.is_alive():  # it may be called while the interpreter shuts down
             with HEARTBEAT.waiting_for(Wait.io, self._thread.ident or 0):
                 self._thread.join()
 
