@@ -184,7 +184,7 @@ class _Route:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredLinks:
-    """What `launch doctor` has measured on a cluster.
+    """Measurement of a cluster's links by `launch doctor`.
 
     Attributes:
         workers: ranks per host that took part.

@@ -20,7 +20,7 @@ from launcher.plan.work import Seconds, Work
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What the trace of a task says about the time of its windows.
+    """Facts from the trace of a task that determine the time of its windows.
 
     Attributes:
         spans: timeline of each policy whose window ran, with seconds of the GPU in the table.

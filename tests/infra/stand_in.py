@@ -25,7 +25,7 @@ from tests.infra.slurm import Cluster
 
 @dataclass(kw_only=True)
 class Meeting:
-    """What one node's agent saw.
+    """Record of one node's agent.
 
     ``ranks``, ``world``, ``master``: in the environment of its workers. By the machine's clock: ``started``, the task;
     ``arrived``, the agent at the rendezvous; ``met``, the workers would start; ``heard``, node 0 has a report of every

@@ -1,4 +1,4 @@
-"""What past runs make of the next prediction: which of them count, by how much, and what a damaged file does."""
+"""Correction of predictions by past runs: which of them count, by how much, and what a damaged file does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run records of its plan's prediction, and when a plan has none any more."""
+"""Predictions that a run records, and plans that have none any more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an inspection of a task depends on: modules, files, directories and environment variables that it has read."""
+"""Dependencies of an inspection of a task: modules, files, directories and environment variables that it has read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an inspection has read is known, and `launch plan` repeats it when any of that has changed, and only then."""
+"""Dependencies of an inspection: `launch plan` repeats it when any of them has changed, and only then."""
 
 from __future__ import annotations
 

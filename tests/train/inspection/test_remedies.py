@@ -1,4 +1,4 @@
-"""What a plan advises where a job does not fit: only what helps this job, and enough of it."""
+"""Advice of a plan for a job that does not fit: only settings that help it, and enough of them."""
 
 from __future__ import annotations
 
