@@ -9,7 +9,12 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._pytree import tree_map
 
 from launcher.config.schema import Compress, Parameters, Sync
@@ -105,6 +110,8 @@ def problem_text(error: Exception) -> str:
         return str(error)
     if isinstance(error, DataDependentOutputException):
         return "the model or its loss asks a tensor for its value (.item(), bool(), ...)"
+    if isinstance(error, DynamicOutputShapeException):
+        return "the size of a tensor in the model or its loss depends on values (a boolean mask, nonzero(), ...)"
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
