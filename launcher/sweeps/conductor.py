@@ -76,8 +76,14 @@ def require_a_possible_one(requested: Sequence[RequestedCell], wrong: Sequence[U
     problems = {str(error): words.overrides for error, words in zip(errors, requested, strict=True)}
     if len(problems) == 1:
         raise errors[0]
-    lines = [f"{' '.join(overrides)}: {problem}" for problem, overrides in problems.items()]
+    lines = [_with_cell(problem, overrides) for problem, overrides in problems.items()]
     raise UserError("\n  ".join(["No cell of this sweep can run.", *first_lines(lines, _SHOWN_REFUSALS)]))
+
+
+def _with_cell(problem: str, overrides: Sequence[str]) -> str:
+    """Return the problem of a cell with the cell's overrides in front, unless it starts with its only one already."""
+    named = len(overrides) == 1 and problem.startswith(overrides[0].partition("=")[0] + "=")
+    return problem if named else f"{' '.join(overrides)}: {problem}"
 
 
 # prefixes of arguments that do not identify the sweep

@@ -233,7 +233,8 @@ def test_all_stands_for_what_is_possible(launch: Launch, tmp_path: Path) -> None
         ),
         (["-m", "strategy=ddp,fspd"], "strategy=fspd: there is no such option"),
         (["-m", "batch.global_size=64,128"], "batch.global_size=64, 128: differs between the cells"),
-        (["-m", "batch.micro_size=3,5"], "No cell of this sweep can run."),
+        (["-m", "batch.micro_size=3,5"], "No cell of this sweep can run.\n  batch.micro_size=3: batch.global_size=64"),
+        (["-m", "cluster.link_gbit=3,5"], "No cell of this sweep can run.\n  cluster.link_gbit=3.0: has no effect"),
         (
             ["-m", "batch.micro_size=1,2", "--html", "nowhere/page.html"],
             "--html nowhere/page.html: there is no directory",
