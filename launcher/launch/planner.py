@@ -33,6 +33,7 @@ from launcher.errors import ConfigError, SiteError, UserError
 from launcher.plan import host
 from launcher.plan.batch import AUTO
 from launcher.plan.callback_plan import require_variables, solve_callbacks
+from launcher.plan.gpus import find_gpu
 from launcher.plan.host import Partition, Site, allowed_env, batch_env
 from launcher.plan.initial_weights import InitialWeights, find_weights
 from launcher.plan.launch_plan import RunInfo, node_range
@@ -209,9 +210,14 @@ def initial_weights(config: Config, cwd: str) -> InitialWeights | None:
 
 
 def emulation_notes(plan: RunPlan, once: Once | None = None) -> list[str]:
-    """Return a warning if the job runs on this machine in a format that it emulates."""
-    kind = plan.precision.kind
-    if plan.cluster.kind is not ClusterKind.local or plan.cluster.gpu is not None or kind not in host.NARROW:
+    """Return a warning if this machine, or the GPU that the plan is for, emulates the job's format."""
+    kind, gpu = plan.precision.kind, plan.cluster.gpu
+    if gpu is not None and kind is PrecisionKind.bf16 and find_gpu(gpu).bf16 is None:
+        return [
+            f"precision=bf16: {gpu.upper()} has no units for it and emulates it in fp32. precision=fp16 uses its "
+            "tensor cores; precision=auto takes fp32."
+        ]
+    if plan.cluster.kind is not ClusterKind.local or gpu is not None or kind not in host.NARROW:
         return []
     is_native, factor = (once or Once())(_format_support, kind, plan.cluster.device, measure=True)
     return [] if is_native or factor is None else [host.emulation_warning(kind, "this machine", factor)]

@@ -127,14 +127,16 @@ _KINDS = dict.fromkeys(_SLURM_KEYS, (ClusterKind.slurm,)) | {
     "interface": (ClusterKind.hosts, ClusterKind.slurm),
     "link_gbit": (ClusterKind.hosts, ClusterKind.slurm, ClusterKind.elsewhere),
 }
+# keys -> why they have no effect with other kinds
+_WHY = {"link_gbit": ", which is one host: nothing is sent on a link"}
 
 
 def _check_kind(config: ClusterConfig, nodes: NodeRange) -> None:
     for name, kinds in _KINDS.items():
         if (value := getattr(config, name)) not in (None, [], {}) and config.kind not in kinds:
             raise ConfigError(
-                f"cluster.{name}", value, f"has no effect with cluster={config.kind.value}.",
-                f"It belongs to {' and '.join(f'cluster={kind.value}' for kind in kinds)}.",
+                f"cluster.{name}", value, f"has no effect with cluster={config.kind.value}{_WHY.get(name, '')}.",
+                f"It belongs to {' or '.join(f'cluster={kind.value}' for kind in kinds)}.",
             )  # fmt: skip
     if config.kind is ClusterKind.local and nodes != (1, 1):
         raise ConfigError(

@@ -275,7 +275,7 @@ def _layout(config: StrategyConfig, batch: Batch, shard_size: int, precision: Pr
 def _forecast(kind: StrategyKind, sync: Sync, batch: Batch, layout: Layout, cluster: ClusterPlan) -> Forecast:
     payload = layout.payload(transfers_per_window(kind, sync, batch.accumulation))
     wire_s = None
-    if cluster.link_gbit is not None:
+    if cluster.link_gbit is not None and cluster.nodes > 1:
         wire_s = _link_bytes(payload, layout, cluster) * 8 / (cluster.link_gbit * 1e9)
     return Forecast(
         sync=sync, payload_bytes=sum(payload.values()), wire_bytes=layout.wire(payload), wire_s=wire_s, peak_bytes=None

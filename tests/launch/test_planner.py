@@ -8,11 +8,12 @@ from launcher.config.hydra import compose
 from launcher.config.schema import ClusterKind
 from launcher.errors import ConfigError
 from launcher.launch import planner
-from launcher.launch.planner import plan_job
+from launcher.launch.planner import emulation_notes, plan_job
 from launcher.launch.slurm import client
 from launcher.plan.gpus import require_at_hand
 from launcher.plan.run_plan import RunPlan
 from tests.conftest import Launch
+from tests.helpers import make_plan
 
 QUIET = ("task=digits", "wandb.mode=disabled", "batch.norm=leave")
 
@@ -37,6 +38,15 @@ def test_several_hosts_need_no_cluster(overrides: tuple[str, ...], world: int) -
     assert plan.cluster.slurm is None
     assert plan.cluster.world_size == plan.batch.world_size == world
     assert RunPlan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize(("gpu", "precision", "noted"), [
+    ("t4", "bf16", True), ("v100", "bf16", True), ("t4", "fp16", False), ("t4", "auto", False), ("a100", "bf16", False),
+])  # fmt: skip
+def test_a_gpu_that_emulates_bf16_is_noted(gpu: str, precision: str, noted: bool) -> None:
+    plan = make_plan("cluster=elsewhere", f"cluster.gpu={gpu}", f"precision={precision}")
+    assert any(f"{gpu.upper()} has no units for it" in note for note in emulation_notes(plan)) is noted
+    assert precision != "auto" or plan.precision.reason == "auto: T4 emulates bf16"
 
 
 def test_one_host_is_this_machine() -> None:
