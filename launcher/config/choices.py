@@ -9,7 +9,6 @@ class ClusterKind(StrEnum):
     local = "local"
     hosts = "hosts"
     slurm = "slurm"
-    elsewhere = "elsewhere"
 
 
 class Device(StrEnum):
@@ -19,7 +18,6 @@ class Device(StrEnum):
 
 
 class StrategyKind(StrEnum):
-    auto = "auto"
     single = "single"
     ddp = "ddp"
     fsdp = "fsdp"
@@ -88,12 +86,6 @@ class OnOom(StrEnum):
 class OnNonfinite(StrEnum):
     stop = "stop"
     skip = "skip"
-
-
-class Predict(StrEnum):
-    auto = "auto"
-    always = "always"
-    never = "never"
 
 
 class OptimizerKind(StrEnum):
