@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: train test test-all coverage lint docs-reference bench bench-balance bench-sync bench-speedup bench-peers gpu gpu-wheels clean
+.PHONY: train test test-all coverage lint docs-reference bench bench-balance bench-sync bench-speedup bench-peers bench-forecast gpu gpu-wheels clean
 
 train: $(VENV)/.installed
 	$(BIN)/launch train $(ARGS)
@@ -76,6 +76,12 @@ bench-peers: $(VENV)/.installed-peers tools
 	$(call HOSTS,1gbit,1) $(call PEERS,1gbit,1 4)
 	$(call HOSTS,100mbit,1) $(call PEERS,100mbit,1)
 	$(BIN)/python jobs/bench_peers.py report --results build/peers.jsonl --to docs/explanations
+
+# Predictions against what then runs, of 68 jobs, here and on shaped hosts: docs/explanations/forecasts.md. 25 minutes.
+bench-forecast: $(VENV)/.installed-dev tools
+	mkdir -p build
+	PYTHONPATH=. $(BIN)/python jobs/bench_forecast.py measure --out build/forecast.jsonl
+	PYTHONPATH=. $(BIN)/python jobs/bench_forecast.py report --results build/forecast.jsonl --to docs/explanations
 
 # The system tests make hosts of their own, and a Slurm cluster of them; where these are missing they skip, and say so.
 # Whether apt-get can start the daemons as services does not matter: the tests start their own.

@@ -1,24 +1,32 @@
-"""Time of `launch report` for many long runs, and size of its page.
+"""Time of `launch runs`, `status` and `report` for many runs, and size of the page.
 
     python jobs/bench_report.py [--runs 200] [--steps 10000] [--keep DIR]     # writes 3 GB, to a temporary directory
+    python jobs/bench_report.py --runs 5000 --steps 30
 
-The runs are synthetic: accumulation × workers × seeds, with as many lines as real ones, of the same length.
+`report` runs twice: what the first one reads, the second one finds in a cache. The runs are synthetic: accumulation ×
+workers × seeds, with as many lines as real ones, of the same length.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
+import os
 import random
+import resource
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+import yaml
+
 from launcher.config.hydra import compose
+from launcher.config.schema import Config
 from launcher.launch import local
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import RunInfo
@@ -30,14 +38,23 @@ from launcher.rundir.files import write_json
 REST = {f"comm/all_reduce/figure_{number}": 0.1234567890123 + number for number in range(26)}
 
 
+@functools.cache
+def composed(steps: int, accumulation: int, workers: int) -> Config:
+    sizes = [f"batch.accumulation={accumulation}", f"cluster.workers_per_node={workers}", f"train.steps={steps}"]
+    return compose([*sizes, "batch.global_size=256"])
+
+
 def make(directory: Path, name: str, steps: int, accumulation: int, workers: int, seed: int) -> None:
     """Write one finished run."""
-    sizes = [f"batch.accumulation={accumulation}", f"cluster.workers_per_node={workers}", f"train.seed={seed}"]
-    config, noise = compose([*sizes, f"train.steps={steps}", "batch.global_size=256"]), random.Random(name)
+    config, noise = composed(steps, accumulation, workers), random.Random(name)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=seed))
     task = TaskPlan(target="a.Task", params={}, samples=10**9, parameters=1, gradient_bytes=4, unit_parameters=1)
     run = RunInfo(name=name, id=name, dir=str(directory / name), created="2026-01-01T00:00:00+00:00", version="0")
     plan = solve(config, Site(gpus=0, cores=2, cwd=str(directory)), task, run)
-    local.create(plan, json.dumps(dataclasses.asdict(config)))  # JSON is valid YAML
+    sections = [
+        yaml.dump({key: section}) for key, section in json.loads(json.dumps(dataclasses.asdict(config))).items()
+    ]
+    local.create(plan, "".join(sections))
     step_s, sent, rest = (0.3 + 0.01 * accumulation) / workers**0.9, 8e6 * (workers > 1), json.dumps(REST)[1:]
     fixed = {f"batch/{key}": size for key, size in dataclasses.asdict(plan.batch).items()} | {
         "batch/samples": 256, "comm/wire_bytes": sent, "comm/wire_bytes_every": sent * accumulation,
@@ -64,17 +81,28 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         directory = arguments.keep or Path(temporary) / "runs"
-        grid = itertools.product(range(100), (1, 2, 4, 8), (1, 2, 4, 8))
-        for number, (seed, accumulation, workers) in enumerate(itertools.islice(grid, arguments.runs)):
-            make(directory, f"run{number:03}", arguments.steps, accumulation, workers, seed)
+        grid = itertools.product(range(arguments.runs), (1, 2, 4, 8), (1, 2, 4, 8))
+        names = [f"run{number:04}" for number in range(arguments.runs)]
+        for name, (seed, accumulation, workers) in zip(names, grid, strict=False):
+            if not (directory / name).exists():
+                make(directory, name, arguments.steps, accumulation, workers, seed)
         size = sum(path.stat().st_size for path in directory.glob("*/metrics.jsonl"))
-        start = time.perf_counter()
-        code = "from launcher.cli import main; main()"
-        command = [sys.executable, "-P", "-c", code, "report", str(directory)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        seconds, page = time.perf_counter() - start, (directory / "report.html").stat().st_size
-    runs = f"{arguments.runs} runs of {arguments.steps:,} steps, {size / 1e9:.2f} GB"
-    print(f"{runs}: {seconds:.1f} s, page {page / 1e6:.1f} MB")
+        print(f"{arguments.runs} runs of {arguments.steps:,} steps, {size / 1e9:.2f} GB of records")
+        environment = os.environ | {"XDG_CACHE_HOME": str(Path(temporary) / "cache")}
+        for command in (["runs"], ["status", names[-1]], ["report", str(directory)], ["report", str(directory)]):
+            print(f"launch {command[0]:8}{measured([*command, '--dir', str(directory)], environment)}")
+        print(f"page    {(directory / 'report.html').stat().st_size / 1e6:.1f} MB")
+
+
+def measured(arguments: list[str], environment: dict[str, str]) -> str:
+    """Run `launch`; return its seconds, and those of all its processes' CPU time."""
+    code, before = "from launcher.cli import main; main()", resource.getrusage(resource.RUSAGE_CHILDREN)
+    start = time.perf_counter()
+    command = [sys.executable, "-P", "-c", code, *arguments]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
+    seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return f"{seconds:6.2f} s, {cpu_s:6.2f} s of CPU time"
 
 
 if __name__ == "__main__":

@@ -15,21 +15,22 @@ from typing import Any
 from launcher.config.hydra import compose, compose_with_yaml
 from launcher.config.multirun import RequestedCell
 from launcher.config.schema import ClusterKind, Config, Device, PrecisionKind
-from launcher.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, SiteError, UserError
+from launcher.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, SiteError
 from launcher.launch import local
 from launcher.launch.peers import Peers
 from launcher.launch.planner import initial_weights, new_run, plan_job, run_of_script
 from launcher.launch.slurm import submit as slurm
 from launcher.plan import host
-from launcher.plan.gpus import refuse_gpu
+from launcher.plan.gpus import require_at_hand
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import solve
 from launcher.report.compare import Entry, RunComparison, side_by_side
 from launcher.report.live import Silence
+from launcher.report.measurement_cache import read_cached
 from launcher.report.measurements import read_all
-from launcher.rundir.files import read_json, write_text
+from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths, SweepPaths
 from launcher.runs import control
 from launcher.runs.status import Run, statuses_of
@@ -131,7 +132,7 @@ def submit(overrides: Sequence[str] = ()) -> Job:
         UserError: invalid input; nothing was started.
     """
     config, yaml = compose_with_yaml(overrides)
-    refuse_gpu(config.cluster)
+    require_at_hand(config.cluster)
     if config.cluster.kind is ClusterKind.hosts:
         raise SiteError("cluster=hosts: cannot be started from Python.\n  Type `launch train` on each host.")
     plan = plan_job(config)
@@ -200,7 +201,7 @@ def compare_runs(asked: Sequence[RunPaths | SweepPaths], *, title: str, loss: fl
                 )
             )
     places = list(dict.fromkeys(entry.dir for entry in entries if entry.dir is not None))
-    return side_by_side(title, entries, read_all(places), loss)
+    return side_by_side(title, entries, read_cached(places, read_all), loss)
 
 
 def write_page(compared: RunComparison, place: Path) -> None:
@@ -209,15 +210,9 @@ def write_page(compared: RunComparison, place: Path) -> None:
     Raises:
         UserError: ``place`` cannot be written.
     """
-    from launcher.report.page import page
+    from launcher.report.page import page, save_page
 
-    text = page(compared, datetime.now().astimezone())
-    try:
-        write_text(place, text)
-    except OSError as error:
-        raise UserError(
-            f"{place}: cannot be written: {error.strerror}.\n  Choose another file: --html FILE."
-        ) from error
+    save_page(page(compared, datetime.now().astimezone()), place)
 
 
 def typed(value: object) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import atexit
 import ctypes
 import faulthandler
+import gc
 import math
 import os
 import re
+import resource
 import signal
 import sys
 import threading
@@ -182,6 +184,28 @@ def exit_without_teardown(status: int) -> NoReturn:
     os._exit(status)
 
 
+# more than the connections of the largest job; some containers have a hard limit of a billion
+_OPEN_FILES = 2**18
+
+
+def raise_open_files() -> int:
+    """Raise the soft limit of open files of this process, and of those that it starts, to the hard limit. Return it.
+
+    Most systems and Slurm give a process 1,024. The agent of node 0 needs two for each node, rank 0 one for each rank,
+    and gloo one for each pair of ranks.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    wanted = _OPEN_FILES if hard == unlimited else min(hard, _OPEN_FILES)
+    if soft == unlimited or soft >= wanted:
+        return soft
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError):  # the system has a limit below its hard one
+        return soft
+    return wanted
+
+
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Generator[None]:
     """Context in which ``os.environ`` has these variables and no others."""
@@ -206,6 +230,21 @@ def signal_handler(numbers: Iterable[int], handler: Callable[[int, FrameType | N
             signal.signal(number, earlier)
 
 
+@contextmanager
+def no_collection() -> Generator[None]:
+    """Context without garbage collection, for commands that make millions of objects and few cycles.
+
+    The collector would go through all of them again and again.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def wait_until(condition: Callable[[], T], within_s: float = math.inf, every_s: float = 0.1) -> T:
     """Call ``condition`` every ``every_s`` seconds until its result is true, for at most ``within_s`` seconds.
 
@@ -216,6 +255,14 @@ def wait_until(condition: Callable[[], T], within_s: float = math.inf, every_s: 
     while not (result := condition()) and time.monotonic() < end:
         time.sleep(every_s)
     return result
+
+
+def shared_interval(least_s: float, askers: int, per_s: float = 1000) -> float:
+    """Return the seconds between two requests of one of ``askers`` processes that poll the same server.
+
+    The server then receives at most ``per_s`` requests per second. ``least_s``: interval of few processes.
+    """
+    return max(least_s, askers / per_s)
 
 
 def children(pid: int) -> list[int]:

@@ -8,6 +8,7 @@ records (``NAME``, ``NAME_low``, ``NAME_high``).
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,11 @@ def bytes_text(number: float) -> str:
             break
         number /= 1000
     return f"{number:,.0f} {unit}" if unit == "B" else f"{number:,.2f} {unit}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a duration as text, in ms or s."""
+    return f"{seconds * 1e3:,.4g} ms" if seconds < 1 else f"{seconds:,.4g} s"
 
 
 def count(number: float, noun: str, nouns: str | None = None) -> str:
@@ -90,6 +96,20 @@ def interval(differences: Sequence[float]) -> Interval:
     return Interval(statistics.median(ordered), ordered[place], ordered[n - 1 - place])
 
 
+def folded_names(names: Sequence[str]) -> str:
+    """Return names such as ``node1,node2,node3,login`` in Slurm's notation, ``node[1-3],login``, in the same order."""
+    parts = [re.fullmatch(r"(.*?)(\d*)", name) for name in names]
+    groups: list[tuple[str, list[str]]] = []  # a stem, and the numbers that follow each other
+    for stem, number in (match.groups() for match in parts if match is not None):
+        before, numbers = groups[-1] if groups else ("", [""])
+        last = numbers[-1]
+        if before == stem and number and last and number == f"{int(last) + 1:0{len(last)}d}":
+            numbers.append(number)
+        else:
+            groups.append((stem, [number]))
+    return ",".join(stem + (each[0] if len(each) == 1 else f"[{each[0]}-{each[-1]}]") for stem, each in groups)
+
+
 def speedup_text(record: Mapping[str, Any]) -> str | None:
     """Return the text on the speed-up over sync=every in a record or summary; None if it has no such figure.
 
@@ -121,3 +141,37 @@ def exposed_text(record: Mapping[str, Any]) -> str | None:
         return f"no exposed communication measured (95%: {low:,.1f} to {high:,.1f} ms)"
     shown = f"{value:,.1f} ms of a step ({low:,.1f} to {high:,.1f}) is exposed communication"
     return f"{shown}; {record['comm/overlap']:.0%} is hidden"
+
+
+def prediction_text(record: Mapping[str, Any], *, has_memory: bool) -> str | None:
+    """Return how far the figures of a record or summary are from their predictions; None if it has no pair of both.
+
+    Args:
+        record: has ``predicted/step_s`` with its interval, ``predicted/wire_bytes`` and ``predicted/peak_bytes``, and
+            the measured figures; each pair only if it is known.
+        has_memory: whether ``memory/peak_bytes`` is that of the rank's tensors, as predicted. On a CPU it is not.
+    """
+    parts: list[str] = []
+    ends = [record.get(f"predicted/{name}") for name in ("step_s", "step_low_s", "step_high_s")]
+    if (step_s := record.get("time/step_s")) and None not in ends:
+        predicted = Interval(*map(float, ends))  # pyright: ignore[reportArgumentType]
+        outside = ", outside of its interval" if predicted.excludes(step_s) else ""
+        value, low, high = (f"{seconds * 1e3:,.1f}" for seconds in (predicted.value, predicted.low, predicted.high))
+        text = f"({value} ms predicted, {low} to {high})"
+        parts.append(f"step {_deviation(step_s, predicted.value)}{outside} {text}")
+    for name, measured in (("memory", "memory/peak_bytes"), ("wire bytes", "comm/wire_bytes")):
+        expected, found = record.get(f"predicted/{measured.rpartition('/')[2]}"), record.get(measured)
+        if expected is None or found is None or (name == "memory" and not has_memory):
+            continue
+        exact = found == expected
+        text = "exact" if exact else f"{_deviation(found, expected)} ({bytes_text(expected)} predicted)"
+        parts.append(f"{name} {text}")
+    return ", ".join(parts) or None
+
+
+def _deviation(measured: float, predicted: float) -> str:
+    """Return by which share of the prediction a figure is above or below it."""
+    if not predicted:
+        return "above"
+    share = measured / predicted - 1
+    return f"{abs(share):.1%} {'below' if share < 0 else 'above'}"

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 REQUIRED_METHODS = ("model", "train_data", "loss")
 OPTIONAL_METHODS = (
     "eval_data", "collate", "order", "lengths", "length", "items", "flops_per_sample", "shard_units", "compile_units",
-    "optimizer", "schedule", "eval_metrics", "sample", "export", "export_config",
+    "optimizer", "schedule", "eval_metrics", "sample", "export", "export_config", "fixed_arguments",
 )  # fmt: skip
 
 
@@ -61,6 +61,8 @@ class Task(Protocol):
             ``model`` is on the CPU and has the exported values.
         ``export_config(model, directory, dtype)``: writes the configuration of a model that is not of transformers into
             ``directory``; ``model`` may have no values, ``dtype`` is the torch.dtype of the exported parameters.
+        ``fixed_arguments() -> dict``: arguments that the plan stores with those of the config, so that all ranks and
+            later attempts read what the plan has read, such as the commit of a name.
         ``outputs(model, batch)`` and ``window_loss(outputs) -> Loss``, in place of ``loss``: a tensor, or a tuple or
             dict of tensors, with one row for each sample; and the loss of the rows of all samples of a window.
     """

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -51,6 +52,10 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[SLOWNESS] = f"{max(1.0, (time.perf_counter() - began) / IMPORT_S):.2f}"
     if config.getoption("timeout", None) is None:
         config.option.timeout = patience(LIMIT_S)
+    if not hasattr(config, "workerinput"):  # the processes of pytest-xdist inherit it
+        cache = tempfile.TemporaryDirectory(prefix="launcher-test-cache-")
+        os.environ["XDG_CACHE_HOME"] = cache.name  # a user's cache must not decide a test
+        config.add_cleanup(cache.cleanup)
 
 
 @pytest.fixture(autouse=True)

@@ -87,11 +87,13 @@ def launch(*arguments: str, cwd: Path, env: dict[str, str] | None = None) -> sub
     )
 
 
-def torchrun(script: Path, arguments: Sequence[str], ranks: int, cwd: Path, timeout: float = 240) -> str:
-    """Run ``script`` on ``ranks`` real processes with gloo; its output. Fails the test when it fails."""
+def torchrun(
+    script: Path, arguments: Sequence[str], ranks: int, cwd: Path, timeout: float = 240, *, status: int = 0
+) -> str:
+    """Run ``script`` on ``ranks`` real processes with gloo; its output. Fails the test if its status differs."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = warm.run(
         [*command, "-m", "launcher.launch.script_worker", str(script), *arguments], patience(timeout), cwd=cwd
     )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]  # the reason is at their end
+    assert done.returncode == status, done.stdout[-5000:] + done.stderr[-5000:]  # the reason is at their end
     return done.stdout

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 
 import pytest
 
-from launcher.process import environment, signal_handler
+from launcher.process import environment, raise_open_files, shared_interval, signal_handler
 
 
 def test_environment_and_signal_handlers_are_put_back_after_an_exception() -> None:
@@ -26,3 +27,20 @@ def test_environment_and_signal_handlers_are_put_back_after_an_exception() -> No
     assert received == [signal.SIGUSR2]
     assert dict(os.environ) == variables
     assert signal.getsignal(signal.SIGUSR2) == handler
+
+
+def test_the_limit_of_open_files_is_raised_to_the_hard_one() -> None:
+    before = soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft // 2, hard))
+        raised = raise_open_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (raised, hard)
+        assert raised > soft // 2
+        assert raise_open_files() == raised
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_many_processes_that_poll_one_server_ask_less_often() -> None:
+    assert [shared_interval(0.1, askers) for askers in (1, 100, 512, 2048)] == [0.1, 0.1, 0.512, 2.048]
+    assert shared_interval(1, 512, per_s=50) == 10.24

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import math
 import random
+import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from launcher.quantities import NO_INTERVAL, Interval, count, exposed_text, interval, speedup_text
+from launcher.quantities import (
+    NO_INTERVAL,
+    Interval,
+    count,
+    exposed_text,
+    folded_names,
+    interval,
+    prediction_text,
+    speedup_text,
+)
 
 
 def test_the_interval_holds_the_true_difference_as_often_as_it_says() -> None:
@@ -63,3 +75,64 @@ def test_a_record_without_an_interval_claims_neither_a_difference_nor_its_absenc
 def test_a_record_gives_its_interval_back() -> None:
     found = Interval(1.5, 1.25, 2.0)
     assert Interval.of_record(found.as_record("x"), "x") == found
+
+
+def unfolded(text: str) -> list[str]:
+    """Return the names in Slurm's notation, as `scontrol show hostnames` does."""
+    names: list[str] = []
+    for stem, first, last in re.findall(r"([^,\[]+)(?:\[(\d+)-(\d+)\])?", text):
+        numbers = [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)] if first else [""]
+        names += [stem + number for number in numbers]
+    return names
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["node", "gpu-a", "rack2-n", "login"]), st.integers(0, 1100), st.integers(1, 5)),
+        max_size=4,
+    ),
+    st.booleans(),
+)
+def test_folded_names_are_the_same_names(runs: list[tuple[str, int, int]], padded: bool) -> None:
+    numbered = [(stem, number) for stem, first, size in runs for number in range(first, first + size)]
+    names = [f"{stem}{number:03d}" if padded else f"{stem}{number}" for stem, number in numbered]
+    assert unfolded(folded_names(names)) == names
+
+
+def test_names_that_follow_each_other_are_one_range() -> None:
+    assert folded_names([f"node{n}" for n in range(1, 513)]) == "node[1-512]"
+    assert folded_names(["a08", "a09", "a10", "login", "b1", "b3"]) == "a[08-10],login,b1,b3"
+    assert folded_names([]) == ""
+
+
+PREDICTED = {"predicted/step_s": 1.0, "predicted/step_low_s": 0.9, "predicted/step_high_s": 1.2}
+
+
+@pytest.mark.parametrize(
+    ("step_s", "text"),
+    [
+        (1.1, "step 10.0% above (1,000.0 ms predicted, 900.0 to 1,200.0)"),
+        (0.95, "step 5.0% below (1,000.0 ms predicted, 900.0 to 1,200.0)"),
+        (1.5, "step 50.0% above, outside of its interval (1,000.0 ms predicted, 900.0 to 1,200.0)"),
+        (0.8, "step 20.0% below, outside of its interval (1,000.0 ms predicted, 900.0 to 1,200.0)"),
+    ],
+)
+def test_how_far_off_a_prediction_of_a_step_was(step_s: float, text: str) -> None:
+    assert prediction_text(PREDICTED | {"time/step_s": step_s}, has_memory=False) == text
+
+
+def test_how_far_off_a_prediction_of_bytes_was() -> None:
+    sent = {"predicted/wire_bytes": 2000, "predicted/peak_bytes": 10**9, "memory/peak_bytes": 9 * 10**8}
+    exact = sent | {"comm/wire_bytes": 2000}
+    assert prediction_text(exact, has_memory=False) == "wire bytes exact"
+    assert prediction_text(exact, has_memory=True) == "memory 10.0% below (1.00 GB predicted), wire bytes exact"
+    more = sent | {"comm/wire_bytes": 2002}
+    assert prediction_text(more, has_memory=False) == "wire bytes 0.1% above (2.00 kB predicted)"
+
+
+def test_nothing_is_compared_without_both_figures() -> None:
+    assert prediction_text({}, has_memory=True) is None
+    assert prediction_text(PREDICTED, has_memory=True) is None
+    assert prediction_text({"time/step_s": 1.0, "comm/wire_bytes": 7}, has_memory=True) is None
+    without_interval = {"predicted/step_s": 1.0, "time/step_s": 1.0}
+    assert prediction_text(without_interval, has_memory=True) is None

@@ -31,7 +31,8 @@ launch: distributed training with an exact global batch.
 
   train, run   --quiet      print nothing but errors           --wait         with cluster=slurm: wait for the end
   train        -m           a sweep: one run for each combination of key=1,2,4     --yes    also very many
-  plan, verify --json       the plan, or the certificate, as JSON
+  plan         -m           rank the combinations of key=1,2,4 (key=all: all that are possible)     --html FILE   a page
+  plan, verify --json       the plan, the ranking or the certificate as JSON
   resume       --force      allow changes of keys that affect what is learned
   drill        --json       the result as JSON                 --windows N    windows of each of its runs (default: 8)
   RUN          a run's name, its directory, or a prefix of its name; --dir DIR: directory of the runs (default: runs)
@@ -49,7 +50,8 @@ Exit status: 0 done; 1 the job failed; 2 the input is wrong; 75 stopped from out
 
 # command -> module of launcher.cli with its function launch_COMMAND; only that module is imported
 _MODULES = {
-    **dict.fromkeys(("train", "plan", "run"), "train"),
+    **dict.fromkeys(("train", "run"), "train"),
+    "plan": "plan",
     **dict.fromkeys(("verify", "drill", "doctor"), "diagnose"),
     **dict.fromkeys(("runs", "status", "logs", "cancel", "resume", "retry", "report", "export"), "runs"),
 }

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from launcher.errors import EXIT_FAILED, EXIT_INTERRUPTED, LauncherError, RecordFailed, UserError, did_you_mean
-from launcher.plan.gpus import refuse_gpu
+from launcher.plan.gpus import require_at_hand
 from launcher.process import signal_handler
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _HYDRA_FLAGS = {
     "--info": True, "-i": True, "--config-name": True, "-cn": True, "--config-dir": True, "-cd": True,
     "--config-path": True, "-cp": True,
 }  # fmt: skip
-_OWN_FLAGS = ("--quiet", "--json", "--wait", "--yes", "--windows")
+_OWN_FLAGS = ("--quiet", "--json", "--wait", "--yes", "--windows", "--html")
 
 
 def print_error(error: LauncherError) -> int:
@@ -116,7 +116,7 @@ def with_config(verb: str, arguments: list[str], act: Callable[[Config, str], in
     def act_or_explain(config: Config, yaml: str) -> int:
         try:
             if verb != "plan":
-                refuse_gpu(config.cluster)
+                require_at_hand(config.cluster)
             status = act(config, yaml)
         except LauncherError as error:
             return print_error(error)

@@ -20,6 +20,7 @@ from launcher.errors import EXIT_DONE, UserError
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.tracker_plan import MLFLOW_STORE
+from launcher.process import no_collection
 from launcher.quantities import bytes_text, count, first_names
 from launcher.report import live, run_list
 from launcher.report.tables import near
@@ -46,6 +47,7 @@ def _parser(verb: str, does: str, *, run: bool = True) -> Parser:
     return parser
 
 
+@no_collection()
 def launch_runs(arguments: list[str]) -> int:
     parser = _parser("runs", "List all runs with their states, or the cells of a sweep.", run=False)
     parser.add_argument("sweep", metavar="SWEEP", nargs="?", help="a sweep's name, directory, or a prefix of one")
@@ -246,9 +248,11 @@ def launch_export(arguments: list[str]) -> int:
     return EXIT_DONE
 
 
+@no_collection()
 def launch_report(arguments: list[str]) -> int:
     from launcher.api import compare_runs, write_page
     from launcher.report import comparison_tables
+    from launcher.report.page import require_place
 
     parser = _parser("report", "Compare runs: tables, plots, one HTML page.", run=False)
     parser.add_argument("what", nargs="+", metavar="RUN", help="runs, sweeps, or directories of runs")
@@ -260,10 +264,8 @@ def launch_report(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.loss is not None and not math.isfinite(options.loss):
         raise UserError(f"--loss {options.loss}: must be a number, in the unit of train/loss.")
-    if options.html is not None and not options.html.absolute().parent.is_dir():
-        raise UserError(
-            f"--html {options.html}: there is no directory {options.html.parent}.\n  Create it, or choose another path."
-        )
+    if options.html is not None:
+        require_place(options.html)
     # runs/* names MLflow's store too
     words = [word for word in options.what if Path(word).name != MLFLOW_STORE] or options.what
     chosen = [paths for word in words for paths in _runs_of(word, options.dir)]

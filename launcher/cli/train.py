@@ -1,4 +1,4 @@
-"""`launch train`, `plan` and `run`: from a config to a job, to a sweep of jobs, or to a plan."""
+"""`launch train` and `run`: from a config to a job, or to a sweep of jobs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.cli.overrides import print_error, take_flag, with_config
+from launcher.cli.overrides import take_flag, with_config
 from launcher.config.multirun import RequestedCell, Result
 from launcher.config.schema import ClusterKind, Config
 from launcher.errors import (
@@ -24,13 +24,14 @@ from launcher.errors import (
 )
 from launcher.launch import local, multihost
 from launcher.launch.peers import Peers
-from launcher.launch.planner import Once, new_run, plan_job, site_of
+from launcher.launch.planner import new_run, plan_job, site_of
 from launcher.launch.slurm import client, submit
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.placement import solve_script
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.validation import check
 from launcher.report import live, run_list, tables
+from launcher.report.summary_table import summary_table
 from launcher.rundir.paths import SweepPaths
 from launcher.runs import control
 from launcher.runs.status import Run
@@ -56,39 +57,6 @@ def launch_train(arguments: list[str]) -> int:
         return _start(plan_job(config), yaml, config, live.console(quiet=quiet), wait=wait)
 
     return with_config("train", arguments, act)
-
-
-def launch_plan(arguments: list[str]) -> int:
-    as_json = take_flag("--json", arguments)
-    once = Once()
-    statuses = [EXIT_DONE]
-
-    def act(config: Config, yaml: str) -> int:  # noqa: ARG001
-        solved = plan_job(config, once)
-        if as_json:
-            print(solved.to_json())
-        else:
-            live.console().print(tables.plan_table(solved))
-            if solved.cluster.slurm is not None:
-                print(f"\nThe batch script:\n\n{submit.batch_script(solved)}", end="")
-        return EXIT_DONE
-
-    def cells(requested: Sequence[RequestedCell], with_results: bool) -> Sequence[Result]:
-        """Print each cell's plan, or its error, below its overrides."""
-        if with_results:
-            raise UserError(
-                "hydra/sweeper: this sweeper needs results, and a plan has none.\n  Leave it out, or use launch train."
-            )
-        for cell in requested:
-            if not as_json:
-                print(f"\n{' '.join(cell.overrides)}")
-            try:
-                act(cell.config, cell.yaml)
-            except UserError as error:
-                statuses.append(print_error(error))
-        return [None] * len(requested)
-
-    return max(with_config("plan", arguments, act, cells=cells, confirmed=True), *statuses)
 
 
 def launch_run(arguments: list[str]) -> int:
@@ -164,9 +132,9 @@ def _run_here(plan: LaunchPlan, peers: Peers, console: Console) -> int:
     elif not first:
         _plain(console)(f"Run {plan.run.name}: {verdict.summary['verdict']}")
     elif isinstance(plan, RunPlan):
-        console.print("", tables.summary_table(plan.on(verdict.plan.cluster.nodes), verdict.summary))
+        console.print("", summary_table(plan.on(verdict.plan.cluster.nodes), verdict.summary))
     elif (recorded := RunPlan.of_record(plan.paths)) is not None:
-        console.print("", tables.summary_table(recorded, verdict.summary))
+        console.print("", summary_table(recorded, verdict.summary))
     local.report_outcome(verdict.plan, verdict.summary)
     return verdict.status
 

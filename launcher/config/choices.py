@@ -9,6 +9,7 @@ class ClusterKind(StrEnum):
     local = "local"
     hosts = "hosts"
     slurm = "slurm"
+    elsewhere = "elsewhere"
 
 
 class Device(StrEnum):
@@ -18,6 +19,7 @@ class Device(StrEnum):
 
 
 class StrategyKind(StrEnum):
+    auto = "auto"
     single = "single"
     ddp = "ddp"
     fsdp = "fsdp"
@@ -86,6 +88,12 @@ class OnOom(StrEnum):
 class OnNonfinite(StrEnum):
     stop = "stop"
     skip = "skip"
+
+
+class Predict(StrEnum):
+    auto = "auto"
+    always = "always"
+    never = "never"
 
 
 class OptimizerKind(StrEnum):

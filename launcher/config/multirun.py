@@ -175,3 +175,10 @@ def _sweeps(word: str) -> bool:
 def override_key(word: str) -> str:
     """Return the key of ``+key=value``."""
     return word.lstrip("+~").partition("=")[0]
+
+
+def cell_label(overrides: Sequence[str]) -> str:
+    """Return the overrides without the groups of their keys: ``accumulation=4 workers_per_node=2``."""
+    pairs = (override.lstrip("+").partition("=") for override in overrides)
+    text = " ".join(f"{key.rpartition('.')[2]}={value}" for key, _, value in pairs)
+    return text.replace("\\:", ":")  # Hydra escapes the colon in a range of nodes

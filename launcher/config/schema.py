@@ -27,6 +27,7 @@ from launcher.config.choices import (
     OptimizerKind,
     Parameters,
     PrecisionKind,
+    Predict,
     Recompute,
     ScheduleKind,
     ShortWindow,
@@ -48,16 +49,17 @@ class ClusterConfig:
     """Machines that the job runs on."""
 
     kind: ClusterKind = ClusterKind.local
-    """local: this machine; hosts: several, with the same command typed on each; slurm: a Slurm job."""
+    """local: this machine; hosts: several, with the same command typed on each; slurm: a Slurm job; elsewhere: only for
+    `launch plan`, which takes it for several hosts if no other cluster is named."""
     nodes: int | str = 1
-    """Number of hosts; a local job has one. slurm, hosts: "MIN:MAX", such as 2:4: the job continues with as many as
+    """Number of hosts; a local job has one. Not local: "MIN:MAX", such as 2:4: the job continues with as many as
     there are, at the same global batch. Quote it in a YAML file."""
     rendezvous: str | None = None
     """hosts: HOST:PORT of the rendezvous, an address of the first host."""
     interface: str | None = None
     """hosts, slurm: a host's network interface to the others. Default: the one that leads to the first host."""
     link_gbit: float | None = None
-    """hosts, slurm: rate of a host's link to the others in Gbit/s, used to predict the time on the wire."""
+    """hosts, slurm, elsewhere: rate of a host's link to the others in Gbit/s, used to predict the time on the wire."""
     workers_per_node: int | None = None
     """Ranks per host. Default: the number of visible GPUs (slurm: of a node of the partition), else 2."""
     device: Device = Device.auto
@@ -66,6 +68,8 @@ class ClusterConfig:
     """Only for `launch plan`: GPU of the hosts, such as h100, h200 or a100-40gb, which this machine need not have. The
     plan is for its memory and formats. Names: launcher/plan/gpus.py. Default: what this machine has (slurm: unknown
     memory)."""
+    price_per_gpu_hour: float | None = None
+    """Price of one rank's device for an hour, in any currency: `launch plan` then shows the cost of the run."""
     max_restarts: int = 0
     """Restarts of the workers by torchrun after a failure; a training job resumes from its last checkpoint."""
     grace_s: int = 30
@@ -103,12 +107,14 @@ class StrategyConfig:
     """Distribution of the model over the ranks, and synchronisation of gradients."""
 
     kind: StrategyKind = StrategyKind.ddp
-    """single: one rank; ddp: a full copy of the model on each rank; fsdp: sharded over all ranks;
-    hsdp: sharded over shard_size ranks, and replicated."""
+    """single: one rank; ddp: a full copy of the model on each rank; fsdp: sharded over all ranks; hsdp: sharded over
+    shard_size ranks, and replicated; auto: the fastest one that is predicted to fit into memory, and of those that
+    cannot be told apart the simplest; without a predicted time, the simplest one that fits."""
     sync: Sync = Sync.auto
     """every: synchronise gradients in each micro-batch; boundary: in the last of a window; gather_once (fsdp, hsdp):
     also gather parameters once per window; replicas_at_boundary (hsdp): in each micro-batch within a shard group, at
-    the boundary between replicas; auto: the policy with the fewest wire bytes whose predicted memory fits."""
+    the boundary between replicas; auto: of the policies whose predicted memory fits, the one with the fastest predicted
+    step; without a predicted time, or if the times cannot be told apart, the one with the fewest wire bytes."""
     bucket_mb: float | None = None
     """ddp: size of the gradient buckets, MiB. Default: 25."""
     static_graph: bool = False
@@ -286,6 +292,10 @@ class TrainConfig:
     any failure. Must exceed the start, any micro-batch, any batch of an evaluation and any checkpoint. null: never."""
     straggler_share: float | None = 0.1
     """Report the slowest rank once it lengthens a step by this share of it; null: never."""
+    predict: Predict = Predict.auto
+    """Prediction of a step's time, memory and bytes, to which the run's summary compares what was measured. auto:
+    `launch plan` makes one, and a start uses one that was made before; always: a start makes one, too, which takes up
+    to a minute the first time; never: neither does more than the choice of the sync policy needs."""
 
 
 @dataclass(frozen=True, kw_only=True)

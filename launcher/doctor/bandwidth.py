@@ -1,8 +1,9 @@
-"""Bandwidth worker: checks that torch starts, counts the GPUs that it sees, and measures an all-reduce.
+"""Bandwidth worker: checks that torch starts, counts the GPUs that it sees, and measures collectives.
 
     python -m launcher.doctor.bandwidth WORKER_AS_JSON RESULT_FILE
 
-It is a separate process, like a worker of a run, because a library may abort the process.
+It is a separate process, like a worker of a run, because a library may abort the process. All-gathers and
+reduce-scatters are those with which training shards a model.
 """
 # pyright: reportUnknownMemberType=false
 # some arguments of torch.distributed have no type
@@ -15,25 +16,33 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launcher.config.schema import StrategyKind
+from launcher.plan.link_fit import Sample
+from launcher.plan.sync_policy import Collective, Layout
 from launcher.process import die_with_parent, exit_without_teardown
 from launcher.rundir.files import last_lines, read_json
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
+    from torch import Tensor
 
 
-# payload sizes in bytes: each is _FACTOR times the last one, as long as the next is expected to fit into _MEASURE_S
-_SMALLEST, _LARGEST, _FACTOR = 256 * 1024, 256 * 2**20, 4
-_REPETITIONS = 3
-_MEASURE_S = 8.0
+KINDS = (Collective.all_reduce, Collective.all_gather, Collective.reduce_scatter)
+# payload sizes in bytes: each is _FACTOR times the last one, as long as the next is expected to fit into _MEASURE_S,
+# which each kind has in each shape of groups
+_SMALLEST, _LARGEST, _FACTOR = 1024, 64 * 2**20, 4
+# each size is repeated so often, and beyond the least number for so many seconds
+_LEAST_TIMES, _MOST_TIMES, _REPEAT_S = 5, 20, 0.1
+_MEASURE_S = 3.0
 _RENDEZVOUS_S = 30
-_WITHIN_S = 120
+_WITHIN_S = 180
 
 
 @dataclass(frozen=True)
@@ -41,7 +50,9 @@ class Worker:
     """One measuring worker; with ``world`` 1 it only inspects torch.
 
     Args:
-        local: index of the worker's GPU on this host.
+        rank: ranks are numbered host by host.
+        local: index of the worker on this host, and of its GPU.
+        workers: workers on each host.
         store: HOST:PORT of the workers' rendezvous.
         device: cpu or cuda.
         parent: process id of the process that starts it.
@@ -50,6 +61,7 @@ class Worker:
     rank: int
     world: int
     local: int
+    workers: int
     store: str
     device: str
     parent: int
@@ -93,14 +105,18 @@ def main(fields: str, file: str) -> None:
 
     import torch
 
-    times = _times(worker) if worker.world > 1 else []
-    result = {"cuda": torch.version.cuda, "gpus": torch.cuda.device_count(), "times": times}
+    samples = _samples(worker) if worker.world > 1 else []
+    result = {
+        "cuda": torch.version.cuda,
+        "gpus": torch.cuda.device_count(),
+        "samples": [dataclasses.asdict(sample) for sample in samples],
+    }
     Path(file).write_text(json.dumps(result))
     exit_without_teardown(0)
 
 
-def _times(worker: Worker) -> list[list[float]]:
-    """Return [bytes, median seconds of one all-reduce on the slowest rank] for each payload size."""
+def _samples(worker: Worker) -> list[Sample]:
+    """Return the measured collectives: of each kind, in each shape of groups, in several sizes."""
     import torch
     import torch.distributed as dist
 
@@ -112,33 +128,113 @@ def _times(worker: Worker) -> list[list[float]]:
         "cpu:gloo,cuda:nccl" if cuda else "gloo", init_method=f"tcp://{worker.store}", rank=worker.rank,
         world_size=worker.world, timeout=timedelta(seconds=_RENDEZVOUS_S),
     )  # fmt: skip
-    measured: list[list[float]] = []
-    size, started = _SMALLEST, time.monotonic()
-    _all_reduce(torch.ones(16, device=device))  # the first all-reduce opens the connections
+    samples: list[Sample] = []
+    for groups in group_shapes(worker.world // worker.workers, worker.workers):
+        ranks = len(groups[0])
+        hosts = len({rank // worker.workers for rank in groups[0]})
+        sharing = worker.workers * hosts // ranks if hosts > 1 else 1
+        group = _own_group(groups)
+        for kind in KINDS:
+            collective = _collective(kind, group, device)
+            samples += [
+                Sample(kind=kind, payload_bytes=size, ranks=ranks, hosts=hosts, groups=sharing, seconds=seconds)
+                for size, seconds in _times(collective, ranks, device)
+            ]
+    dist.barrier()
+    dist.destroy_process_group()
+    return samples
+
+
+def group_shapes(hosts: int, workers: int) -> list[list[list[int]]]:
+    """Return the ranks of the groups that run at the same time, for each shape: the workers of each host; one worker
+    of each host; and all workers of all hosts."""
+    world = hosts * workers
+    shapes: list[list[list[int]]] = []
+    if workers > 1:
+        shapes.append([list(range(first, first + workers)) for first in range(0, world, workers)])
+    if hosts > 1:
+        shapes.append([list(range(local, world, workers)) for local in range(workers)])
+    if workers > 1 and hosts > 1:
+        shapes.append([list(range(world))])
+    return shapes
+
+
+def _own_group(groups: list[list[int]]) -> dist.ProcessGroup:
+    import torch.distributed as dist
+
+    made = [dist.new_group(ranks) for ranks in groups]  # every rank takes part in making each of them
+    own = next(group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks)
+    assert isinstance(own, dist.ProcessGroup)  # another type only on ranks that are not in the group
+    return own
+
+
+def _collective(kind: Collective, group: dist.ProcessGroup, device: torch.device) -> Callable[[Tensor], None]:
+    """Return the collective as training runs it; its argument is the whole payload."""
+    import torch.distributed as dist
+
+    if kind is Collective.all_reduce:
+
+        def reduce(payload: Tensor) -> None:
+            dist.all_reduce(payload, group=group)
+
+        return reduce
+
+    from launcher.train.measure.comm_meter import Meter
+    from launcher.train.measure.noise_scale import LocalGradNorm
+    from launcher.train.parallel.collectives import Gather, Scatter
+
+    size, rank = group.size(), group.rank()
+    meter = Meter(StrategyKind.fsdp, Layout.replicated(0, size), device)
+    exchanges = device.type == "cpu"
+    gather, scatter = Gather(meter, exchanges=exchanges), Scatter(meter, LocalGradNorm(), exchanges=exchanges)
+
+    def collect(payload: Tensor) -> None:
+        meter.open_window()  # otherwise it keeps all timers
+        work = gather(payload, payload.view(size, -1)[rank].clone(), group)
+        if work is not None:
+            work.wait()
+
+    def reduce_parts(payload: Tensor) -> None:
+        meter.open_window()
+        work = scatter(payload.new_empty(len(payload) // size), payload, group, dist.ReduceOp.SUM)
+        if work is not None:
+            work.wait()
+
+    return collect if kind is Collective.all_gather else reduce_parts
+
+
+def _times(collective: Callable[[Tensor], None], ranks: int, device: torch.device) -> Iterator[tuple[int, float]]:
+    """Yield payload sizes and the seconds of the collective on the slowest rank: the lower quartile of several times,
+    because another process that has the machine for a moment only adds to some of them."""
+    import torch
+    import torch.distributed as dist
+
+    started, size = time.monotonic(), _SMALLEST
     while size <= _LARGEST:
-        data = torch.ones(size // 4, device=device)
-        _all_reduce(data)
-        times = sorted(_all_reduce(data) for _ in range(_REPETITIONS))
-        measured.append([size, times[len(times) // 2]])
-        expected = times[-1] * _FACTOR * (_REPETITIONS + 1)
+        payload = torch.zeros(-(-size // 4 // ranks) * ranks, device=device)  # a sum of zeros never overflows
+        _seconds(collective, payload)  # the first call opens the connections
+        times: list[float] = []  # equal on all ranks, which therefore repeat equally often
+        while len(times) < _LEAST_TIMES or (len(times) < _MOST_TIMES and sum(times) < _REPEAT_S):
+            times.append(_seconds(collective, payload))
+        quartile = sorted(times)[len(times) // 4]
+        yield payload.nbytes, quartile
+        expected = quartile * _FACTOR * (_LEAST_TIMES + 1)
         left = torch.tensor([_MEASURE_S - (time.monotonic() - started) - expected])
         dist.all_reduce(left, dist.ReduceOp.MIN)  # all ranks continue, or none
         if left.item() < 0:
             break
         size *= _FACTOR
-    dist.barrier()
-    dist.destroy_process_group()
-    return measured
 
 
-def _all_reduce(data: torch.Tensor) -> float:
-    """Return the seconds of one all-reduce on the slowest rank. Taking the maximum keeps ``data`` unchanged."""
+def _seconds(collective: Callable[[Tensor], None], payload: Tensor) -> float:
+    """Return the seconds of one collective on the slowest rank."""
     import torch
     import torch.distributed as dist
 
+    dist.barrier()
     started = time.perf_counter()
-    dist.all_reduce(data, dist.ReduceOp.MAX)
-    if data.is_cuda:
+    collective(payload)
+    if payload.is_cuda:
         torch.cuda.synchronize()
     seconds = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)

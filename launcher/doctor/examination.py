@@ -1,4 +1,7 @@
-"""Examination: collects facts of this host or, with Slurm, of its settings and nodes, and judges them."""
+"""Examination: collects facts of this host or, with Slurm, of its settings and nodes, and judges them.
+
+Without a scheduler, each of several hosts examines itself, and all of them measure the links together.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,26 @@ import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 from launcher.config.choices import Tracker, WandbMode
-from launcher.config.schema import ClusterKind, Config
+from launcher.config.schema import ClusterKind, Config, Device
 from launcher.doctor import host_checks, slurm_checks
 from launcher.doctor.check import Check, merge
-from launcher.doctor.probe import Answer, Question, answer, directory_facts, host_facts, read_answers
-from launcher.errors import ConfigError
+from launcher.doctor.probe import Answer, Network, Question, answer, directory_facts, host_facts, read_answers
+from launcher.errors import EXIT_DONE
+from launcher.launch.local import POLL_S
+from launcher.launch.multihost import gather
 from launcher.launch.planner import partitions_of, site_of
 from launcher.launch.slurm import client
+from launcher.plan.gpus import require_at_hand
 from launcher.plan.host import OWN_MEMORY, Partition, Site
-from launcher.plan.launch_plan import PLAN_FORMAT, LaunchPlan, RunInfo
+from launcher.plan.launch_plan import PLAN_FORMAT, ClusterPlan, LaunchPlan, RunInfo
+from launcher.plan.link_fit import fit_levels
+from launcher.plan.links import MeasuredLinks, store_measured
 from launcher.plan.placement import solve_cluster, solve_env
 from launcher.plan.validation import check
 
@@ -34,14 +43,10 @@ def examine(config: Config, say: Callable[[str], None]) -> list[Check]:
         say: shows one line of progress to the user.
 
     Raises:
-        ConfigError, SiteError: The input is wrong, there is no Slurm here, or it refuses the job.
+        ConfigError, SiteError: The input is wrong, there is no Slurm here, it refuses the job, or hosts do not meet.
     """
     check(config)
-    if config.cluster.kind is ClusterKind.hosts:
-        raise ConfigError(
-            "cluster", "hosts", "`launch doctor` checks one machine, or Slurm's nodes.",
-            "Type it with cluster=local on each of the hosts.",
-        )  # fmt: skip
+    require_at_hand(config.cluster)
     if config.cluster.kind is ClusterKind.slurm:
         client.require()
     site = site_of(config.cluster)
@@ -88,12 +93,14 @@ def _check_hosts(config: Config, site: Site, say: Callable[[str], None]) -> list
             unusable = [dataclasses.replace(in_memory, node=login["host"])]
         if slurm and unusable:  # the directory is the only way to exchange facts with the nodes
             return unusable
-        plan = _plan(config, site, folder)
+        plan, met = _plan(config, site, folder), None
+        if config.cluster.kind is ClusterKind.hosts:
+            plan, met = _meet(plan, say)
         cluster = plan.cluster
         question = Question(
-            cwd=cluster.cwd, cwd_token=token, nodes=cluster.nodes, workers=cluster.workers_per_node,
+            cwd=cluster.cwd, cwd_token=token, nodes=cluster.nodes if slurm else 1, workers=cluster.workers_per_node,
             device=cluster.device.value, interface=cluster.interface, env=plan.env,
-            online=_wandb_mode(config) is WandbMode.online,
+            online=_wandb_mode(config) is WandbMode.online, met=met,
         )  # fmt: skip
         of_job: list[Check] = []
         if slurm:
@@ -102,8 +109,23 @@ def _check_hosts(config: Config, site: Site, say: Callable[[str], None]) -> list
         else:
             answers = _ask_here(question, folder, login["host"])
         checks = judge_hosts(config, plan, login, answers, unwritten)
+        store_links(cluster, answers)
     # drop the checks of the directory that was used instead
     return [*of_job, *unusable, *(one for one in checks if not unusable or one.name != unusable[0].name)]
+
+
+def _meet(plan: LaunchPlan, say: Callable[[str], None]) -> tuple[LaunchPlan, Network]:
+    """Wait until the command was typed on the other hosts too. Return the plan with their number, and the network."""
+    directory = dataclasses.replace(plan.run, dir=str(plan.paths.root / slurm_checks.NAME))
+    met, peers = gather(dataclasses.replace(plan, run=directory), "", None, say)
+    peers.ended(EXIT_DONE, {})  # what follows needs torch's connections only
+    while not peers.complete():
+        peers.listen(POLL_S)
+    peers.conclude()
+    place = met.cluster.place
+    assert place is not None  # it has met the others
+    # the doctor's directory is its own on each host
+    return dataclasses.replace(met, run=plan.run), Network(place.node, met.cluster.nodes, {}, place.store)
 
 
 def _ask_here(question: Question, folder: Path, host: str) -> dict[int, Answer]:
@@ -177,6 +199,15 @@ def _wandb_mode(config: Config) -> WandbMode:
     return config.wandb.mode if Tracker.wandb in config.trackers else WandbMode.disabled
 
 
+def store_links(cluster: ClusterPlan, answers: dict[int, Answer]) -> None:
+    """Store the measured links for later plans."""
+    samples = host_checks.samples_of(answers)
+    inside, between = fit_levels(samples, gloo=cluster.device is Device.cpu)
+    if inside is not None or between is not None:
+        workers, day = cluster.workers_per_node, datetime.now().astimezone().date().isoformat()
+        store_measured(cluster, MeasuredLinks(workers=workers, day=day, inside=inside, between=between))
+
+
 def judge_hosts(
     config: Config, plan: LaunchPlan, login: Answer, answers: dict[int, Answer], unwritten: str
 ) -> list[Check]:
@@ -211,6 +242,6 @@ def judge_hosts(
         *on_each(host_checks.unfinished, answers),
         *host_checks.connections(with_facts),
         *host_checks.clocks(with_facts),
-        *host_checks.all_reduce(with_facts, cluster.device.value, cluster.link_gbit, hosts=cluster.nodes > 1),
+        *host_checks.links(with_facts, cluster.device.value, cluster.link_gbit, hosts=cluster.nodes),
         *host_checks.wandb(_wandb_mode(config), login["packages"]["wandb"], answers.get(0, {})),
     ]

@@ -8,10 +8,14 @@ from pathlib import Path
 
 from launcher.config.choices import WandbMode
 from launcher.config.schema import Device
+from launcher.doctor.bandwidth import KINDS
 from launcher.doctor.check import Check, failure, ok, warning
 from launcher.doctor.probe import PACKAGES, Answer
 from launcher.launch.network import GLOO
 from launcher.plan.host import OWN_MEMORY
+from launcher.plan.link_fit import Sample, fit_levels
+from launcher.plan.links import Level
+from launcher.rundir.files import value_from_json
 
 TORCH = (2, 11)
 _OPTIONAL = ("numpy",)
@@ -183,6 +187,8 @@ def unfinished(answer: Answer) -> Iterator[Check]:
 
 
 _CLOCK_WARNING_S, _CLOCK_FAILURE_S = 0.1, 2.0
+# relative error of the links above which plans learn little from them
+_VARIES = 0.3
 # fraction of the link's rate below which something is wrong
 _FAR_BELOW = 0.5
 
@@ -251,44 +257,64 @@ def clocks(answers: dict[int, Answer]) -> list[Check]:
     return [verdict("clocks", found, remedy, f"{one}, {other}")]
 
 
-def all_reduce(answers: dict[int, Answer], device: str, link_gbit: float | None, *, hosts: bool) -> list[Check]:
-    """Check the bandwidth of an all-reduce, computed by ``bandwidth``.
+def links(answers: dict[int, Answer], device: str, link_gbit: float | None, *, hosts: int) -> list[Check]:
+    """Check the collectives that ``bandwidth`` has measured, and show their latencies and bandwidths.
 
     Args:
         answers: answers by node.
         link_gbit: Gbit/s of a host's link (cluster.link_gbit), or None.
-        hosts: True if there was one worker on each of several hosts.
+        hosts: number of hosts of the job.
     """
-    name, who = "all-reduce", "nodes" if hosts else "workers"
+    name = "links"
+    levels = "inside a host", "between hosts"
     measured: list[Answer] = [answer["bandwidth"] for answer in answers.values() if "bandwidth" in answer]
     for answer in answers.values():
         result: Answer = answer.get("bandwidth", {})
         if "error" in result and result["world"] > 1:
             remedy = "See the lines above: interface, connections, gpu."
-            return [failure(name, f"it failed: {result['error']}", remedy, answer["host"])]
-    first = next((one for one in measured if one.get("times")), None)
-    if first is None:
-        if hosts and measured:
+            return [failure(name, f"no collective ran: {result['error']}", remedy, answer["host"])]
+    samples = samples_of(answers)
+    if not samples:
+        if hosts > 1 and measured:
             return [warning(name, "not measured: not all nodes reach each other", "See the lines above.")]
-        return [ok(name, "one worker: nothing to sum")] if measured else []
-    gbit, size, latency_s = bandwidth(first["times"], first["world"])
+        return [ok(name, "one worker: no collectives")] if measured else []
+    checks: list[Check] = []
+    for level, where in zip(fit_levels(samples, gloo=device == "cpu"), levels, strict=True):
+        of_level = [sample for sample in samples if (sample.hosts == 1) == (where == levels[0])]
+        if of_level and level is None:
+            largest = max(sample.payload_bytes for sample in of_level)
+            found = f"too slow to measure more than {largest / 1024:,.0f} KiB"
+            checks.append(warning(where, found, "Check who else uses the machines, and the link itself (`ethtool`)."))
+        elif level is not None:
+            checks.append(_level(level, of_level, where, device, link_gbit if where == levels[1] else None))
+    return checks
+
+
+def samples_of(answers: dict[int, Answer]) -> list[Sample]:
+    """Return the measured collectives, which are the same in every host's answer."""
+    found = (answer["bandwidth"].get("samples", ()) for answer in answers.values() if "bandwidth" in answer)
+    return [value_from_json(Sample, sample) for sample in next((samples for samples in found if samples), ())]
+
+
+def _level(level: Level, samples: list[Sample], where: str, device: str, link_gbit: float | None) -> Check:
+    """Return the check of one level: the rates of a rank inside a host, and of a host's link between hosts."""
     library = "NCCL" if device == "cuda" else "gloo"
-    found = f"{gbit:,.3g} Gbit/s of {first['world']} {who} ({library}, {size / 2**20:,.3g} MiB"
-    found += f"; {first['times'][0][0] / 1024:.0f} KiB take {latency_s * 1e3:,.2f} ms)"
-    if hosts and link_gbit is not None and gbit < _FAR_BELOW * link_gbit:
+    names = [kind.value.replace("_", "-") for kind in KINDS]
+    kinds = [level.for_kind(kind) for kind in KINDS]
+    rates = ", ".join(f"{name} {8e-9 * rate.bytes_per_s:,.3g}" for name, rate in zip(names, kinds, strict=True))
+    latencies = ", ".join(f"{rate.latency_s * 1e3:,.2g}" for rate in kinds)
+    whose = "of a host's link" if samples[0].hosts > 1 else "of a worker"
+    largest = max(sample.payload_bytes for sample in samples)
+    found = f"{rates} Gbit/s {whose}; {latencies} ms a step; fits within {level.error:.0%} "
+    found += f"({library}, up to {largest / 2**20:,.3g} MiB)"
+    gbit = 8e-9 * level.bytes_per_s
+    if link_gbit is not None and gbit < _FAR_BELOW * link_gbit:
         remedy = "Check cluster.interface, who else uses the link, and the link itself (`ethtool`)."
-        return [warning(name, f"{found}: far below cluster.link_gbit={link_gbit:g}", remedy)]
-    return [ok(name, found)]
-
-
-def bandwidth(times: list[list[float]], world: int) -> tuple[float, float, float]:
-    """Return (Gbit/s, bytes, seconds): rate and size of the largest all-reduce, and time of the smallest.
-
-    The rate counts the wire bytes of a ring, 2(W-1)/W of the payload (NCCL's "bus bandwidth"). The largest size counts,
-    because no buffer on the way can hold it.
-    """
-    size, seconds = times[-1]
-    return 8e-9 * size * 2 * (world - 1) / world / seconds, size, times[0][1]
+        return warning(where, f"{found}: far below cluster.link_gbit={link_gbit:g}", remedy)
+    if level.error > _VARIES:
+        remedy = "Run it again while nothing else uses the machines: plans predict with these figures."
+        return warning(where, f"{found}: the times vary too much", remedy)
+    return ok(where, found)
 
 
 def wandb(mode: WandbMode, version: str | None, answer: Answer) -> Iterator[Check]:

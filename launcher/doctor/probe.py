@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import shutil
 import signal
 import socket
@@ -42,7 +41,7 @@ from launcher.launch.slurm.client import SlurmTask
 from launcher.launch.slurm.node import route_to, route_to_others
 from launcher.plan.host import allowed_env, file_system, visible_gpus
 from launcher.plan.launch_plan import EnvPlan
-from launcher.process import wait_until
+from launcher.process import raise_open_files, wait_until
 from launcher.rundir.files import read_json, write_json
 
 PACKAGES = ("launcher", "torch", "hydra-core", "wandb", "submitit", "rich", "numpy")
@@ -68,7 +67,7 @@ def host_facts() -> dict[str, Any]:
         "gpu_use": _gpu_use(),
         "hostname_address": _hostname_address(),
         "shm_bytes": shutil.disk_usage(SHM).total if SHM.is_dir() else None,
-        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "open_files": raise_open_files(),  # as a node's agent does
     }
 
 
@@ -233,13 +232,30 @@ _LINKS_WITHIN_S = 60
 _WANDB_WITHIN_S = 5
 
 
+@dataclass(frozen=True)
+class Network:
+    """Network of the hosts.
+
+    Args:
+        node, nodes: number of this host, and of all hosts.
+        names: environment variables that select the interface for gloo and NCCL.
+        store: HOST:PORT of the workers' rendezvous; None unless every host has answered and reaches every other one.
+    """
+
+    node: int
+    nodes: int
+    names: dict[str, str]
+    store: str | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Question:
     """Question of the doctor to all probes.
 
     Args:
         cwd_token: file that the login host has written in the working directory ``cwd``; empty if it could not.
-        nodes, workers: number of hosts, and of workers on each.
+        nodes, workers: number of hosts that answer, and of workers on each.
+        met: network of hosts that have met without a scheduler; each of them answers its own doctor.
         device: cpu or cuda.
         online: True if wandb.mode is online.
     """
@@ -252,6 +268,7 @@ class Question:
     interface: str | None
     env: EnvPlan
     online: bool
+    met: Network | None = None
 
 
 def run_slurm_task(question: Question, folder: str) -> None:
@@ -266,7 +283,8 @@ def answer(question: Question, folder: Path, node: int, host: str) -> None:
     try:
         exchange.publish(host=host)
         _publish_host(question, exchange)
-        _publish_bandwidth(question, exchange, _connect(question, exchange) if question.nodes > 1 else None)
+        network = _connect(question, exchange) if question.nodes > 1 else question.met
+        _publish_bandwidth(question, exchange, network)
         if node == 0 and question.online:
             exchange.publish(wandb=_wandb())
     except LauncherError as error:
@@ -294,19 +312,6 @@ def _publish_host(question: Question, exchange: Exchange) -> None:
     )
 
 
-@dataclass(frozen=True)
-class Network:
-    """Network of the hosts.
-
-    Args:
-        names: environment variables that select the interface for gloo and NCCL.
-        store: HOST:PORT of the workers' rendezvous; None unless every host has answered and reaches every other one.
-    """
-
-    names: dict[str, str]
-    store: str | None
-
-
 def _connect(question: Question, exchange: Exchange) -> Network:
     """Publish this host's address, and which of the others it reaches."""
     route = _route(question, exchange)
@@ -320,7 +325,8 @@ def _connect(question: Question, exchange: Exchange) -> Network:
         exchange.publish(absent=sorted(nodes - present.keys()), reached=reach_all(others))
         done = exchange.wait("reached", set(present), _LINKS_WITHIN_S)
     linked = all(not one["absent"] and not any(link["problem"] for link in one["reached"]) for one in done.values())
-    return Network(names, present[0]["store"] if linked and done.keys() == nodes else None)
+    store = present[0]["store"] if linked and done.keys() == nodes else None
+    return Network(exchange.node, question.nodes, names, store)
 
 
 def _route(question: Question, exchange: Exchange) -> Route:
@@ -334,18 +340,20 @@ def _route(question: Question, exchange: Exchange) -> Route:
 
 
 def _publish_bandwidth(question: Question, exchange: Exchange, network: Network | None) -> None:
-    """Measure the bandwidth with one worker per host or, on a single host, with all its workers.
+    """Measure collectives of all workers of this host, together with those of the other hosts.
 
     If the hosts do not reach each other, each runs one worker alone, to report what torch sees there.
     """
-    pid, device = os.getpid(), question.device
+    device, count = question.device, question.workers
     if network is None:
-        names, world, store = {}, question.workers, f"127.0.0.1:{free_port('127.0.0.1')}"
-        workers = [Worker(rank, world, rank, store, device, pid) for rank in range(world)]
-    else:
-        names, world = network.names, question.nodes if network.store else 1
-        workers = [Worker(exchange.node, world, 0, network.store or "", device, pid)]
-    env = {**question.env.default, **names, **os.environ, **question.env.set}
+        network = Network(0, 1, {}, f"127.0.0.1:{free_port('127.0.0.1')}")
+    world, first = network.nodes * count, network.node * count
+    if network.store is None:
+        count = world = 1
+    workers = [
+        Worker(first + local, world, local, count, network.store or "", device, os.getpid()) for local in range(count)
+    ]
+    env = {**question.env.default, **network.names, **os.environ, **question.env.set}
     measured = bandwidth.measure(workers, allowed_env(env, question.env.allow))
     exchange.publish(bandwidth={"world": world} | measured)
 

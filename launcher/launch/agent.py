@@ -29,7 +29,16 @@ from launcher.launch.watchdog import HangWatch, NoWatch
 from launcher.plan.host import allowed_env
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
-from launcher.process import AGENT_PID, RUN_DIR, RUN_ID, StopShield, die_with_parent, environment, living_children
+from launcher.process import (
+    AGENT_PID,
+    RUN_DIR,
+    RUN_ID,
+    StopShield,
+    die_with_parent,
+    environment,
+    living_children,
+    raise_open_files,
+)
 from launcher.rundir import history
 from launcher.rundir.fencing import ATTEMPT, Attempt, Fence
 from launcher.rundir.files import clear_torn, read_json, write_json
@@ -85,6 +94,7 @@ def serve(plan: LaunchPlan, plan_file: Path, own: Attempt, shield: StopShield) -
     Replaces ``os.environ`` by the workers' environment during the call. Must be called from the main thread, inside
     ``shield``. The caller decides whether the job ends or is requeued.
     """
+    raise_open_files()
     # only a tracker's process may see its key
     inherited = plan.env.default | allowed_env(os.environ, plan.env.allow) | plan.env.set
     of_run = {AGENT_PID: str(os.getpid()), ATTEMPT: str(own), RUN_ID: plan.run.id, RUN_DIR: plan.run.dir}

@@ -10,6 +10,7 @@ from importlib import metadata
 from typing import Any, cast
 
 from launcher.launch.channel import Message
+from launcher.plan.forecast import PREDICTIONS
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import first_lines
@@ -24,12 +25,12 @@ _OWN = (
     "cluster.interface",
     "cluster.rendezvous",
     "cluster.link_gbit",
+    "cluster.price_per_gpu_hour",
     "cluster.place",
 )
 _DERIVED = (
-    "batch.world_size", "epoch.windows", "epoch.short_window", "strategy.sync_reason", "strategy.payload_bytes",
-    "strategy.payload_bytes_every", "strategy.wire_bytes", "strategy.wire_bytes_every", "strategy.forecasts",
-    "strategy.memory_bytes", "strategy.rehearses", "fewer", "task.flops_per_sample",
+    "batch.world_size", "epoch.windows", "epoch.short_window", "fewer", "task.flops_per_sample", "train.predict",
+    *(f"strategy.{name}" for name in PREDICTIONS),
 )  # fmt: skip
 # config key that the user sets, by name in the plan
 _KEYS = {

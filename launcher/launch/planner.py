@@ -8,7 +8,8 @@ import netrc
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -16,19 +17,34 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from launcher.config.choices import Tracker, WandbMode
-from launcher.config.schema import ClusterConfig, ClusterKind, Compress, Config, Device, PrecisionKind, RunConfig, Sync
+from launcher.config.schema import (
+    ClusterConfig,
+    ClusterKind,
+    Compress,
+    Config,
+    Device,
+    PrecisionKind,
+    Predict,
+    RunConfig,
+    StrategyKind,
+    Sync,
+)
 from launcher.errors import ConfigError, SiteError, UserError
 from launcher.plan import host
+from launcher.plan.batch import AUTO
 from launcher.plan.callback_plan import require_variables, solve_callbacks
-from launcher.plan.host import Partition, Site, batch_env
+from launcher.plan.gpus import find_gpu
+from launcher.plan.host import Partition, Site, allowed_env, batch_env
 from launcher.plan.initial_weights import InitialWeights, find_weights
-from launcher.plan.launch_plan import RunInfo
+from launcher.plan.launch_plan import RunInfo, node_range
 from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import solve
+from launcher.plan.strategy_choice import choose_strategy, with_each_strategy
 from launcher.plan.sync_policy import SHARDED
-from launcher.plan.task_inspection import InspectionRequest, describe_task, run_probe, weigh_memory
+from launcher.plan.task_inspection import InspectionRequest, describe_task, remembered_probe, trace_plans, weigh_memory
 from launcher.plan.tracker_plan import require_trackers
 from launcher.process import RUN_DIR, RUN_ID
+from launcher.quantities import count
 
 T = TypeVar("T")
 
@@ -54,29 +70,133 @@ class Once:
         return result
 
 
-def plan_job(config: Config, once: Once | None = None) -> RunPlan:
+def plan_job(config: Config, once: Once | None = None, *, starts: bool = True) -> RunPlan:
     """Return the plan of `launch train` for this config. Inspects task and machine; starts and writes nothing.
 
     Args:
         once: cache shared with other jobs that are planned at the same time.
+        starts: whether the job is about to start: False for `launch plan`.
 
     Raises:
         ConfigError, TaskError, SiteError: The input is wrong.
     """
     once = once or Once()
-    site = once(site_of, config.cluster)
+    if config.strategy.kind is not StrategyKind.auto:
+        return _plan_strategy(config, once, starts=starts)
+
+    def plan_of(each: Config) -> RunPlan:
+        return _plan_strategy(each, once, starts=starts, weighs=True)
+
+    predict = config.train.predict
+    return choose_strategy(config, plan_of, timed=predict is Predict.always or (predict is Predict.auto and not starts))
+
+
+def _plan_strategy(config: Config, once: Once, *, starts: bool, weighs: bool = False) -> RunPlan:
+    """Return the plan of a config that names its strategy.
+
+    Args:
+        weighs: whether the plan is to have the predicted memory, whatever the strategy.
+    """
+    plan, config, notes = _solve_job(config, once, starts=starts)
+    plan = with_predictions(plan, config, starts=starts, weighs=weighs)
+    return plan.with_notes([*notes, *emulation_notes(plan, once)])
+
+
+def trace_jobs(configs: Iterable[Config], once: Once, traced: Callable[[int, int], None]) -> None:
+    """Make the traces that `launch plan` of these configs needs, all in one process, and store them for ``plan_job``.
+
+    Args:
+        once: cache that ``plan_job`` will have.
+        traced: called after each trace with the number of traces so far, and of all.
+    """
+    plans: list[RunPlan] = []
+    for config in configs:
+        chosen = config.strategy.kind is StrategyKind.auto
+        for each in with_each_strategy(config) if chosen else [config]:
+            with suppress(UserError):  # which plan_job reports
+                plan, solved, _ = _solve_job(each, once, starts=False)
+                plans += _traced(plan, solved, weighs=chosen)
+    trace_plans(plans, traced)
+
+
+def _solve_job(config: Config, once: Once, *, starts: bool) -> tuple[RunPlan, Config, list[str]]:
+    """Return the plan without forecasts, the config that it is of, and notes."""
+    notes: list[str] = []
+    if not starts:
+        config = _not_at_hand(config)
+    site = once(site_of, config.cluster) if starts else _site_if_known(config.cluster, once, notes)
     run = new_run(config.run, task_stem(config), site.cwd)
     require_secrets(config)
     # report errors that no task could cure before the task is inspected, which may take seconds
-    of_streams = dataclasses.replace(config, train=dataclasses.replace(config.train, data_shards=None))
-    cluster = solve(of_streams, site, TaskPlan.unknown(ANY_NUMBER), run).cluster
+    try:
+        unknown = _solve_any_task(config, site, run)
+    except ConfigError as error:
+        if not error.key.startswith("batch.global_size") or config.cluster.kind is not ClusterKind.elsewhere:
+            raise
+        config = _with_batch(config, error, notes)
+        unknown = _solve_any_task(config, site, run)
+    cluster = unknown.cluster
     require_trackers(config, os.environ, site.cwd)  # the values are in their bounds
     if cluster.gpu is None and config.precision.kind is PrecisionKind.auto and cluster.kind is ClusterKind.local:
         site = dataclasses.replace(site, bf16=once(_format_support, PrecisionKind.bf16, cluster.device)[0])
     initial = once(initial_weights, config, site.cwd)
-    task = once(describe_task, InspectionRequest.of(config, site.cwd, initial))
-    plan = with_sync_policy(dataclasses.replace(solve(config, site, task, run), initial=initial), config)
-    return plan.with_notes(emulation_notes(plan, once))
+    task = once(describe_task, InspectionRequest.of(config, site.cwd, initial), starts=starts)
+    if not starts:
+        task = _with_a_window(task, unknown.batch.global_size, notes)
+    return dataclasses.replace(solve(config, site, task, run), initial=initial), config, notes
+
+
+def _not_at_hand(config: Config) -> Config:
+    """Return ``config`` with cluster=elsewhere if it asks for several hosts and names no cluster."""
+    if config.cluster.kind is not ClusterKind.local or node_range(config.cluster.nodes).most == 1:
+        return config
+    return dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, kind=ClusterKind.elsewhere))
+
+
+def _site_if_known(config: ClusterConfig, once: Once, notes: list[str]) -> Site:
+    """Return the site of a plan that starts nothing: if Slurm does not answer, its partitions are not considered."""
+    from launcher.launch.slurm.client import SlurmSilent
+
+    try:
+        return once(site_of, config)
+    except SlurmSilent as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        notes.append(f"{reason}. The plan was made without the partitions of the cluster.")
+        return Site.here()
+
+
+def _with_a_window(task: TaskPlan, global_size: int, notes: list[str]) -> TaskPlan:
+    """Return ``task`` with data for one window of a plan that starts nothing, if its data is too small for that."""
+    if task.samples is None or not 0 < task.samples < global_size:
+        return task
+    notes.append(
+        f"The task has {count(task.samples, 'sample')}, fewer than one window of {global_size}: the plan assumes one "
+        "window an epoch, and the job cannot start."
+    )
+    return dataclasses.replace(task, samples=global_size)
+
+
+def _solve_any_task(config: Config, site: Site, run: RunInfo) -> RunPlan:
+    """Return the plan of a task that is not inspected."""
+    of_streams = dataclasses.replace(config, train=dataclasses.replace(config.train, data_shards=None))
+    return solve(of_streams, site, TaskPlan.unknown(ANY_NUMBER), run)
+
+
+def _with_batch(config: Config, error: ConfigError, notes: list[str]) -> Config:
+    """Return ``config`` with a global batch that the ranks can share, for hosts that are not at hand.
+
+    Raises:
+        ConfigError: ``error``, if the user has chosen the global batch.
+    """
+    batch = config.batch
+    if batch.global_size is not None or batch.micro_size == AUTO or None not in (batch.micro_size, batch.accumulation):
+        raise error
+    batch = dataclasses.replace(batch, micro_size=batch.micro_size or 1, accumulation=batch.accumulation or 1)
+    notes.append(
+        f"batch.global_size is not set, and its default cannot be shared by the ranks: batch.micro_size="
+        f"{batch.micro_size} and batch.accumulation={batch.accumulation} are assumed."
+    )
+    return dataclasses.replace(config, batch=batch)
 
 
 def initial_weights(config: Config, cwd: str) -> InitialWeights | None:
@@ -90,9 +210,14 @@ def initial_weights(config: Config, cwd: str) -> InitialWeights | None:
 
 
 def emulation_notes(plan: RunPlan, once: Once | None = None) -> list[str]:
-    """Return a warning if the job runs on this machine in a format that it emulates."""
-    kind = plan.precision.kind
-    if plan.cluster.kind is not ClusterKind.local or plan.cluster.gpu is not None or kind not in host.NARROW:
+    """Return a warning if this machine, or the GPU that the plan is for, emulates the job's format."""
+    kind, gpu = plan.precision.kind, plan.cluster.gpu
+    if gpu is not None and kind is PrecisionKind.bf16 and find_gpu(gpu).bf16 is None:
+        return [
+            f"precision=bf16: {gpu.upper()} has no units for it and emulates it in fp32. precision=fp16 uses its "
+            "tensor cores; precision=auto takes fp32."
+        ]
+    if plan.cluster.kind is not ClusterKind.local or gpu is not None or kind not in host.NARROW:
         return []
     is_native, factor = (once or Once())(_format_support, kind, plan.cluster.device, measure=True)
     return [] if is_native or factor is None else [host.emulation_warning(kind, "this machine", factor)]
@@ -110,24 +235,52 @@ def _format_support(kind: PrecisionKind, device: Device, *, measure: bool = Fals
     if quick is not None and (quick or not measure):
         return quick, None
     request = {"kind": kind.value, "device": device.value, "measure": measure}
-    answer = run_probe("launcher.train.precision", json.dumps(request)) or {}
+    variables = allowed_env(os.environ, ("ONEDNN_*", "DNNL_*", "CUDA_*"))
+    key = {**request, "variables": variables, "host": os.uname().nodename, "flags": sorted(host.cpu_flags())}
+    answer = remembered_probe("launcher.train.precision", json.dumps(request), key) or {}
     return answer.get("native", quick), answer.get("slowdown")
 
 
-def with_sync_policy(plan: RunPlan, config: Config) -> RunPlan:
-    """Return ``plan`` with the sync policy that fits into memory, if the user left the choice to the launcher.
+def with_predictions(plan: RunPlan, config: Config, *, starts: bool = True, weighs: bool = False) -> RunPlan:
+    """Return ``plan`` with a prediction of its windows (``train.predict``), and with the sync policy that fits into
+    memory, if the user left the choice to the launcher.
 
-    A plan for a GPU that the user names has the memory of each policy, whatever the strategy. If parts of the model are
-    frozen, the payload of each policy depends on where gradients flow, so windows are run.
+    If parts of the model are frozen, the payload of each policy depends on where gradients flow, so windows are run in
+    any case.
+
+    Args:
+        starts: whether the job is about to start: a prediction that the plan does not depend on must not delay it, so
+            only an earlier one is used, unless train.predict=always.
+        weighs: whether the plan is to have the memory of each policy in any case.
     """
-    sharded = plan.strategy.kind in SHARDED
-    choose = sharded and config.strategy.sync is Sync.auto
-    # the memory of a named GPU is compared under every strategy; the factors of PowerSGD are not predicted
-    named = config.cluster.gpu is not None and config.strategy.compress is not Compress.powersgd
-    if not (choose or named or (sharded and plan.task.frozen_parameters)):
+    choose = plan.strategy.kind in SHARDED and config.strategy.sync is Sync.auto
+    predict, required = config.train.predict, _requires_forecasts(plan, config, weighs=weighs)
+    measures = predict is Predict.always or (predict is Predict.auto and not starts)
+    if not required and (predict is Predict.never or not _is_predictable(config)):
         return plan
-    most, *fewer = (weigh_memory(world, choose=choose) for world in plan.worlds())
+    if not required:  # for fewer hosts it would take as long again
+        return weigh_memory(plan, choose=False, measures=measures, recall=not measures)
+    most, *fewer = (weigh_memory(world, choose=choose, measures=measures) for world in plan.worlds())
     return most.with_fewer(fewer)
+
+
+def _requires_forecasts(plan: RunPlan, config: Config, *, weighs: bool) -> bool:
+    """Return whether the plan depends on windows of its task: to choose a policy, to know the payload of each policy
+    where parts of the model are frozen, or because its memory is what the user wants to know."""
+    if (weighs or config.cluster.gpu is not None) and _is_predictable(config):
+        return True
+    return plan.strategy.kind in SHARDED and (config.strategy.sync is Sync.auto or plan.task.frozen_parameters > 0)
+
+
+def _is_predictable(config: Config) -> bool:
+    return config.strategy.compress is not Compress.powersgd  # the size of its factors is not
+
+
+def _traced(plan: RunPlan, config: Config, *, weighs: bool) -> list[RunPlan]:
+    """Return the plans that ``with_predictions`` traces for `launch plan`."""
+    if _requires_forecasts(plan, config, weighs=weighs):
+        return plan.worlds()
+    return [plan] if config.train.predict is not Predict.never and _is_predictable(config) else []
 
 
 def require_secrets(config: Config) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from launcher.plan.launch_plan import HostPosition, LaunchPlan
-from launcher.process import wait_until
+from launcher.process import shared_interval, wait_until
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 BACKEND = "launcher"
 _JOIN_WITHIN_S = 600
+_POLL_S = 0.1
 # reason of a closed round if another host reports the failure
 GIVEN_UP = "another host has given up"
 
@@ -75,6 +77,8 @@ def _handler(
         def __init__(self) -> None:
             self._store: Any = None
             self._round = 0
+            self._every_s = shared_interval(_POLL_S, plan.cluster.nodes)
+            self._asked_at = 0.0
 
         def get_backend(self) -> str:
             return BACKEND
@@ -120,7 +124,7 @@ def _handler(
 
             try:
                 self._store.add(key, 1)
-                if not wait_until(complete, _JOIN_WITHIN_S):
+                if not wait_until(complete, _JOIN_WITHIN_S, self._every_s):
                     raise RendezvousClosedError(f"{self._store.add(key, 0)} of {plan.cluster.nodes} hosts have arrived")
             except RuntimeError as error:  # node 0 is gone, and the store with it
                 raise RendezvousClosedError(str(error)) from error
@@ -128,8 +132,9 @@ def _handler(
         def num_nodes_waiting(self) -> int:
             """Return 1 if another host has started the next round because one of its workers failed, else 0."""
             self._stop_if_asked()
-            if not plan.cluster.max_restarts:
+            if not plan.cluster.max_restarts or time.monotonic() - self._asked_at < self._every_s:
                 return 0
+            self._asked_at = time.monotonic()
             try:
                 return int(int(self._store.get("round")) > self._round)
             except RuntimeError:  # node 0 is gone; the workers notice that, and so does `launch`
@@ -184,7 +189,10 @@ class AgentStore:
     def read(self, keys: Iterable[str]) -> dict[str, str]:
         """Return the texts of those ``keys`` that exist."""
         try:
-            store = self._store()
-            return {key: store.get(key).decode() for key in keys if store.check([key])}
+            store, keys = self._store(), [*keys]
+            # one request for each key takes long in a job of hundreds of hosts
+            present = keys if keys and store.check(keys) else [key for key in keys if store.check([key])]
+            values: list[bytes] = store.multi_get(present) if present else []
+            return {key: value.decode() for key, value in zip(present, values, strict=True)}
         except RuntimeError as error:
             raise StoreLost(str(error)) from error

@@ -9,6 +9,7 @@ import platform
 import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -240,6 +241,29 @@ def file_system(directory: Path) -> tuple[Path, str]:
     return max(reversed([m for m in mounts if directory.is_relative_to(m[0])]), key=lambda m: len(m[0].parts))
 
 
+def free_host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the memory available to this process in bytes: the host's, or less if its cgroup (version 2) or a parent
+    of it has less left.
+
+    Inactive file cache counts as available: the kernel reclaims it at the limit.
+    """
+    available = 1024 * _numbers(proc / "meminfo")["MemAvailable:"]
+    lines = (proc / "self" / "cgroup").read_text().splitlines()
+    own = cgroups / next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    for group in (own, *own.parents):
+        if group.is_relative_to(cgroups):
+            with suppress(OSError, ValueError):  # no memory controller; no limit: "max"
+                limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+                cached = _numbers(group / "memory.stat").get("inactive_file", 0)
+                available = min(available, max(0, limit - used + cached))
+    return available
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    """Parse a file of lines "NAME NUMBER ..." and return the numbers by name."""
+    return {words[0]: int(words[1]) for words in map(str.split, file.read_text().splitlines())}
+
+
 # oneDNN's instruction sets in its order; ONEDNN_MAX_CPU_ISA names the highest that oneDNN may use
 _ISAS = (
     "SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16",
@@ -290,6 +314,24 @@ def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     with cpuinfo.open(encoding="utf-8") as lines:
         flags = next((line for line in lines if line.startswith("flags")), "")
     return frozenset(flags.partition(":")[2].split())
+
+
+@cache
+def device_model(device: Device, proc: Path = Path("/proc")) -> str:
+    """Return the model of this machine's GPUs, or of its processors and their number; empty if it is unknown."""
+    if device is Device.cuda:
+        files, name = sorted((proc / "driver" / "nvidia" / "gpus").glob("*/information")), "Model"
+    else:
+        files, name = [proc / "cpuinfo"], "model name"
+    for file in files:
+        try:
+            text = file.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+        if (found := re.search(rf"^{name}\s*:\s*(.*)$", text, re.MULTILINE)) is not None:
+            cores = "" if device is Device.cuda else f", {len(os.sched_getaffinity(0))} cores"
+            return found[1].strip() + cores
+    return ""
 
 
 @cache

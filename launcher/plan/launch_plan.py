@@ -123,6 +123,7 @@ class ClusterPlan:
         cwd: directory in which the user typed the command.
         import_from: directories of the user's modules.
         gpu: name of the GPU that the plan is for, in the table of GPUs; None: that of this machine.
+        price_per_gpu_hour: price of a rank's device, in any currency; None: the plan shows no cost.
     """
 
     kind: ClusterKind
@@ -140,6 +141,7 @@ class ClusterPlan:
     slurm: SlurmPlan | None
     min_nodes: int | None = None
     gpu: str | None = None
+    price_per_gpu_hour: float | None = None
 
     @property
     def copies(self) -> tuple[str, ...]:

@@ -94,13 +94,14 @@ def solve_cluster(
         import_from=(site.cwd,),
         slurm=slurm,
         gpu=config.gpu,
+        price_per_gpu_hour=config.price_per_gpu_hour,
     )
 
 
 def _gpus_are_known(config: ClusterConfig, site: Site, most: int) -> bool:
     """Return whether the GPU count is a hard limit: a gres may name parts of a GPU, ranks may share one, and
     a plan may be for GPUs elsewhere."""
-    if (shares_gpus() and most) or config.gpu is not None:
+    if (shares_gpus() and most) or config.gpu is not None or config.kind is ClusterKind.elsewhere:
         return False
     return config.kind is not ClusterKind.slurm or (site.partition is not None and not names_gpus(config))
 
@@ -124,16 +125,18 @@ _SLURM_KEYS = (
 _KINDS = dict.fromkeys(_SLURM_KEYS, (ClusterKind.slurm,)) | {
     "rendezvous": (ClusterKind.hosts,),
     "interface": (ClusterKind.hosts, ClusterKind.slurm),
-    "link_gbit": (ClusterKind.hosts, ClusterKind.slurm),
+    "link_gbit": (ClusterKind.hosts, ClusterKind.slurm, ClusterKind.elsewhere),
 }
+# keys -> why they have no effect with other kinds
+_WHY = {"link_gbit": ", which is one host: nothing is sent on a link"}
 
 
 def _check_kind(config: ClusterConfig, nodes: NodeRange) -> None:
     for name, kinds in _KINDS.items():
         if (value := getattr(config, name)) not in (None, [], {}) and config.kind not in kinds:
             raise ConfigError(
-                f"cluster.{name}", value, f"has no effect with cluster={config.kind.value}.",
-                f"It belongs to {' and '.join(f'cluster={kind.value}' for kind in kinds)}.",
+                f"cluster.{name}", value, f"has no effect with cluster={config.kind.value}{_WHY.get(name, '')}.",
+                f"It belongs to {' or '.join(f'cluster={kind.value}' for kind in kinds)}.",
             )  # fmt: skip
     if config.kind is ClusterKind.local and nodes != (1, 1):
         raise ConfigError(

@@ -23,12 +23,12 @@ from launcher.config.schema import (
     Parameters,
     PrecisionConfig,
     PrecisionKind,
+    Predict,
     PrometheusConfig,
     ScheduleConfig,
     ScheduleKind,
     ShortWindow,
     StrategyConfig,
-    Sync,
     TensorboardConfig,
     Tracker,
     TrackioConfig,
@@ -36,6 +36,7 @@ from launcher.config.schema import (
     WandbConfig,
 )
 from launcher.plan.batch import Batch
+from launcher.plan.forecast import Forecast
 from launcher.plan.initial_weights import InitialWeights
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.windows import StreamInfo
@@ -128,27 +129,12 @@ class EpochPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forecast:
-    """Predicted cost of one sync policy for one rank in a full window.
-
-    Attributes:
-        wire_s: seconds that the link needs for the wire bytes; None if its rate is unknown.
-        peak_bytes: peak memory of parameters, gradients, optimizer and activations; None if not predicted.
-    """
-
-    sync: Sync
-    payload_bytes: int
-    wire_bytes: int
-    wire_s: float | None
-    peak_bytes: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class StrategyPlan(StrategyConfig):
     """Parallel strategy with its sync policy. Predicted bytes are those of one rank in a full window.
 
     Attributes:
-        sync: the chosen policy, never auto.
+        kind, sync: the chosen ones, never auto.
+        kind_reason: why the strategy was chosen; empty if the user named it.
         sync_reason: why it was chosen.
         shard_size: ranks that share one copy of the model; 1 for single and ddp.
         rehearses: whether calibration may hold the whole model, which a window without communication needs.
@@ -162,6 +148,7 @@ class StrategyPlan(StrategyConfig):
     powersgd_rank: int = 1
     powersgd_start: int = 10
     sync_reason: str
+    kind_reason: str = ""
     rehearses: bool
     forecasts: tuple[Forecast, ...] = ()
     memory_bytes: int | None = None
@@ -169,6 +156,11 @@ class StrategyPlan(StrategyConfig):
     payload_bytes_every: int | None = None
     wire_bytes: int | None = None
     wire_bytes_every: int | None = None
+
+    @property
+    def forecast(self) -> Forecast | None:
+        """Forecast of the chosen policy; None if there is none."""
+        return next((forecast for forecast in self.forecasts if forecast.sync is self.sync), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,39 +276,25 @@ class RunPlan(LaunchPlan):
     """
 
     absent: ClassVar[Absent] = {
-        StrategyPlan: {},
+        StrategyPlan: {"kind_reason": ""},
         PrecisionPlan: {"reason": "", "parameters": Parameters.fp32, "tf32": False},
         # earlier versions scaled lr only
         OptimizerPlan: {
-            "base_betas": None,
-            "base_eps": None,
-            "reference_batch": None,
-            "target": None,
-            "arguments": {},
+            "base_betas": None, "base_eps": None, "reference_batch": None, "target": None, "arguments": {},
             "groups": [],
         },
         SchedulePlan: {"steps": None, "target": None, "arguments": {}},
-        # earlier versions detected neither hangs nor stragglers, and calibrated during training
+        # earlier versions detected neither hangs nor stragglers, calibrated during training, and predicted no step
         TrainPlan: {
-            "hang_timeout": None,
-            "straggler_share": None,
-            "calibrate_s": 0.0,
-            "eval_micro_size": None,
-            "eval_samples": None,
-            "on_nonfinite": OnNonfinite.stop,
-            "shuffle": True,
-            "patience": None,
-            "data_shards": 1,
+            "hang_timeout": None, "straggler_share": None, "calibrate_s": 0.0, "eval_micro_size": None,
+            "eval_samples": None, "on_nonfinite": OnNonfinite.stop, "shuffle": True, "patience": None,
+            "data_shards": 1, "predict": Predict.never,
         },
         CheckpointConfig: {
-            "async_save": False,
-            "on_error": OnError.stop,
-            "best": None,
-            "best_mode": None,
-            "init_from": None,
+            "async_save": False, "on_error": OnError.stop, "best": None, "best_mode": None, "init_from": None,
         },
         WandbConfig: {"notes": None, "job_type": None},
-    }
+    }  # fmt: skip
 
     batch: Batch
     epoch: EpochPlan
@@ -363,7 +341,16 @@ class RunPlan(LaunchPlan):
 
     def with_precision(self, kind: PrecisionKind, reason: str) -> Self:
         """Return this plan with ``precision=auto`` resolved to ``kind``."""
-        return dataclasses.replace(self, precision=dataclasses.replace(self.precision, kind=kind, reason=reason))
+        plan = dataclasses.replace(self, precision=dataclasses.replace(self.precision, kind=kind, reason=reason))
+        as_predicted = kind in (PrecisionKind.fp32, self.precision.kind)  # auto is predicted as fp32
+        return plan if as_predicted else plan._without_forecasts()
+
+    def with_micro_batches(self, batch: Batch) -> Self:
+        """Return this plan with ``batch``, which has other micro-batches than were planned and predicted."""
+        return dataclasses.replace(self, batch=batch)._without_forecasts()
+
+    def _without_forecasts(self) -> Self:
+        return dataclasses.replace(self, strategy=dataclasses.replace(self.strategy, forecasts=()))
 
     @classmethod
     def load(cls, path: Path) -> Self:

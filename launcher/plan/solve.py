@@ -18,6 +18,7 @@ from launcher.config.schema import (
     ScheduleConfig,
     ScheduleKind,
     ShortWindow,
+    StrategyKind,
     TrainConfig,
 )
 from launcher.errors import ConfigError, TaskError
@@ -41,6 +42,7 @@ from launcher.plan.run_plan import (
     extended,
 )
 from launcher.plan.strategy import solve_precision, solve_strategy
+from launcher.plan.strategy_choice import ONE_RANK, UNKNOWN, with_reason, with_strategy
 from launcher.plan.sync_policy import SHARDED
 from launcher.plan.tracker_plan import solve_trackers
 from launcher.plan.validation import check
@@ -133,7 +135,7 @@ def solve(
     """Return the plan of a training job.
 
     Args:
-        config: the user's settings.
+        config: the user's settings. strategy=auto is the simplest one here, where no memory is known.
         site: hardware of this machine or partition.
         task: description of the model and the data.
         run: the run's name, id and directory.
@@ -143,6 +145,13 @@ def solve(
     Raises:
         ConfigError: impossible values, alone or in combination, in any of the world sizes that the job may have.
     """
+    if config.strategy.kind is StrategyKind.auto:
+        plan = solve(with_strategy(config, StrategyKind.ddp), site, task, run, started, rebatch)
+        if plan.cluster.world_size > 1 or not plan.cluster.range.fixed:
+            return with_reason(plan, UNKNOWN)
+        return with_reason(
+            solve(with_strategy(config, StrategyKind.single), site, task, run, started, rebatch), ONE_RANK
+        )
     check(config)
     nodes = node_range(config.cluster.nodes)
     cluster = solve_cluster(config.cluster, site, run.name, config.strategy.kind, started)

@@ -21,11 +21,12 @@ from launcher.plan import host
 from launcher.plan.batch import Batch
 from launcher.plan.gpus import find_gpu
 from launcher.plan.launch_plan import ClusterPlan
+from launcher.plan.memory_limit import excess_bytes, needed_bytes
 from launcher.plan.run_plan import Forecast, PrecisionPlan, RunPlan, StrategyPlan, TaskPlan, extended
 from launcher.plan.sync_policy import POLICIES, SHARDED, Collective, Layout, transfers_per_window
+from launcher.quantities import seconds_text
 
-# fraction of a rank's memory; the allocator's rounding and the communication library's buffers need the rest
-USABLE_MEMORY = 0.92
+CONFIGURED = "as configured"  # reason for a sync policy that the user chose
 ITEM_BYTES = {PrecisionKind.auto: 4, PrecisionKind.fp32: 4, PrecisionKind.bf16: 2, PrecisionKind.fp16: 2}
 
 
@@ -77,7 +78,7 @@ def solve_strategy(
     layout = _layout(config, batch, shard_size, precision, task)
     forecasts = tuple(_forecast(config.kind, sync, batch, layout, cluster) for sync in allowed)
     if config.sync is not Sync.auto:
-        sync, reason = config.sync, "as configured"
+        sync, reason = config.sync, CONFIGURED
     elif special:
         sync, reason = Sync.every, f"strategy.{special} is not safe with skipped synchronisation"
     else:
@@ -111,24 +112,48 @@ def with_forecasts(plan: StrategyPlan, forecasts: Sequence[Forecast]) -> Strateg
 
 
 def with_memory(plan: StrategyPlan, forecasts: Sequence[Forecast], memory_bytes: int) -> StrategyPlan:
-    """Return ``plan`` with the policy of fewest wire bytes among those whose predicted peak fits ``memory_bytes``.
+    """Return ``plan`` with the fastest of the policies whose predicted peak fits ``memory_bytes``.
 
-    If none fits, the policy with the lowest peak is chosen.
+    If times are unknown or cannot be told apart, the policy with the fewest wire bytes is chosen; if none fits, the one
+    with the lowest peak.
     """
-    most = max(forecast.peak_bytes or 0 for forecast in forecasts)
-    usable = USABLE_MEMORY * memory_bytes
-    fitting = [forecast for forecast in forecasts if forecast.peak_bytes is None or forecast.peak_bytes <= usable]
+    fitting = [forecast for forecast in forecasts if not excess_bytes(forecast, memory_bytes)]
     if fitting:
-        chosen = min(fitting, key=lambda forecast: (forecast.wire_bytes, forecast.peak_bytes or 0))
-        all_fit = len(fitting) == len(forecasts)
-        reason = "fewest wire bytes" if all_fit else "fewest wire bytes of the policies that fit"
+        chosen, reason = _best_policy(fitting, all_fit=len(fitting) == len(forecasts))
     else:
-        chosen = min(forecasts, key=lambda forecast: forecast.peak_bytes or 0)
+        chosen = min(forecasts, key=lambda forecast: needed_bytes(forecast) or 0)
         reason = "least memory: no policy is predicted to fit"
     plan = dataclasses.replace(
-        plan, sync=chosen.sync, sync_reason=reason, memory_bytes=memory_bytes, rehearses=most <= usable
+        plan,
+        sync=chosen.sync,
+        sync_reason=reason,
+        memory_bytes=memory_bytes,
+        rehearses=len(fitting) == len(forecasts),
     )
     return with_forecasts(plan, forecasts)
+
+
+def _best_policy(fitting: Sequence[Forecast], *, all_fit: bool) -> tuple[Forecast, str]:
+    """Return the forecast of the fastest step, and why it was chosen; that of the fewest wire bytes if the times are
+    unknown or cannot be told apart.
+
+    Args:
+        all_fit: whether these are all policies.
+    """
+    which = "" if all_fit else " of the policies that fit"
+    timed = sorted(((each.step, each) for each in fitting if each.step is not None), key=lambda pair: pair[0].step_s)
+    if len(timed) < len(fitting):
+        return _fewest_of(fitting), f"fewest wire bytes{which}"
+    alike = [each for step, each in timed if step.low_s <= timed[0][0].high_s]
+    if len(alike) > 1:
+        names = " and ".join(each.sync.value for each in fitting if each in alike)
+        return _fewest_of(alike), f"fewest wire bytes of {names}, whose predicted times cannot be told apart"
+    next_one = f"; {timed[1][1].sync.value} takes {seconds_text(timed[1][0].step_s)}" if len(timed) > 1 else ""
+    return alike[0], f"fastest predicted step{which}, {seconds_text(timed[0][0].step_s)}{next_one}"
+
+
+def _fewest_of(forecasts: Sequence[Forecast]) -> Forecast:
+    return min(forecasts, key=lambda forecast: (forecast.wire_bytes, needed_bytes(forecast) or 0))
 
 
 def fewest_bytes(forecasts: Sequence[Forecast]) -> Forecast:
@@ -250,7 +275,7 @@ def _layout(config: StrategyConfig, batch: Batch, shard_size: int, precision: Pr
 def _forecast(kind: StrategyKind, sync: Sync, batch: Batch, layout: Layout, cluster: ClusterPlan) -> Forecast:
     payload = layout.payload(transfers_per_window(kind, sync, batch.accumulation))
     wire_s = None
-    if cluster.link_gbit is not None:
+    if cluster.link_gbit is not None and cluster.nodes > 1:
         wire_s = _link_bytes(payload, layout, cluster) * 8 / (cluster.link_gbit * 1e9)
     return Forecast(
         sync=sync, payload_bytes=sum(payload.values()), wire_bytes=layout.wire(payload), wire_s=wire_s, peak_bytes=None

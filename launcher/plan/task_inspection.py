@@ -8,22 +8,35 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, Self, cast
 
-from launcher.config.schema import Balance, Config, OptimizerConfig, ScheduleConfig
+from launcher.config.schema import Balance, ClusterKind, Config, Device, OptimizerConfig, ScheduleConfig
 from launcher.errors import ConfigError, TaskError
-from launcher.plan.gpus import CONTEXT_BYTES, FULL_SHARE, NCCL_BYTES, find_gpu
+from launcher.plan.forecast_cache import ContentCache
+from launcher.plan.gpus import OVERHEAD_BYTES, find_gpu
+from launcher.plan.host import free_host_bytes, visible_gpus
 from launcher.plan.initial_weights import InitialWeights
+from launcher.plan.links import links_of
+from launcher.plan.memory_limit import full_notes
 from launcher.plan.optimizer_plan import parameter_groups
+from launcher.plan.past_runs import PastRuns
 from launcher.plan.run_plan import Forecast, RunPlan, TaskPlan
+from launcher.plan.step_forecast import Trace, with_steps
 from launcher.plan.strategy import with_forecasts, with_memory
 from launcher.plan.sync_policy import SHARDED
+from launcher.plan.work import measure_work
 from launcher.rundir.files import value_from_json
 from launcher.task import load_task
 
 # tasks whose description is arithmetic, except where facts() returns None
 _WITH_FACTS = ("launcher.tasks.bytes_gpt.", "launcher.tasks.digits.", "launcher.tasks.llama.")
+
+
+_FORECAST = "launcher.train.inspection.memory_forecast"
 
 
 class HasFacts(Protocol):
@@ -73,12 +86,15 @@ class InspectionRequest:
         return {name: value for name, value in self.task.items() if name != "_target_"}
 
 
-def describe_task(request: InspectionRequest) -> TaskPlan:
+def describe_task(request: InspectionRequest, *, starts: bool = True) -> TaskPlan:
     """Return a description of the task that a config names, after a check that its optimizer can be built and its
     callbacks exist.
 
     The bundled tasks compute their description by arithmetic where they can. Any other class is imported in a separate
     process, and so are these if classes, parameter groups or callbacks of the config must be checked.
+
+    Args:
+        starts: the job is about to start, so nothing is taken from the cache.
 
     Raises:
         ConfigError: no task is named.
@@ -112,8 +128,8 @@ def describe_task(request: InspectionRequest) -> TaskPlan:
                 lengths=False,
                 data_notes=tuple(getattr(task, "notes", ())),
             )
-    question = json.dumps(dataclasses.asdict(request))
-    result = run_probe("launcher.train.inspection.task_probe", question)
+    fields, module = dataclasses.asdict(request), "launcher.train.inspection.task_probe"
+    result = run_probe(module, json.dumps(fields)) if starts else remembered_probe(module, json.dumps(fields), fields)
     if result is None:
         raise TaskError(f"task._target_={target}: the process that inspected it ended early; its output is above.")
     if "error" in result:
@@ -149,7 +165,76 @@ def run_probe(module: str, question: str) -> dict[str, Any] | None:
     return json.loads(text) if text else None
 
 
-def weigh_memory(plan: RunPlan, *, choose: bool) -> RunPlan:
+def remembered_probe(
+    module: str, question: str, key: Mapping[str, Any], *, recall: bool = False
+) -> dict[str, Any] | None:
+    """Return the answer of an earlier ``run_probe`` with an equal ``key`` if nothing that it depends on has changed;
+    otherwise that of a new one. An answer with an error or a problem is not kept.
+
+    Args:
+        key: the parts of ``question`` that the answer depends on.
+        recall: return None instead of that of a new one.
+    """
+    cache, key = ContentCache(), {"module": module, **key}
+    if (known := cache.get(key)) is not None or recall:
+        return known
+    since = time.time()
+    answer = run_probe(module, question)
+    if answer is not None:
+        _remember(cache, key, answer, since)
+    return answer
+
+
+def _remember(cache: ContentCache, key: Mapping[str, Any], answer: dict[str, Any], since: float) -> None:
+    """Store an answer, unless it has an error or a problem, and remove from it what it depends on."""
+    depends_on = answer.pop("depends_on", None)
+    if depends_on is not None and not (answer.get("error") or answer.get("problem")):
+        cache.put(key, answer, map(Path, depends_on["paths"]), variables=depends_on["variables"], since=since)
+
+
+def trace_plans(plans: Iterable[RunPlan], traced: Callable[[int, int], None]) -> None:
+    """Trace the tasks of several plans in one process, which is faster than one for each, and store the traces.
+    ``weigh_memory`` finds them there; plans with equal traces share one.
+
+    Args:
+        traced: called after each trace with the number of traces so far, and of all.
+    """
+    cache, keys = ContentCache(), dict[str, tuple[dict[str, Any], RunPlan]]()
+    for plan in plans:
+        key = {"module": _FORECAST, **_traced_parts(plan)}
+        keys.setdefault(json.dumps(key, sort_keys=True), (key, plan))
+    unknown = [(key, plan) for key, plan in keys.values() if cache.get(key) is None]
+    if len(unknown) < 2:
+        return
+    since = time.time()
+    answers = _run_probes(_FORECAST, [dataclasses.asdict(plan) for _, plan in unknown])
+    for number, ((key, _), answer) in enumerate(zip(unknown, answers, strict=False), 1):
+        _remember(cache, key, answer, since)
+        traced(number, len(unknown))
+
+
+def _run_probes(module: str, questions: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """Run a probe that takes a list of questions; yield each answer once it is known. There may be fewer answers than
+    questions: the process may end early."""
+    reading, writing = os.pipe()
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as question, os.fdopen(reading, encoding="utf-8") as answers:
+        json.dump(questions, question)
+        question.seek(0)
+        command = [sys.executable, "-P", "-m", module, f"/dev/fd/{writing}", str(os.getpid())]
+        process = subprocess.Popen(
+            command, stdin=question, stdout=sys.stderr, start_new_session=True, pass_fds=(writing,)
+        )
+        os.close(writing)
+        try:
+            for line in answers:
+                if line.endswith("\n"):
+                    yield json.loads(line)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def weigh_memory(plan: RunPlan, *, choose: bool, measures: bool = False, recall: bool = False) -> RunPlan:
     """Return ``plan`` with each policy's traffic and memory, measured on windows of the real task.
 
     A separate process runs them on tensors without memory, which takes some seconds. If it fails, the plan keeps the
@@ -157,47 +242,98 @@ def weigh_memory(plan: RunPlan, *, choose: bool) -> RunPlan:
 
     Args:
         choose: whether to switch to the policy that sends the fewest bytes among those that fit.
+        measures: whether the work of a step may be measured on this machine; otherwise only an earlier measurement is
+            used.
+        recall: whether only an earlier trace is used; without one, the plan is returned as it is.
 
     Raises:
         TaskError: the job would fail at its first step.
     """
-    answer: dict[str, Any] = run_probe("launcher.train.inspection.memory_forecast", plan.to_json()) or {
-        "problem": "the process that measured it ended early"
-    }
+    answer = remembered_probe(_FORECAST, plan.to_json(), _traced_parts(plan), recall=recall)
+    if answer is None and recall:
+        return plan
+    answer = answer or {"problem": "the process that measured it ended early"}
     if "error" in answer:
         raise TaskError(f"task._target_={plan.task.target}: {answer['error']}")
     forecasts = [_with_time(value_from_json(Forecast, fields), plan) for fields in answer.get("forecasts", ())]
-    problem, memory = answer.get("problem"), answer.get("memory_bytes")
+    forecasts, time_notes = _with_steps(plan, forecasts or plan.strategy.forecasts, answer.get("trace"), measures)
+    if any(forecast.step is not None for forecast in forecasts):
+        past = PastRuns.load()
+        forecasts, plan = past.corrected(plan, forecasts), plan.with_notes(past.notes)
+    problem, memory = answer.get("problem"), _rank_memory(plan, answer.get("device_bytes"))
     note = ""
     if problem:
         note = f"The memory of each sync policy is unknown and was not considered: {str(problem).rstrip('.')}."
+    elif choose and memory is None and plan.cluster.kind is ClusterKind.elsewhere:
+        note = "It is unknown which policies fit into the memory of the hosts: name their GPU (cluster.gpu=h100)."
     elif choose and memory is None:
         note = "No GPU is visible here, so it is unknown which policies fit into its memory."
     if note:
         plan = plan.with_notes([note])
+    plan = plan.with_notes(time_notes)
     if not forecasts:
         return plan
     if choose and not problem and memory is not None:
         plan = dataclasses.replace(plan, strategy=with_memory(plan.strategy, forecasts, memory))
     else:
-        plan = dataclasses.replace(plan, strategy=with_forecasts(plan.strategy, forecasts))
-    return plan.with_notes(_full_notes(plan))
+        strategy = with_forecasts(dataclasses.replace(plan.strategy, memory_bytes=memory), forecasts)
+        plan = dataclasses.replace(plan, strategy=strategy)
+    return plan.with_notes(full_notes(plan, answer.get("remedy")))
 
 
-def _full_notes(plan: RunPlan) -> list[str]:
-    """Return the warning that the predicted peak leaves too little of the memory of the GPU that the plan names."""
-    if plan.cluster.gpu is None:
-        return []
-    gpu = find_gpu(plan.cluster.gpu)
-    peak = next(forecast.peak_bytes for forecast in plan.strategy.forecasts if forecast.sync is plan.strategy.sync)
-    share = 0.0 if peak is None else (peak + CONTEXT_BYTES + NCCL_BYTES) / (gpu.memory_gb * 10**9)
-    if share <= FULL_SHARE:
-        return []
-    problem = "too much" if share > 1 else f"above {FULL_SHARE:.0%}, where fragmentation may end the run"
-    return [
-        f"A rank is predicted to need {share:.0%} of the {gpu.memory_gb} GB of a {plan.cluster.gpu}, {problem}: "
-        "use a smaller batch.micro_size, strategy.recompute=blocks, or more shards (strategy=fsdp, more ranks)."
-    ]
+def _with_steps(
+    plan: RunPlan, forecasts: Sequence[Forecast], fields: Mapping[str, Any] | None, measures: bool
+) -> tuple[list[Forecast], list[str]]:
+    """Return the forecasts with the time of a step, and what the user should know about it.
+
+    Args:
+        fields: of the trace; None if there is none.
+        measures: whether the work of a step may be measured on this machine, and a note says why there is no time.
+    """
+    trace, links = None if fields is None else Trace.from_json(fields), links_of(plan)
+    work, reason = measure_work(plan, [each.sync for each in forecasts], only_known=not measures)
+    timed = with_steps(plan, forecasts, trace, links, work)
+    notes = [] if work is None else list(work.notes)
+    if not measures or any(each.step is not None for each in timed):
+        return timed, notes
+    if work is None and plan.cluster.gpu is None:
+        why = f"{reason.rstrip('.')}. cluster.gpu=NAME predicts it for a GPU"
+    elif trace is None or not trace.spans:
+        why = "the task cannot be traced"
+    else:
+        why = "the links between the ranks are unknown. Set cluster.link_gbit"
+    return timed, [*notes, f"The time of a step is not predicted: {why}."]
+
+
+def _traced_parts(plan: RunPlan) -> dict[str, Any]:
+    """Return the parts of ``plan`` that its traces depend on."""
+    fields = dataclasses.asdict(plan)
+    kept = {name: fields[name] for name in ("task", "batch", "strategy", "precision", "optimizer")}
+    for name in ("sync", "sync_reason", "rehearses", "forecasts", "memory_bytes"):  # each policy is traced
+        del kept["strategy"][name]
+    kept["train"] = {name: fields["train"][name] for name in ("seed", "compile", "clip_norm")}
+    cluster = fields["cluster"]
+    kept["cluster"] = {name: cluster[name] for name in ("device", "gpu", "nodes", "workers_per_node", "import_from")}
+    if plan.cluster.device is Device.cuda:  # a trace on a GPU differs from one without
+        kept["host"] = os.uname().nodename, visible_gpus(os.environ), os.environ.get("CUDA_VISIBLE_DEVICES")
+    return kept
+
+
+def _rank_memory(plan: RunPlan, device_bytes: int | None) -> int | None:
+    """Return the bytes of memory of one rank's device; None if it is not known.
+
+    Args:
+        device_bytes: memory of this machine's GPU; None without one.
+    """
+    if plan.cluster.gpu is not None:
+        return find_gpu(plan.cluster.gpu).usable_bytes
+    if plan.cluster.device is Device.cuda:
+        if device_bytes is None or plan.cluster.kind is ClusterKind.elsewhere:
+            return None
+        return device_bytes - OVERHEAD_BYTES
+    if plan.cluster.kind is ClusterKind.elsewhere:
+        return None
+    return free_host_bytes() // plan.cluster.workers_per_node
 
 
 def _with_time(forecast: Forecast, plan: RunPlan) -> Forecast:

@@ -102,6 +102,15 @@ class TaskGroup:
 
     def describe(self, row: Row) -> str:
         """Return the run's name, with the varying settings unless its label contains them."""
+        if row not in self._descriptions:
+            self._descriptions[row] = self._description(row)
+        return self._descriptions[row]
+
+    @cached_property
+    def _descriptions(self) -> dict[Row, str]:
+        return {}
+
+    def _description(self, row: Row) -> str:
         if "=" in row.entry.label or not self.varying:
             return row.name
         settings = settings_text(_key(row, self.varying[:_SETTINGS_SHOWN]))
@@ -211,8 +220,12 @@ def set_efficiencies(rows: Sequence[Row]) -> None:
 def varying(rows: Iterable[Row]) -> tuple[str, ...]:
     """Return the settings that differ between these runs; a setting that a run lacks counts as open ("null")."""
     settings = [row.data.settings for row in rows if row.data.settings]
-    keys = dict.fromkeys(key for each in settings for key in each)
-    return tuple(key for key in keys if len({each.get(key, "null") for each in settings}) > 1)
+    keys: dict[str, str] = {}
+    changed: set[str] = set()
+    for each in settings:
+        keys.update(each)
+        changed.update(key for key, _ in each.items() ^ settings[0].items())
+    return tuple(key for key in keys if key in changed and len({each.get(key, "null") for each in settings}) > 1)
 
 
 def lines_over_workers(rows: Sequence[Row]) -> dict[Key, list[Row]]:

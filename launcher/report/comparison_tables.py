@@ -21,6 +21,8 @@ from launcher.rundir.paths import RunPaths
 DEFINITIONS = {
     "own_windows": "full windows: records with batch/samples = batch/global_size, of the largest global batch",
     "time/step_s": "median of time/step_s over full windows; seconds",
+    "predicted/step_s": "time of a step of a full window as the plan has predicted it; predicted/step_low_s and "
+    "predicted/step_high_s: its 90% interval; predicted/wire_bytes: the bytes; absent without a prediction; seconds",
     "time/data_s": "median of time/data_s over full windows: the part of a step that waited for data; seconds",
     "comm/exposed_s": "time of a window's passes minus that of the same passes without any collective, measured by the "
     "calibration before training; seconds. 0 on one worker; below zero: within the noise; absent: not measured",
@@ -71,6 +73,8 @@ class Column:
             return "not reached" if reachable else ""
         if self.figure == "comm/exposed_s":
             value = max(0.0, value)
+        if self.figure == PREDICTED_STEP and row["time/step_s"] is not None:
+            return f"{format(value * self.factor, self.form)} ({row['time/step_s'] / value - 1:+.0%})"
         return format(value * self.factor, self.form)
 
     def sort_key(self, row: Row) -> str:
@@ -78,6 +82,7 @@ class Column:
         return "" if value is None or not self.text(row) else repr(value)
 
 
+PREDICTED_STEP = "predicted/step_s"
 # most metrics of the tasks' own losses in the terminal's table
 MOST_METRICS = 4
 COLUMNS = (
@@ -86,6 +91,7 @@ COLUMNS = (
     Column("batch/accumulation", "accumulation", "", "acc.", 1, ",d"),
     Column("step", "step", "", "step", 1, ",d"),
     Column("time/step_s", "step time", "ms", "ms/step", 1e3, ",.1f"),
+    Column(PREDICTED_STEP, "predicted (measured is by so much longer)", "ms", "predicted", 1e3, ",.1f"),
     Column("time/compute_s", "compute", "ms", "", 1e3, ",.1f"),
     Column("comm/exposed_s", "exposed comm.", "ms", "exposed", 1e3, ",.1f"),
     Column("time/data_s", "data", "ms", "", 1e3, ",.2f"),
@@ -101,10 +107,12 @@ COLUMNS = (
 
 
 def columns_of(comparison: RunComparison) -> list[Column]:
-    """Return all columns, those of the tasks' own metrics last. The terminal shows the held-out ones."""
+    """Return the columns, those of the tasks' own metrics last; that of predictions only if there are any. Of the own
+    metrics, the terminal shows the held-out ones."""
     shown = [name for name in comparison.metrics if name.startswith("eval/") and "/loss" not in name][:MOST_METRICS]
     own = [Column(name, name, "", name if name in shown else "", 1, ".4g") for name in comparison.metrics]
-    return [*COLUMNS, *own]
+    predicted = any(row[PREDICTED_STEP] is not None for row in comparison.rows)
+    return [*(column for column in COLUMNS if predicted or column.figure != PREDICTED_STEP), *own]
 
 
 def speedup_cell(row: Row) -> str:
@@ -136,8 +144,8 @@ def page_headings(comparison: RunComparison) -> list[tuple[str, str]]:
     return [("run", ""), ("state", ""), *figures]
 
 
-def page_line(comparison: RunComparison, row: Row) -> dict[str, Any]:
-    """Return a row of the page's table: each cell's text and sort key, links to trackers, and remarks on the run."""
+def page_line(row: Row) -> dict[str, Any]:
+    """Return a row of the page's table but for its figures: links to trackers, and remarks on the run."""
     entry = row.entry
     remarks = [
         entry.detail,
@@ -145,12 +153,16 @@ def page_line(comparison: RunComparison, row: Row) -> dict[str, Any]:
         row.data.problem,
         "the same run as an earlier row" if row.same_as else "",
     ]
-    cells = [(column.text(row) or "–", column.sort_key(row)) for column in columns_of(comparison)]
     links = [] if entry.dir is None else [
         (name, where) for name, where, _ in tracker_lines(RunPaths(entry.dir)) if where.startswith(("http://", "https://"))
     ]  # fmt: skip
     remark = "; ".join(filter(None, remarks))
-    return {"label": entry.label, "state": entry.state, "links": links, "remarks": remark, "cells": cells}
+    return {"label": entry.label, "state": entry.state, "links": links, "remarks": remark}
+
+
+def page_cells(comparison: RunComparison, row: Row) -> list[tuple[str, str]]:
+    """Return the text and the sort key of each figure of a row of the page's table."""
+    return [(column.text(row) or "–", column.sort_key(row)) for column in columns_of(comparison)]
 
 
 def _records(comparison: RunComparison) -> list[dict[str, Any]]:

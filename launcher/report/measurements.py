@@ -8,7 +8,7 @@ import os
 import re
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -24,6 +24,8 @@ from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths
 from launcher.runs.status import task_metrics
 
+# the latest prediction of the windows that the run's figures are of
+PREDICTED = ("predicted/step_s", "predicted/step_low_s", "predicted/step_high_s", "predicted/wire_bytes")
 # Names of a run's figures, in the order of `--csv` and `--json`. scaling/* and loss/* need other runs
 # (launcher/report/compare.py); the first line's are decided before the start; the others are measured.
 FIGURES = (
@@ -31,7 +33,7 @@ FIGURES = (
     "batch/accumulation", "step", "steps",
 
     "progress/samples", "own_windows", "time/total_s", "time/step_s", "time/data_s", "time/compute_s",
-    "comm/exposed_s", "throughput/samples_per_s",
+    "comm/exposed_s", "throughput/samples_per_s", *PREDICTED,
     "scaling/efficiency", "scaling/baseline_world_size",
     "comm/wire_bytes", "comm/wire_bytes_every", "comm/saved_fraction",
     "comm/speedup", "comm/speedup_low", "comm/speedup_high",
@@ -48,6 +50,8 @@ SMOOTH_POINTS = 150
 _NO_SETTINGS = (
     "run.", "trackers", "wandb.", "tensorboard.", "mlflow.", "trackio.", "prometheus.", "sweep.", "hydra.",
 )  # fmt: skip
+# after an out-of-memory error the micro-batch may change within an attempt, and the prediction does not
+_PREDICTED_FOR = ("batch/micro_size", "batch/world_size")
 # below this many bytes of records, starting processes takes longer than reading; a run's other files take as long as
 # 5 kB of them
 _ALONE_BYTES, _CONFIG_BYTES = 30_000_000, 5_000
@@ -63,6 +67,10 @@ class Point(NamedTuple):
     loss: float | None
 
 
+# the fields of points, one list each; none of a curve without points
+Columns = list[list[float | None]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunData:
     """Data of one run.
@@ -70,7 +78,7 @@ class RunData:
     Attributes:
         figures: by the names in ``FIGURES``; None: unknown or not measured. Medians are over full windows.
         settings: flattened config.yaml, with solved values in place of those left open.
-        curves: training loss, smoothed and held-out loss.
+        curves: training loss, smoothed and held-out loss, thinned and rounded as they are drawn.
         metrics: last values of the metrics of the task's own loss, and the best evaluation, by name.
         minima: points at which the smoothed loss was lower than ever before.
         problem: why there are no settings or no measurements.
@@ -82,7 +90,7 @@ class RunData:
 
     figures: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(FIGURES))
     settings: dict[str, str] = field(default_factory=dict[str, str])
-    curves: dict[str, list[Point]] = field(default_factory=dict[str, list[Point]])
+    curves: dict[str, Columns] = field(default_factory=dict[str, Columns])
     minima: list[Point] = field(default_factory=list[Point])
     metrics: dict[str, float | None] = field(default_factory=dict[str, "float | None"])
     problem: str = ""
@@ -204,7 +212,9 @@ class _Record:
     Attributes:
         full_windows: step seconds, data seconds, wire bytes, and wire bytes of sync=every of each full window of the
             largest global batch.
+        global_size: the largest global batch so far.
         calibration: latest record with results of the calibration.
+        prediction: latest record with a prediction of windows like the last one.
     """
 
     def __init__(self) -> None:
@@ -214,9 +224,10 @@ class _Record:
         self.last: dict[str, Any] = {}
         self.metrics: dict[str, Any] = {}
         self.calibration: dict[str, Any] = {}
+        self.prediction: dict[str, Any] = {}
         self.damaged_lines = self.resumed_after = 0
         self.without_clock = False
-        self._global_size = 0.0
+        self.global_size = 0.0
 
     def add(self, record: dict[str, Any]) -> None:
         """Add a line. Its fields are looked up before anything changes, so that an invalid line adds nothing."""
@@ -233,22 +244,26 @@ class _Record:
         )  # fmt: skip
         global_size, window_samples = float(record["batch/global_size"]), float(record["batch/samples"])
         if (resumed_after := int(record.get("progress/measured_since", 0))) != self.resumed_after:
-            self.resumed_after, self._global_size = resumed_after, 0.0
+            self.resumed_after, self.global_size = resumed_after, 0.0
             self.full_windows.clear()
-            self.calibration = {}
-        if global_size > self._global_size:  # the ramp has reached its next stage
-            self._global_size = global_size
+            self.calibration, self.prediction = {}, {}
+        if global_size > self.global_size:  # the ramp has reached its next stage
+            self.global_size = global_size
             self.full_windows.clear()
-        if window_samples == self._global_size:
+        if window_samples == self.global_size:
             self.full_windows.append(window)
         self.points.append(point)
         if held_out is not None:
             self.held_out.append(point._replace(loss=held_out))
         if "comm/step_s" in record or "comm/exposed_s" in record:
             self.calibration |= record
+        if any(name in record for name in PREDICTED):
+            self.prediction = record
+        elif any(record.get(name) != self.prediction.get(name) for name in _PREDICTED_FOR):
+            self.prediction = {}
         self.last = record
-        best = {name: record[name] for name in ("best/step", "best/value") if name in record}
-        self.metrics |= task_metrics(record) | best
+        self.metrics |= task_metrics(record)
+        self.metrics |= {name: record[name] for name in ("best/step", "best/value") if name in record}
         self.without_clock |= without_clock
 
 
@@ -274,9 +289,9 @@ def _measured(metrics: Path, planned: dict[str, Any], settings: dict[str, str]) 
         figures=planned | _figures(record, planned["batch/global_size"], smoothed, minima),
         settings=settings,
         curves={
-            "training loss": thinned(record.points),
-            "smoothed": thinned(smoothed, SMOOTH_POINTS),
-            "held-out loss": thinned(record.held_out),
+            "training loss": _columns(thinned(record.points)),
+            "smoothed": _columns(thinned(smoothed, SMOOTH_POINTS)),
+            "held-out loss": _columns(thinned(record.held_out)),
         },
         minima=minima,
         metrics=record.metrics,
@@ -307,6 +322,7 @@ def _figures(record: _Record, global_size: int, smoothed: list[Point], minima: l
         "time/compute_s": compute_s if compute_s is not None and compute_s >= 0 else None,
         "comm/exposed_s": exposed_s,
         "throughput/samples_per_s": global_size / step_s if step_s else None,
+        **{name: record.prediction.get(name) if record.global_size == global_size else None for name in PREDICTED},
         "comm/wire_bytes": wire_bytes,
         "comm/wire_bytes_every": wire_bytes_every,
         "comm/saved_fraction": 1 - wire_bytes / wire_bytes_every
@@ -331,6 +347,15 @@ def _smoothed(points: Sequence[Point]) -> list[Point]:
             latest.append(loss)
         smoothed.append(Point(step, samples, seconds, sum(latest) / len(latest) if latest else None))
     return smoothed
+
+
+def _columns(points: Iterable[Point]) -> Columns:
+    return [rounded(column) for column in zip(*points, strict=True)]
+
+
+def rounded(values: Iterable[float | None]) -> list[float | None]:
+    """Round to six digits: more are invisible in a plot, and would enlarge the page."""
+    return [None if value is None else float(f"{value:.6g}") for value in values]
 
 
 def thinned(points: list[Point], limit: int = POINTS) -> list[Point]:

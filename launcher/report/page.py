@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import html
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
+from launcher.errors import UserError
 from launcher.quantities import NO_INTERVAL, count, first_names
 from launcher.report.compare import Row, RunComparison, TaskGroup, natural_sort_key
-from launcher.report.comparison_tables import DEFINITIONS, page_headings, page_line
+from launcher.report.comparison_tables import DEFINITIONS, page_cells, page_headings, page_line
 from launcher.report.plots import Plot, plots
+from launcher.rundir.files import write_text
 
 # settings that are shown if all runs share them
 _CONSTANT = {
@@ -28,11 +34,6 @@ def page(comparison: RunComparison, now: datetime) -> str:
     Args:
         now: time with a time zone.
     """
-    import jinja2
-    import orjson
-    from markupsafe import Markup
-    from plotly.offline import get_plotlyjs  # pyright: ignore[reportMissingTypeStubs]
-
     drawn: list[Plot] = []
     sections: list[dict[str, Any]] = []
     for group in comparison.groups:
@@ -40,6 +41,34 @@ def page(comparison: RunComparison, now: datetime) -> str:
         drawn += [plot for _, plot in numbered]
         section = {"target": group.target, "headlines": headlines(group), "plots": numbered, "hints": _hints(group)}
         sections.append(section)
+    return render(
+        "page.html.j2",
+        drawn,
+        title=comparison.title,
+        now=now.strftime("%Y-%m-%d %H:%M %Z"),
+        states=Counter(row.entry.state for row in comparison.rows).most_common(),
+        varied=_varied(comparison),
+        constant=_constant(comparison),
+        sections=sections,
+        columns=page_headings(comparison),
+        table=[page_line(row) | {"cells": _cells(comparison, row)} for row in comparison.rows],
+        notes=comparison.notes,
+        definitions=DEFINITIONS,
+    )
+
+
+def render(template: str, drawn: Sequence[Plot], **values: Any) -> str:
+    """Return the text of a page that works offline.
+
+    Args:
+        template: its file in this package.
+        drawn: the page's plots, which the template refers to by their numbers.
+        values: what else the template contains.
+    """
+    import jinja2
+    import orjson
+    from plotly.offline import get_plotlyjs  # pyright: ignore[reportMissingTypeStubs]
+
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("launcher", "report"),
         autoescape=True,
@@ -47,22 +76,45 @@ def page(comparison: RunComparison, now: datetime) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("page.html.j2").render(
-        title=comparison.title,
-        now=now.strftime("%Y-%m-%d %H:%M %Z"),
+    return environment.get_template(template).render(
         version=metadata.version("launcher"),
-        states=Counter(row.entry.state for row in comparison.rows).most_common(),
-        varied=_varied(comparison),
-        constant=_constant(comparison),
-        sections=sections,
-        columns=page_headings(comparison),
-        table=[page_line(comparison, row) for row in comparison.rows],
-        notes=comparison.notes,
-        definitions=DEFINITIONS,
         plotly=Markup(get_plotlyjs()),
         # escaped so that no text can close the <script> element
-        figures=Markup(orjson.dumps(drawn).decode().replace("<", "\\u003c")),
+        figures=Markup(orjson.dumps(list(drawn)).decode().replace("<", "\\u003c")),
+        **values,
     )
+
+
+def require_place(place: Path) -> None:
+    """Check that the directory of ``--html FILE`` exists.
+
+    Raises:
+        UserError: it does not.
+    """
+    if not place.absolute().parent.is_dir():
+        raise UserError(f"--html {place}: there is no directory {place.parent}.\n  Create it, or choose another path.")
+
+
+def save_page(text: str, place: Path) -> None:
+    """Write a page.
+
+    Raises:
+        UserError: ``place`` cannot be written.
+    """
+    try:
+        write_text(place, text)
+    except OSError as error:
+        raise UserError(
+            f"{place}: cannot be written: {error.strerror}.\n  Choose another file: --html FILE."
+        ) from error
+
+
+def _cells(comparison: RunComparison, row: Row) -> Markup:
+    """Return the HTML of a row's figures. The template would take most of the page's time for those of many rows."""
+    cells = page_cells(comparison, row)
+    escaped = html.escape("\0".join(text for cell in cells for text in cell)).split("\0")
+    pairs = zip(escaped[::2], escaped[1::2], strict=True)
+    return Markup("".join(f'<td class="number" data-value="{value}">{text}</td>' for text, value in pairs))
 
 
 def _varied(comparison: RunComparison) -> list[tuple[str, str]]:

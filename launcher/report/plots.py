@@ -10,7 +10,7 @@ from typing import Any
 from launcher.quantities import count
 from launcher.report import compare
 from launcher.report.compare import Key, Row, TaskGroup
-from launcher.report.measurements import SMOOTHED_OVER
+from launcher.report.measurements import SMOOTHED_OVER, rounded
 
 _COLOURS = (
     "#2563eb", "#e8710a", "#16935a", "#c62f4b", "#7c4dcc", "#0e8fa8", "#b8860b", "#d1529b", "#6b4f3a", "#556070",
@@ -91,11 +91,6 @@ def _escape(text: str) -> str:
     return html.escape(text).replace("%{", "%&#123;")
 
 
-def _round(value: float | None) -> float | None:
-    """Round to six digits: more are invisible, and would enlarge the page."""
-    return None if value is None else float(f"{value:.6g}")
-
-
 def _layout(x: str, y: str, *, height: int = 380, legend: bool = True) -> dict[str, Any]:
     """Return a layout with the axes' names and units; page.js has what all layouts share."""
     return {
@@ -138,11 +133,12 @@ def _step_split(group: TaskGroup) -> list[Plot]:
         ("exposed communication", "#e8710a", {row: max(0.0, row["comm/exposed_s"]) for row in split}),
         ("waiting for data", "#f2c14e", {row: row["time/data_s"] for row in rows}),
     ]  # fmt: skip
+    place = {row: number for number, row in enumerate(rows)}
     data = [
         {
             "type": "bar", "name": name, "orientation": "h", "marker": {"color": colour, "line": {"width": 0}},
-            "x": [None if seconds is None else _round(1e3 * seconds) for seconds in values.values()],
-            "y": [rows.index(row) for row in values],
+            "x": rounded(None if seconds is None else 1e3 * seconds for seconds in values.values()),
+            "y": [place[row] for row in values],
             "text": [_escape(group.describe(row)) for row in values], "textposition": "none",
             "hovertemplate": f"%{{text}}<br>{name}: %{{x:.4g}} ms<extra></extra>",
         }
@@ -349,19 +345,19 @@ def _ideal(lines: _Lines) -> list[dict[str, Any]]:
 def _loss(group: TaskGroup, style: _Style) -> Plot:
     few = len(group.rows) <= _MAX_CURVES
     kinds = ("training loss", "smoothed", "held-out loss")
-    curves = [(kind, row, points) for kind in kinds for row in group.rows if (points := row.data.curves[kind])]
+    curves = [(kind, row, columns) for kind in kinds for row in group.rows if (columns := row.data.curves[kind])]
     data = [
         {
             "type": "scatter", "mode": "lines+markers" if kind == "held-out loss" else "lines",
             "name": _escape(row.name), "meta": kind, "visible": kind == "training loss",
-            "x": [_round(point.step) for point in points],
-            "y": [_round(point.loss) for point in points],
+            "x": columns[0],
+            "y": columns[3],
             "line": {"color": style.colour(row), "dash": style.dash(row), "width": 1.8 if few else 1},
             "opacity": 0.95 if few else 0.6, "connectgaps": False,
             "text": _escape(group.describe(row)),
             "hovertemplate": f"%{{text}}<br>{kind} %{{y:.4f}} at %{{x:,.6g}}<extra></extra>",
         }
-        for kind, row, points in curves
+        for kind, row, columns in curves
     ]  # fmt: skip
     layout = _layout("optimizer steps", "training loss (mean over the step's items)", height=500, legend=few)
     if group.loss is not None:
@@ -391,7 +387,7 @@ def _loss(group: TaskGroup, style: _Style) -> Plot:
         layout=layout,
         wide=True,
         choices={
-            name: {"x": [[_round(point[column]) for point in points] for *_, points in curves], "title": title}
+            name: {"x": [columns[column] for *_, columns in curves], "title": title}
             for column, (name, title) in enumerate(axes.items())
         },
     )

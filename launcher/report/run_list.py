@@ -13,7 +13,8 @@ from rich.table import Table
 
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.quantities import count
-from launcher.report.tables import best_text, failure_text, named_lines, near, tracker_lines
+from launcher.report.summary_table import best_text
+from launcher.report.tables import failure_text, named_lines, near, tracker_lines
 from launcher.rundir.paths import RunPaths, SweepPaths
 from launcher.runs.status import Run, RunState, error_of, metrics_text
 

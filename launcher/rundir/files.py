@@ -19,7 +19,7 @@ from typing import Any
 
 _STALE_TRIES = 5
 _WRITTEN_WITHIN_S = 1.0
-_END_BYTES = 2**16
+_FEW_BYTES, _END_BYTES = 2**13, 2**16
 
 
 def clear_torn(directory: Path) -> None:
@@ -143,8 +143,13 @@ def last_lines(path: Path, count: int) -> list[str]:
     """Return the last ``count`` lines of a file of any size, from its last 64 KiB; none if it cannot be read."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _END_BYTES))
-            return file.read().decode("utf-8", errors="replace").splitlines()[-count:]
+            size = file.seek(0, os.SEEK_END)
+            for read in (_FEW_BYTES, _END_BYTES):
+                file.seek(max(0, size - read))
+                lines = file.read().decode("utf-8", errors="replace").splitlines()
+                if len(lines) > count or size <= read:  # the first one may not be whole
+                    break
+            return lines[-count:]
     except OSError:
         return []
 

@@ -93,6 +93,11 @@ class RunPaths:
         """Return the failure of one Slurm node's workers; the summary has the earliest of all nodes."""
         return self.root / f"failure.node{node}.json"
 
+    def failed_nodes(self) -> list[int]:
+        """Return the Slurm nodes whose workers have failed, from one listing of the directory."""
+        names = (re.fullmatch(r"failure\.node(\d+)\.json", path.name) for path in self.root.iterdir())
+        return sorted(int(name[1]) for name in names if name is not None)
+
     def node_log(self, node: int) -> Path:
         return self.logs / f"node{node}.log"
 

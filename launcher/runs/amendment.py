@@ -10,18 +10,19 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from launcher.config.hydra import amended, recompose
-from launcher.config.schema import BatchConfig, Config, PrecisionKind, ScheduleKind
+from launcher.config.schema import BatchConfig, Config, PrecisionKind, ScheduleKind, StrategyKind
 from launcher.errors import ConfigError, UserError
-from launcher.launch.planner import emulation_notes, require_secrets, site_of, with_sync_policy
+from launcher.launch.planner import emulation_notes, require_secrets, site_of, with_predictions
 from launcher.plan import windows
 from launcher.plan.batch import Batch
-from launcher.plan.gpus import refuse_gpu
+from launcher.plan.gpus import require_at_hand
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.placement import solve_cluster
 from launcher.plan.resumable import Change, as_typed, changes, forced_by, refusal_text, refusals
 from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import sets_own_rates, solve
+from launcher.plan.strategy_choice import choose_strategy, with_reason, with_strategy
 from launcher.plan.sync_policy import SHARDED
 from launcher.plan.task_inspection import InspectionRequest, describe_task
 from launcher.plan.tracker_plan import require_trackers
@@ -77,7 +78,7 @@ def replan(paths: RunPaths, old: RunPlan, overrides: Sequence[str], *, force: bo
     """
     name, kept = old.run.name, paths.config.read_text(encoding="utf-8")
     before, (config, yaml) = recompose(kept, ())[0], recompose(kept, overrides)
-    refuse_gpu(config.cluster)
+    require_at_hand(config.cluster)
     for each in (before, config):  # solved at the first start, and the contract since then
         each.batch = dataclasses.replace(each.batch, global_size=each.batch.global_size or old.batch.global_size)
         each.train = dataclasses.replace(each.train, data_shards=each.train.data_shards or old.train.data_shards)
@@ -91,13 +92,24 @@ def replan(paths: RunPaths, old: RunPlan, overrides: Sequence[str], *, force: bo
         raise UserError(f"{name}: is done, and nothing changes.\n  Set a later end: train.steps=N.")
     at = standing(paths)
     require_secrets(config)
+    keeps_strategy = config.strategy.kind is StrategyKind.auto and all(each.key != "strategy.kind" for each in changed)
+    if keeps_strategy:
+        config = with_strategy(config, old.strategy.kind)
     keeps_precision = config.precision.kind is PrecisionKind.auto
     if keeps_precision:  # also on another kind of machine
         config.precision = dataclasses.replace(config.precision, kind=old.precision.kind)
     site = dataclasses.replace(site_of(config.cluster), cwd=old.cluster.cwd)
     touched = {change.key for change in changed}
     config.batch = _fitted_batch(config, old, site, touched)
-    plan = _solved(config, old, site, touched, at)
+    if config.strategy.kind is StrategyKind.auto:  # the user has asked for another choice
+
+        def plan_of(each: Config) -> RunPlan:
+            return _solved(each, old, site, touched, at, weighs=True)
+
+        plan = choose_strategy(config, plan_of, timed=False)
+    else:
+        plan = _solved(config, old, site, touched, at)
+        plan = with_reason(plan, old.strategy.kind_reason) if keeps_strategy else plan
     require_trackers(config, os.environ, old.cluster.cwd)
     if keeps_precision:
         plan = plan.with_precision(old.precision.kind, old.precision.reason)
@@ -135,7 +147,9 @@ def _fitted_batch(config: Config, old: RunPlan, site: Site, touched: set[str]) -
     return dataclasses.replace(batch, uneven=True, micro_size=largest if batch.micro_size is None else batch.micro_size)
 
 
-def _solved(config: Config, old: RunPlan, site: Site, touched: set[str], at: SavedProgress | None) -> RunPlan:
+def _solved(
+    config: Config, old: RunPlan, site: Site, touched: set[str], at: SavedProgress | None, *, weighs: bool = False
+) -> RunPlan:
     run = dataclasses.replace(old.run, version=metadata.version("launcher"))
     task, shards = old.task, config.strategy.kind in SHARDED
     tried = ("task.", "batch.balance", "callbacks", *(["optimizer."] if config.optimizer.target is not None else []))
@@ -157,7 +171,7 @@ def _solved(config: Config, old: RunPlan, site: Site, touched: set[str], at: Sav
             return windows.changed_at(old.batch, batch, at.windows if at else 0)
         return dataclasses.replace(batch, ramp=old.batch.ramp)
 
-    return with_sync_policy(solve(config, site, task, run, rebatch=continued_ramp), config)
+    return with_predictions(solve(config, site, task, run, rebatch=continued_ramp), config, weighs=weighs)
 
 
 def _without_effect(config: Config, old: RunPlan, task: TaskPlan, touched: set[str]) -> list[str]:

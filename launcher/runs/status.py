@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from launcher.config.schema import ClusterKind, PrecisionKind
 from launcher.launch.slurm import client
 from launcher.launch.slurm.client import Listed, SlurmSilent
 from launcher.loss import RESERVED_NAMES
+from launcher.quantities import folded_names
 from launcher.rundir import history
 from launcher.rundir.files import last_lines, object_from_json, read_json
 from launcher.rundir.history import Submission
@@ -177,7 +179,7 @@ class _Read:
         silent = answers is None and not self.is_over
         state, detail = self._of_slurm(listed, silent) if self.kind == ClusterKind.slurm else self._of_this_host()
         record = _last_record(self.paths.metrics)
-        names = ",".join(self.newest_attempt.get("nodes", []))
+        names = folded_names(self.newest_attempt.get("nodes", []))
         return Run(
             name=self.name,
             dir=str(self.paths.root),
@@ -288,11 +290,12 @@ _OWN_METRICS = {"eval/loss", *(f"train/{name}" for name in RESERVED_NAMES)}
 def task_metrics(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metrics in a record or a summary that the task's loss and its terms have, and those of further
     evaluation sets."""
-    return {
-        name: value
-        for name, value in record.items()
-        if name.startswith(("train/", "eval/")) and name not in _OWN_METRICS
-    }
+    return {name: record[name] for name in _metric_names(tuple(record))}
+
+
+@lru_cache(1000)  # most records of a run have the same names
+def _metric_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if name.startswith(("train/", "eval/")) and name not in _OWN_METRICS)
 
 
 def metrics_text(metrics: Mapping[str, float | None]) -> str:

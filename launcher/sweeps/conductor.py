@@ -14,7 +14,7 @@ from launcher.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_US
 from launcher.launch import local
 from launcher.launch.planner import Once, plan_job, task_stem
 from launcher.launch.slurm import client, submit
-from launcher.plan.gpus import refuse_gpu
+from launcher.plan.gpus import require_at_hand
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import count, first_lines, first_names
 from launcher.rundir import code_snapshot
@@ -76,8 +76,14 @@ def require_a_possible_one(requested: Sequence[RequestedCell], wrong: Sequence[U
     problems = {str(error): words.overrides for error, words in zip(errors, requested, strict=True)}
     if len(problems) == 1:
         raise errors[0]
-    lines = [f"{' '.join(overrides)}: {problem}" for problem, overrides in problems.items()]
+    lines = [_with_cell(problem, overrides) for problem, overrides in problems.items()]
     raise UserError("\n  ".join(["No cell of this sweep can run.", *first_lines(lines, _SHOWN_REFUSALS)]))
+
+
+def _with_cell(problem: str, overrides: Sequence[str]) -> str:
+    """Return the problem of a cell with the cell's overrides in front, unless it starts with its only one already."""
+    named = len(overrides) == 1 and problem.startswith(overrides[0].partition("=")[0] + "=")
+    return problem if named else f"{' '.join(overrides)}: {problem}"
 
 
 # prefixes of arguments that do not identify the sweep
@@ -144,7 +150,7 @@ class Conductor:
         """
         require_one_sweep(requested)
         for cell in requested:
-            refuse_gpu(cell.config.cluster)
+            require_at_hand(cell.config.cluster)
         on_slurm = requested[0].config.cluster.kind is ClusterKind.slurm
         if on_slurm:
             client.require()

@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.config.multirun import override_key
+from launcher.config.multirun import cell_label, override_key
 from launcher.errors import ConfigError, SiteError, UserError
+from launcher.plan.forecast import PREDICTIONS
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir.files import read_json, value_from_json, write_json
 from launcher.rundir.paths import RunPaths, SweepPaths
@@ -41,10 +42,8 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """Return the overrides without the groups of their keys: ``accumulation=4 workers_per_node=2``."""
-        pairs = (override.lstrip("+").partition("=") for override in self.overrides)
-        text = " ".join(f"{key.rpartition('.')[2]}={value}" for key, _, value in pairs)
-        return text.replace("\\:", ":")  # Hydra escapes the colon in a range of nodes
+        """Return the overrides without the groups of their keys."""
+        return cell_label(self.overrides)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,13 +155,16 @@ _NOT_CONTENT = (
     "format", "run", "command", "trackers", "wandb", "tensorboard", "mlflow", "trackio", "prometheus", "notes", "fewer",
 )  # fmt: skip
 # the same within a part of the plan
+_OF_CLUSTER = (
+    "cwd", "import_from", "link_gbit", "price_per_gpu_hour", "grace_s", "max_restarts", "slurm", "min_nodes",
+)  # fmt: skip
 _NOT_OF_PART = {
-    "cluster": ("cwd", "import_from", "link_gbit", "grace_s", "max_restarts", "slurm", "min_nodes"),
-    "train": ("hang_timeout", "straggler_share"),
+    "cluster": _OF_CLUSTER,
+    "train": ("hang_timeout", "straggler_share", "predict"),
     "precision": ("reason",),
     "optimizer": ("reference_batch",),  # the optimizer's values, which follow from it, are there
     "task": ("flops_per_sample",),
-    "strategy": ("sync_reason", "forecasts", "memory_bytes", "rehearses"),  # predictions, which may differ each time
+    "strategy": PREDICTIONS,  # they may differ each time
 }
 _QUEUEING = (
     "job-name", "time", "account", "qos", "dependency", "mem", "requeue", "comment", "mail-type", "mail-user",

@@ -146,6 +146,7 @@ class HfCausalLM(TextRows):
         held_out: share of ``data`` for the evaluation, the same in every run; 0: none.
         unusable: examples that are empty or, where they cannot be cut, too long: ``error``, or ``skip``.
         lora: train LoRA adapters only: ``{r, alpha, dropout, targets}``.
+        revision: commit, branch or tag of a ``model`` on the hub; the plan stores the commit.
     """
 
     def __init__(
@@ -160,6 +161,7 @@ class HfCausalLM(TextRows):
         held_out: float = 0.05,
         unusable: Literal["error", "skip"] = "error",
         lora: dict[str, Any] | None = None,
+        revision: str | None = None,
     ) -> None:
         super().__init__(
             "hf_causal_lm",
@@ -170,6 +172,7 @@ class HfCausalLM(TextRows):
             eval_data=eval_data,
             held_out=held_out,
             lora=lora,
+            revision=revision,
             text=text,
             pack=pack,
             unusable=unusable,

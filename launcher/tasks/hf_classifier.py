@@ -32,6 +32,7 @@ class HfClassifier(HfTask):
         unusable: examples that are empty or longer than ``seq_len``: ``error``; ``skip``; or ``cut``, which cuts the
             end off longer ones, and skips empty ones.
         lora: train LoRA adapters and the head only: ``{r, alpha, dropout, targets}``.
+        revision: commit, branch or tag of a ``model`` on the hub; the plan stores the commit.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class HfClassifier(HfTask):
         held_out: float = 0.05,
         unusable: Literal["error", "skip", "cut"] = "error",
         lora: dict[str, Any] | None = None,
+        revision: str | None = None,
     ) -> None:
         super().__init__(
             "hf_classifier",
@@ -56,6 +58,7 @@ class HfClassifier(HfTask):
             eval_data=eval_data,
             held_out=held_out,
             lora=lora,
+            revision=revision,
         )
         if unusable not in ("error", "skip", "cut"):
             raise TaskError(f"task.unusable={unusable}: must be error, skip or cut.")

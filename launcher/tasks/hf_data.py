@@ -77,6 +77,10 @@ def _read(key: str, path: str) -> Any:
                 f"  Known: {', '.join(_BUILDERS)}, and directories that save_to_disk wrote."
             )
         (kind,) = kinds
+        # a directory of texts may have empty ones, which are examples that cannot be used
+        empty = [each for each in files if not each.stat().st_size]
+        if empty and (kind != "text" or len(empty) == len(files)):
+            raise TaskError(f"{key}={path}: {empty[0]} is empty (0 bytes).\n  Write it again, or leave it out.")
         options: dict[str, Any] = {"sample_by": "document"} if kind == "text" else {}
         return datasets.load_dataset(kind, data_files=list(map(str, files)), split="train", **options)
     except TaskError:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from launcher.errors import TaskError, did_you_mean
 from launcher.quantities import first_names
 from launcher.tasks.hf_data import Encode, read_examples, split_examples, tokenized
+from launcher.tasks.hf_hub import cached_commit, first_line, require_on_hub
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,6 +44,7 @@ class HfTask(ABC):
         eval_data: str | None,
         held_out: float,
         lora: dict[str, Any] | None,
+        revision: str | None = None,
     ) -> None:
         packages = ["transformers", "datasets", *(["peft"] if lora is not None else [])]
         if missing := [each for each in packages if find_spec(each) is None]:
@@ -51,7 +53,9 @@ class HfTask(ABC):
         self._model, self._tokenizer, self._lora = model or "", tokenizer, lora
         self._data, self._eval_data, self._held_out = data, eval_data, held_out
         self.notes: list[str] = []  # which the plan shows
-        self._config: Any = None if model is None else _load_config(model)
+        self._config: Any = None if model is None else _load_config(model, revision)
+        # the commit that a name on the hub stands for now; None for a directory or a file
+        self._revision: str | None = None if model is None or Path(model).exists() else cached_commit(model, revision)
         longest = None if model is None else getattr(self._config.get_text_config(), "max_position_embeddings", None)
         longest = longest if isinstance(longest, int) and longest > 0 else None
         self._seq_len: int = min(DEFAULT_LENGTH, longest or DEFAULT_LENGTH) if seq_len is None else seq_len
@@ -61,7 +65,11 @@ class HfTask(ABC):
 
     @cached_property
     def tokenizer(self) -> Any:
-        return _load_tokenizer(*self._tokenizer_source)
+        return _load_tokenizer(*self._tokenizer_source, self._revision if self._tokenizer is None else None)
+
+    def fixed_arguments(self) -> dict[str, Any]:
+        """Return the commit of a model on the hub, which another rank or a later attempt would not find otherwise."""
+        return {} if self._revision is None else {"revision": self._revision}
 
     @property
     def _tokenizer_source(self) -> tuple[str, str]:
@@ -99,7 +107,7 @@ class HfTask(ABC):
 
     def _build(self, auto: Any, *, new_head: bool) -> Any:
         """Return the model in fp32, ready to train. ``auto``, ``new_head``: see ``_build_pretrained``."""
-        model, self._new_modules = _build_pretrained(self._model, auto, self._config, new_head=new_head)
+        model, self._new_modules = _build_pretrained(self._model, self._revision, auto, self._config, new_head=new_head)
         size, words = model.get_input_embeddings().num_embeddings, len(self.tokenizer)
         if words > size:
             key, path = self._tokenizer_source
@@ -124,8 +132,8 @@ def _is_config_file(model: str) -> bool:
     return Path(model).is_file() and Path(model).suffix == ".json"
 
 
-def _load_config(model: str) -> Any:
-    """Return the configuration of ``model``.
+def _load_config(model: str, revision: str | None) -> Any:
+    """Return the configuration of ``model``. ``revision``: commit, branch or tag of a name on the hub.
 
     Raises:
         TaskError: it has none, or one of an architecture that transformers does not know.
@@ -133,6 +141,10 @@ def _load_config(model: str) -> Any:
     from transformers import AutoConfig
 
     path = Path(model)
+    if path.exists() and revision is not None:
+        raise TaskError(f"task.revision={revision}: task.model={model} is not on the hub, but here.\n  Leave it out.")
+    if not path.exists():
+        require_on_hub("task.model", model, ("config.json",), revision=revision)
     if path.is_dir() and not (path / "config.json").exists():
         raise TaskError(f"task.model={model}: it has no config.json.\n  Name a directory that save_pretrained wrote.")
     if path.is_dir() and not any(next(path.glob(pattern), None) for pattern in _WEIGHTS):
@@ -143,13 +155,15 @@ def _load_config(model: str) -> Any:
     if path.is_file() and not _is_config_file(model):
         raise TaskError(f"task.model={model}: a file must be a configuration, such as config.json.")
     try:
-        return AutoConfig.from_pretrained(model)
+        return AutoConfig.from_pretrained(model, revision=revision or "main")
     except (OSError, ValueError, KeyError) as error:
-        hub = "" if path.exists() else "there is no such file or directory; as a name on the hub: "
-        raise TaskError(f"task.model={model}: {hub}{_first_line(error)}") from None
+        hub = "" if path.exists() else "as a name on the hub: "
+        raise TaskError(f"task.model={model}: {hub}{first_line(error)}") from None
 
 
-def _build_pretrained(model: str, auto: Any, config: Any, *, new_head: bool) -> tuple[Any, list[str]]:
+def _build_pretrained(
+    model: str, revision: str | None, auto: Any, config: Any, *, new_head: bool
+) -> tuple[Any, list[str]]:
     """Return the model in fp32, with its weights, or with random values if ``model`` is a configuration; and the names
     of modules that have no weights yet.
 
@@ -167,9 +181,11 @@ def _build_pretrained(model: str, auto: Any, config: Any, *, new_head: bool) -> 
     try:
         if _is_config_file(model):
             return auto.from_config(config, dtype=torch.float32), []
-        made, loaded = auto.from_pretrained(model, config=config, dtype=torch.float32, output_loading_info=True)
+        made, loaded = auto.from_pretrained(
+            model, revision=revision or "main", config=config, dtype=torch.float32, output_loading_info=True
+        )
     except (OSError, ValueError, RuntimeError) as error:
-        raise TaskError(f"task.model={model}: {_first_line(error)}") from None
+        raise TaskError(f"task.model={model}: {first_line(error)}") from None
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         names = sorted(map(str, loaded.get(kind) or ()))
         if new_head:
@@ -182,8 +198,8 @@ def _build_pretrained(model: str, auto: Any, config: Any, *, new_head: bool) -> 
     return made, sorted({name.rpartition(".")[0] for name in map(str, loaded["missing_keys"])})
 
 
-def _load_tokenizer(key: str, path: str) -> Any:
-    """Return the tokenizer at ``path``, which the config key ``key`` names.
+def _load_tokenizer(key: str, path: str, revision: str | None) -> Any:
+    """Return the tokenizer at ``path``, which the config key ``key`` names. ``revision``: commit of a name on the hub.
 
     Raises:
         TaskError: there is none.
@@ -191,41 +207,21 @@ def _load_tokenizer(key: str, path: str) -> Any:
     from transformers import AutoTokenizer
 
     if not Path(path).is_dir():
-        _require_hub_name(key, path)
+        _require_tokenizer_name(key, path, revision)
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, revision=revision or "main")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TaskError(f"{key}={path}: no tokenizer: {_first_line(error)}\n  Name one with task.tokenizer=.") from None
+        raise TaskError(f"{key}={path}: no tokenizer: {first_line(error)}\n  Name one with task.tokenizer=.") from None
 
 
-def _require_hub_name(key: str, name: str) -> None:
-    """Raise TaskError unless the hub has a repository of this name, or the local cache has a file of it.
-
-    It is asked once: transformers asks for each of several files and repeats it for about a minute.
-    """
-    from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
-
-    path, hint = Path(name), "Name a directory that save_pretrained wrote, or a name on the hub, with task.tokenizer=."
+def _require_tokenizer_name(key: str, name: str, revision: str | None) -> None:
+    """Raise TaskError unless ``name`` is a repository of the hub with a tokenizer, as far as it can be known."""
+    path = Path(name)
     if path.is_file() or path.suffix == ".json":
         problem = "a file is not one" if path.is_file() else "no such file"
         raise TaskError(f"{key}={name}: no tokenizer: {problem}.\n  Name its directory: task.tokenizer={path.parent}.")
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        raise TaskError(f"{key}={name}: no tokenizer: no such directory.\n  {hint}") from None
-    if "/" in name and path.parent.is_dir():
-        raise TaskError(f"{key}={name}: no tokenizer: {path.parent} has no directory {path.name}.\n  {hint}")
     files = ("tokenizer_config.json", "tokenizer.json", "config.json")
-    if any(isinstance(try_to_load_from_cache(name, file), str) for file in files):
-        return
-    try:
-        HfApi().model_info(name, timeout=10)
-    except Exception as error:  # of the network, the hub, and HF_HUB_OFFLINE, which have no common type
-        raise TaskError(
-            f"{key}={name}: no tokenizer: there is no such directory; as a name on the hub: {_first_line(error)}"
-            f"\n  {hint}"
-        ) from None
+    require_on_hub(key, name, files, missing="no tokenizer: ", revision=revision, other_key="task.tokenizer")
 
 
 def _with_lora(model: Any, lora: dict[str, Any], kind: str, new: list[str]) -> Any:
@@ -258,7 +254,7 @@ def _with_lora(model: Any, lora: dict[str, Any], kind: str, new: list[str]) -> A
             settings: dict[str, Any] = {_LORA[name]: value for name, value in (lora | {"targets": targets}).items()}
             return get_peft_model(model, LoraConfig(task_type=kind, modules_to_save=new or None, **settings))
     except (ValueError, TypeError) as error:
-        raise TaskError(f"task.lora: {_first_line(error)}") from None
+        raise TaskError(f"task.lora: {first_line(error)}") from None
 
 
 def _matches(model: Any, target: str) -> bool:
@@ -274,7 +270,3 @@ def _require_lora_keys(lora: dict[str, Any]) -> None:
             raise TaskError(
                 f"task.lora.{name}: no such argument.\n  {did_you_mean(name, _LORA)}Known: {', '.join(_LORA)}."
             )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

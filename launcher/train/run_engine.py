@@ -182,6 +182,10 @@ class RunEngine(EvaluatingEngine):
         loop.extra = _json(extra)
         loop.save(result, loop.step_metrics(result))
 
+    def _windows_ended(self) -> None:
+        if self._loop is not None:
+            self._loop.saver.join()  # the script may destroy the process group next
+
     def _end(self, verdict: str) -> None:
         assert self._loop is not None
         self._finished = True
@@ -218,6 +222,7 @@ class RunEngine(EvaluatingEngine):
     def _require_loop(self, method: str) -> TrainingLoop:
         if self._loop is None:
             raise EngineMisuse(f"engine.{method}() needs engine.resume() before the first window.")
+        self._current.require_closed()
         return self._loop
 
 

@@ -16,6 +16,8 @@ from launcher.config.schema import OnOom
 from launcher.errors import RecordFailed, TaskError
 from launcher.heartbeat import HEARTBEAT, Phase, Wait
 from launcher.loss import Loss, as_losses
+from launcher.plan.past_runs import store_run
+from launcher.plan.prediction import predicted_metrics
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir.fencing import Fence
 from launcher.rundir.files import write_json
@@ -89,6 +91,7 @@ class TrainingLoop:
         self.extra: dict[str, Any] | None = None  # JSON data of the user's own loop, for the next checkpoint
         self.record: Sink = NoRecord()
         self.recorded: int | None = None  # step of the newest record
+        self.prediction_due = True  # for the first record of this process
         self.straggler_lines = 0
         self.smaller_windows = False  # whether they were reported
         own: Callable[[], float] | None = getattr(task, "flops_per_sample", None)
@@ -163,7 +166,10 @@ class TrainingLoop:
         """Write summary.json. ``verdict``: done or stopped."""
         if self.engine.world.rank == 0:
             self.fence.check()
-            write_json(self.plan.paths.summary, self.totals.summary(verdict))
+            summary = self.totals.summary(verdict)
+            write_json(self.plan.paths.summary, summary)
+            if "predicted/step_s" in summary and self.totals.seconds:
+                store_run(self.engine.plan, summary["time/step_s"], len(self.totals.seconds))
 
     def finish_step(self, result: StepResult) -> None:
         """Save, evaluate and record what is due. The save comes first: an error in the evaluation must not lose the
@@ -187,7 +193,7 @@ class TrainingLoop:
         if records:
             self.record.write(result.step, values | self.saver.take_metrics())
             self.recorded = result.step
-            self.totals.calibration_due = False
+            self.totals.calibration_due = self.prediction_due = False
 
     def print_events(self, result: StepResult) -> None:
         engine = self.engine
@@ -256,6 +262,8 @@ class TrainingLoop:
             values["amp/skipped_steps"] = engine.skipped_steps
         if totals.calibration_due or result.last:
             values |= totals.calibration()
+        if self.prediction_due:
+            values |= predicted_metrics(engine.plan)
         if self.flops_per_sample is not None:
             flops_per_s = values["throughput/samples_per_s"] * self.flops_per_sample
             values["throughput/flops_per_s"] = flops_per_s

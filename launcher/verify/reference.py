@@ -15,6 +15,7 @@ from torch.utils.data import default_collate
 from launcher.config.schema import Norm
 from launcher.errors import RunError
 from launcher.loss import Loss, as_losses, has_window_loss, loss_of_batch
+from launcher.plan.host import free_host_bytes
 from launcher.plan.run_plan import RunPlan
 from launcher.task import build_model, load_task, seed_everything, train_data
 from launcher.train.context import ContextSource
@@ -22,7 +23,6 @@ from launcher.train.data.loader import to_device
 from launcher.train.engine.loss_terms import sum_of_means
 from launcher.train.engine.oom import is_out_of_memory
 from launcher.train.engine.preserved_state import SavedState
-from launcher.train.inspection.allocation_log import free_host_bytes
 from launcher.train.parallel.batchnorm import freeze
 from launcher.train.precision import Precision
 from launcher.verify.accumulated import EngineRun

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -39,7 +40,7 @@ def refused(launch: Launch, tmp_path: Path, *arguments: str, env: dict[str, str]
         ("train.whatever=1", ["train.whatever=1: there is no such key", "Keys: train.steps"]),
         (
             "strategy=dpp",
-            ["strategy=dpp: there is no such option", "did you mean 'ddp'?", "Allowed: ddp, fsdp, hsdp, single"],
+            ["strategy=dpp: there is no such option", "did you mean 'ddp'?", "Allowed: auto, ddp, fsdp, hsdp, single"],
         ),
         ("cluser=local", ["cluser=local: there is no such key", "did you mean 'cluster'?"]),
         ("strategy.sync=never", ["strategy.sync", "never", "auto, every, boundary"]),
@@ -193,17 +194,61 @@ def test_hydras_own_flags(launch: Launch) -> None:
     assert "global_size: 128" in launch("train", "--cfg", "job", "batch.global_size=128").stdout
     shown = launch("train", "--help", "strategy=fsdp").stdout
     assert shown.startswith("launch train [key=value ...]")
-    assert "  strategy   ddp, fsdp, hsdp, single\n" in shown
+    assert "  strategy   auto, ddp, fsdp, hsdp, single\n" in shown
     assert "  strategy:\n    kind: fsdp\n" in shown
 
 
-def test_a_sweep_runs_every_cell_and_reports_the_impossible_one(launch: Launch, tmp_path: Path) -> None:
-    done = launch("plan", "-m", "--json", "batch.accumulation=8,7,4")
-    assert done.returncode == 2
-    assert done.stdout.count('"accumulation": ') == 2
+def test_plans_of_one_batch_are_compared_and_the_impossible_one_is_named(launch: Launch, tmp_path: Path) -> None:
+    done = launch("plan", "-m", "--json", "batch.micro_size=1,5,2")
+    assert done.returncode == 0, done.stderr
+    ranking = json.loads(done.stdout)
+    assert {cell["cell"]: cell["accumulation"] for cell in ranking["cells"]} == {"micro_size=1": 32, "micro_size=2": 16}
+    (impossible,) = ranking["impossible"]
+    assert impossible["cells"] == ["micro_size=5"]
+    assert "in units of 5" in impossible["reason"]
+    assert "\n" not in impossible["reason"]
+    assert "planned 3 of 3: micro_size=2" in done.stderr
     assert list(tmp_path.iterdir()) == [], "a plan writes nothing"
+
+
+def test_all_stands_for_what_is_possible(launch: Launch, tmp_path: Path) -> None:
+    words = ("batch.global_size=12", "batch.micro_size=all", "cluster.workers_per_node=2,5")
+    done = launch("plan", "-m", "strategy.sync=all", *words, "--html", "page.html")
+    assert done.returncode == 0, done.stderr
+    cells = {
+        " ".join(sorted(found)) for found in re.findall(r"(sync=\w+) workers_per_node=2 (micro_size=\d+)", done.stdout)
+    }
+    assert cells == {f"micro_size={size} sync={sync}" for size in (1, 2, 3, 6) for sync in ("every", "boundary")}
+    assert done.stdout.count("cannot be shared by 5 ranks") == 1, "once, not for each micro-batch"
+    assert "gather_once" not in done.stdout.partition("Impossible")[0]
+    assert "workers_per_node=2" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["-m", "batch.micro_siz=1,2"],
+            "batch.micro_siz=1,2: there is no such key.\n  did you mean 'batch.micro_size'?",
+        ),
+        (["-m", "strategy=ddp,fspd"], "strategy=fspd: there is no such option"),
+        (["-m", "batch.global_size=64,128"], "batch.global_size=64, 128: differs between the cells"),
+        (["-m", "batch.micro_size=3,5"], "No cell of this sweep can run.\n  batch.micro_size=3: batch.global_size=64"),
+        (["-m", "cluster.link_gbit=3,5"], "No cell of this sweep can run.\n  cluster.link_gbit=3.0: has no effect"),
+        (
+            ["-m", "batch.micro_size=1,2", "--html", "nowhere/page.html"],
+            "--html nowhere/page.html: there is no directory",
+        ),
+        (["--html", "page.html"], "--html: has an effect with -m only"),
+        (["strategy=all"], "strategy=all: stands for several values.\n  Add -m"),
+    ],
+)
+def test_a_mistake_in_a_comparison_is_one_message(launch: Launch, arguments: list[str], message: str) -> None:
+    done = launch("plan", *arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
     assert done.stderr.count("launch: error: ") == 1
-    assert "7" in done.stderr
+    assert message in done.stderr
 
 
 def test_no_secret_reaches_the_plan(launch: Launch) -> None:

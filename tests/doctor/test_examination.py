@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -18,8 +19,9 @@ from launcher.doctor import examination
 from launcher.doctor.check import CheckState
 from launcher.doctor.probe import Exchange, Question
 from launcher.plan.host import file_system
+from launcher.plan.links import find_measured, links_of
 from tests.conftest import Launch
-from tests.helpers import launch_command, patience
+from tests.helpers import launch_command, make_plan, patience
 from tests.infra.runs import processes_of
 
 pytestmark = pytest.mark.slow
@@ -39,7 +41,17 @@ def run_doctor(launch: Launch, tmp_path: Path, *arguments: str, status: int, **e
 def test_this_machine_passes(launch: Launch, tmp_path: Path) -> None:
     checks = run_doctor(launch, tmp_path, "cluster.device=cpu", "cluster.workers_per_node=2", status=0)
     assert {"python", "packages", "gpu", "shared memory", "open files", "run directory", "W&B"} <= checks.keys()
-    assert "Gbit/s of 2 workers (gloo" in checks["all-reduce"]["found"]
+    assert re.search(r"all-reduce [\d.]+, all-gather .* Gbit/s of a worker", checks["inside a host"]["found"])
+    cluster = make_plan("cluster.device=cpu", "cluster.workers_per_node=2").cluster
+    measured = find_measured(cluster)
+    assert measured is not None
+    assert (measured.workers, measured.between) == (2, None)
+    assert measured.inside is not None
+    assert f"fits within {measured.inside.error:.0%} (gloo" in checks["inside a host"]["found"]
+    links = links_of(make_plan("cluster.device=cpu", "cluster.workers_per_node=4"))
+    assert links is not None, "also for another number of workers"
+    assert (links.inside, links.between) == (measured.inside, None)
+    assert links.source.startswith("measured by launch doctor on 2")
     assert "failure" not in {check["state"] for check in checks.values()}
 
 
@@ -67,7 +79,7 @@ def test_a_probe_that_does_not_end_is_a_failure(tmp_path: Path, monkeypatch: pyt
 def test_the_output_is_a_table_by_default(launch: Launch) -> None:
     done = launch("doctor", "cluster.device=cpu", "cluster.workers_per_node=1")
     assert done.returncode == 0, done.stderr
-    assert "one worker: nothing to sum" in done.stdout
+    assert "one worker: no collectives" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("Fit to run")
 
 
@@ -95,7 +107,7 @@ def test_wandb_online(launch: Launch, tmp_path: Path) -> None:
 def test_an_interface_that_does_not_exist(launch: Launch, tmp_path: Path) -> None:
     checks = run_doctor(launch, tmp_path, "cluster.device=cpu", status=1, GLOO_SOCKET_IFNAME="nosuch0")
     assert "GLOO_SOCKET_IFNAME=nosuch0" in checks["interface"]["found"]
-    assert checks["all-reduce"]["state"] == "failure"
+    assert checks["links"]["state"] == "failure"
 
 
 @pytest.mark.skipif(
@@ -113,7 +125,8 @@ def test_runs_in_memory_cause_a_warning(launch: Launch, tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (("cluster.nodes=2",), "cluster=local is one machine"),
-        (("cluster=hosts", "cluster.nodes=2", "cluster.rendezvous=a:1"), "cluster=local on each of the hosts"),
+        (("cluster=hosts", "cluster.nodes=2", "cluster.rendezvous=nowhere.invalid:1"), "has no IPv4 address"),
+        (("cluster=elsewhere", "cluster.nodes=2"), "nothing can be started on hosts that are not at hand"),
         (("cluster.link_gbit=-1",), "must be above 0"),
     ],
 )

@@ -11,11 +11,13 @@ import pytest
 from launcher.config.choices import WandbMode
 from launcher.config.schema import ClusterConfig, Config, Device
 from launcher.doctor import host_checks, slurm_checks
+from launcher.doctor.bandwidth import KINDS
 from launcher.doctor.check import Check, CheckState, exit_status, failure, merge, ok, warning
 from launcher.doctor.examination import judge_hosts
 from launcher.doctor.slurm_checks import ProbeJob
 from launcher.launch.slurm.client import SlurmJob
 from launcher.plan.host import Partition
+from launcher.plan.links import Level, Links
 from tests.helpers import make_plan
 
 PACKAGES = {
@@ -221,28 +223,54 @@ def test_clocks(apart: float, state: CheckState) -> None:
     has(check, state, f"{abs(apart):.3f} s apart", *(["chronyd"] if state is not CheckState.ok else []))
 
 
-def measured(world: int, *times: list[float]) -> dict[str, Any]:
-    return {"bandwidth": {"world": world, "gpus": 0, "times": list(times)}}
+def measured(world: int, **fields: Any) -> dict[str, Any]:
+    return {"bandwidth": {"world": world, "gpus": 0, "samples": [], **fields}}
 
 
-def test_all_reduce() -> None:
-    one = measured(2, [2**18, 0.002], [2**26, 0.56])
-    (check,) = host_checks.all_reduce(two(one, one), "cpu", 1.0, hosts=True)
-    has(check, CheckState.ok, "0.959 Gbit/s of 2 nodes (gloo, 64 MiB; 256 KiB take 2.00 ms)")
-    (check,) = host_checks.all_reduce(two(one, one), "cuda", 10.0, hosts=True)
-    has(check, CheckState.warning, "NCCL", "far below cluster.link_gbit=10", "ethtool")
-    broken = two({"bandwidth": {"world": 2, "error": "eth7?"}}, one)
-    (check,) = host_checks.all_reduce(broken, "cpu", None, hosts=True)
-    has(check, CheckState.failure, "it failed: eth7?")
-    (check,) = host_checks.all_reduce(two(measured(1), measured(1)), "cpu", None, hosts=True)
-    has(check, CheckState.warning, "not all nodes reach each other")
-    (check,) = host_checks.all_reduce({0: answer(**measured(1))}, "cpu", None, hosts=False)
-    has(check, CheckState.ok, "one worker: nothing to sum")
+def samples(links: Links, *shapes: tuple[int, int, int]) -> list[dict[str, Any]]:
+    """Return what workers measure on ``links``. ``shapes``: ranks, hosts and groups."""
+    return [
+        {
+            "kind": kind.value, "payload_bytes": size, "ranks": ranks, "hosts": hosts, "groups": groups,
+            "seconds": links.seconds(kind, size, ranks=ranks, hosts=hosts, groups=groups),
+        }
+        for ranks, hosts, groups in shapes for kind in KINDS for size in (2**10, 2**16, 2**22)
+    ]  # fmt: skip
 
 
-def test_bandwidth_is_of_wire_bytes() -> None:
-    """With four ranks, 2(W-1)/W of the payload is 1.5 times its bytes."""
-    assert host_checks.bandwidth([[1000, 0.5], [10**9, 2.0]], 4) == (pytest.approx(6.0), 10**9, 0.5)
+def test_links() -> None:
+    inside = Level(latency_s=1e-4, bytes_per_s=1e9, error=0.0)
+    between = Level(latency_s=2e-3, bytes_per_s=0.12e9, error=0.0)
+    model = Links(inside=inside, between=between, gloo=True, source="")
+    one = measured(2, samples=samples(model, (2, 2, 1)))
+    (check,) = host_checks.links(two(one, one), "cpu", 1.0, hosts=2)
+    has(check, CheckState.ok, "all-reduce 0.96, all-gather 0.96, reduce-scatter 0.96 Gbit/s of a host's link")
+    has(check, CheckState.ok, "2, 2, 2 ms a step; fits within 3% (gloo, up to 4 MiB)")
+    assert check.name == "between hosts"
+    (check,) = host_checks.links(two(one, one), "cpu", 10.0, hosts=2)
+    has(check, CheckState.warning, "far below cluster.link_gbit=10", "ethtool")
+    # groups of all ranks take nine times as long as the levels say
+    busy = [sample | {"ranks": 4, "seconds": 9 * sample["seconds"]} for sample in one["bandwidth"]["samples"]]
+    varying = measured(4, samples=[*one["bandwidth"]["samples"], *busy])
+    (check,) = host_checks.links(two(varying, varying), "cpu", None, hosts=2)
+    has(check, CheckState.warning, "the times vary too much", "Run it again")
+    several = measured(4, samples=samples(model, (2, 1, 1), (2, 2, 2), (4, 2, 1)))
+    within, across = host_checks.links(two(several, several), "cpu", None, hosts=2)
+    assert (within.name, across.name) == ("inside a host", "between hosts")
+    has(
+        within,
+        CheckState.ok,
+        "all-reduce 8, all-gather 8, reduce-scatter 8 Gbit/s of a worker; 0.1, 0.1, 0.1 ms a step",
+    )
+    has(across, CheckState.ok, "0.96 Gbit/s of a host's link")
+    slow = measured(2, samples=[one for one in one["bandwidth"]["samples"] if one["payload_bytes"] < 2**20])
+    (check,) = host_checks.links(two(slow, slow), "cpu", None, hosts=2)
+    has(check, CheckState.warning, "too slow to measure more than 64 KiB", "who else uses")
+    broken = two(measured(2, error="eth7?"), one)
+    has(host_checks.links(broken, "cpu", None, hosts=2), CheckState.failure, "no collective ran: eth7?")
+    alone = two(measured(1), measured(1))
+    has(host_checks.links(alone, "cpu", None, hosts=2), CheckState.warning, "not all nodes reach each other")
+    has(host_checks.links({0: answer(**measured(1))}, "cpu", None, hosts=1), CheckState.ok, "one worker")
 
 
 def test_wandb() -> None:

@@ -56,21 +56,22 @@ LOGGING_WORKER = """#!{python}
 import os, sys, time
 from pathlib import Path
 from launcher.doctor import bandwidth
+from launcher.plan.link_fit import Sample
 
-def times(worker):
+def samples(worker):
     rank, done = worker.rank, Path({done!r})
     for output in (1, 2):
         os.write(output, b"NCCL INFO\\n" * 20_000)
     (done / str(rank)).touch()
     while not all((done / str(other)).exists() for other in range(worker.world)):
         time.sleep(0.01)
-    return [[4, 0.5 + rank]]
+    return [Sample(kind="all_reduce", payload_bytes=4, ranks=2, hosts=1, groups=1, seconds=0.5 + rank)]
 
 def leave(status):
     os.write(1, b"NCCL INFO destroyed\\n")
     os._exit(status)
 
-bandwidth._times, bandwidth.exit_without_teardown = times, leave
+bandwidth._samples, bandwidth.exit_without_teardown = samples, leave
 bandwidth.main(*sys.argv[-2:])
 """
 
@@ -81,5 +82,14 @@ def test_workers_that_log_more_than_a_pipe_holds_have_a_result(tmp_path: Path, m
     script.chmod(0o755)
     monkeypatch.setattr(bandwidth, "_WITHIN_S", patience(10))
     monkeypatch.setattr(bandwidth.sys, "executable", str(script))
-    workers = [Worker(rank, 2, rank, "", "cpu", os.getpid()) for rank in range(2)]
-    assert bandwidth.measure(workers, dict(os.environ)).get("times") == [[4, 0.5]]
+    workers = [Worker(rank, 2, rank, 2, "", "cpu", os.getpid()) for rank in range(2)]
+    (sample,) = bandwidth.measure(workers, dict(os.environ))["samples"]
+    assert sample["seconds"] == 0.5
+
+
+def test_groups_that_run_at_the_same_time() -> None:
+    assert bandwidth.group_shapes(1, 1) == []
+    assert bandwidth.group_shapes(1, 3) == [[[0, 1, 2]]]
+    assert bandwidth.group_shapes(3, 1) == [[[0, 1, 2]]]
+    inside, across, everybody = bandwidth.group_shapes(2, 2)
+    assert (inside, across, everybody) == ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 2, 3]])

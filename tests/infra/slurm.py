@@ -51,14 +51,16 @@ class Cluster:
         self.gate = Login(self.network.switch, self.root / "etc/hosts", self.env)
         self.python = sys.executable
         self.members = {}
+        if self.shape.virtual:
+            return
         for name, namespace in zip(self.shape.names, self.network.names, strict=True):
             cgroup = FREEZER / f"{self.network.stem}-{name}" if self.shape.proctrack == "cgroup" else None
             self.members[name] = Node(name, namespace, self.root, cgroup, self.gate.environment())
 
     @property
     def nodes(self) -> list[str]:
-        """Their host names."""
-        return list(self.members)
+        """Their names, which are their host names too unless they are virtual."""
+        return self.shape.names
 
     def address(self, node: str) -> str:
         return self.network.address(self.nodes.index(node))
@@ -150,29 +152,36 @@ class Cluster:
         return "\n".join(parts)
 
     def up(self) -> None:
-        slurm_conf.write(self.root, self.shape, f"{NET}.1", {node: self.address(node) for node in self.nodes})
+        addresses = {node: self.address(node) for node in self.members}
+        slurm_conf.write(self.root, self.shape, f"{NET}.1", addresses)
         ip("-n", self.network.switch, "addr", "add", f"{NET}.1/24", "dev", "bridge")
         if self.shape.proctrack == "cgroup" and warm.COLD not in os.environ:
             self.python = str(slurm_warm.write_client(self.root))
         for node in self.members.values():
             node.start()
+        daemons = self._start_daemons()
+        for name, node in self.members.items():
+            node.wait()
+            self._serve(name)
+            node.start_slurmd()
+        self._wait_until_idle(daemons)
+
+    def _start_daemons(self) -> dict[str, Any]:
+        """Start those of the login host; return their processes by name."""
         munge = self.root / "munge"
         files = [f"--{kind}-file={munge / kind}" for kind in ("key", "pid", "log", "seed")]
         socket = munge / "socket"
         munged = self._daemon("munged", "--foreground", f"--socket={socket}", "--num-threads=2", *files)
         wait_for(lambda: socket.exists() or munged.poll() is not None, "munged", 10)
-        slurmctld = self._daemon("slurmctld", "-D")
-        for name, node in self.members.items():
-            node.wait()
-            self._serve(name)
-            node.start_slurmd()
+        return {"munged": munged, "slurmctld": self._daemon("slurmctld", "-D")}
 
+    def _wait_until_idle(self, daemons: Mapping[str, Any], seconds: float = 30) -> None:
         def is_up() -> bool:
-            assert slurmctld.poll() is None, "slurmctld has ended"
-            assert munged.poll() is None, "munged has ended"
-            return self.idle() == self.nodes
+            for name, process in daemons.items():
+                assert process.poll() is None, f"{name} has ended"
+            return sorted(self.idle()) == sorted(self.nodes)
 
-        wait_for(is_up, "idle nodes", 30, 0.2)
+        wait_for(is_up, "idle nodes", seconds, 0.2)
 
     def down(self) -> None:
         for node in self.members.values():

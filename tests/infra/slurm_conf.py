@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import Literal
 
 FREEZER = Path("/sys/fs/cgroup/freezer")
-Proctrack = Literal["cgroup", "linuxproc"]
+Proctrack = Literal["cgroup", "linuxproc", "pgid"]
 Accounting = Literal["none", "shim"]
+FIRST_PORT = 20000  # of virtual nodes, whose numbers are added to it
 LOGIN = "login"  # the host of slurmctld, munged and whoever submits
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of a cluster. ``cpus``, ``gpus`` and ``memory_mb`` are those of each node, and need not exist."""
+    """Size of a cluster. ``cpus``, ``gpus`` and ``memory_mb`` are those of each node, and need not exist.
+
+    ``virtual``: all nodes are on one host, each a slurmd with a port of its own.
+    """
 
     nodes: int
     cpus: int
@@ -26,6 +30,7 @@ class Shape:
     proctrack: Proctrack
     accounting: Accounting
     min_job_age_s: int
+    virtual: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -62,15 +67,19 @@ def write(root: Path, shape: Shape, login: str, addresses: dict[str, str]) -> No
 
 def slurm_conf(root: Path, shape: Shape, login: str, addresses: dict[str, str]) -> str:
     each = f"CPUs={shape.cpus} RealMemory={shape.memory_mb}" + f" Gres=gpu:{shape.gpus}" * bool(shape.gpus)
-    nodes = "\n".join(f"NodeName={name} NodeAddr={address} {each}" for name, address in addresses.items())
+    if shape.virtual:
+        at, last = f"NodeHostname={LOGIN} NodeAddr={login}", shape.nodes
+        nodes = f"NodeName=node[1-{last}] {at} Port=[{FIRST_PORT + 1}-{FIRST_PORT + last}] {each}"
+    else:
+        nodes = "\n".join(f"NodeName={name} NodeAddr={address} {each}" for name, address in addresses.items())
     return f"""\
 ClusterName=tests
 SlurmctldHost={LOGIN}({login})
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-# a requeued job waits for its old credentials to expire, at least 5 s, by default 120
-AuthInfo=socket={root}/munge/socket,cred_expire=5
+# a requeued job waits for its old credentials to expire, at least 5 s, by default 120, in which all nodes must start
+AuthInfo=socket={root}/munge/socket,cred_expire={120 if shape.virtual else 5}
 StateSaveLocation={root}/state
 SlurmdSpoolDir={root}/spool/%n
 SlurmctldPidFile={root}/state/slurmctld.pid

@@ -12,6 +12,7 @@ environment whose packages are those of the tests.
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -79,9 +80,14 @@ def write_client(root: Path) -> Path:
 
 def start_server(root: Path, node: str, init: int) -> None:
     """Start the server of a node whose process 1 is ``init``. It is there when its socket is."""
-    command = [sys.executable, "-P", "-m", "tests.infra.slurm_warm", str(root / "spool" / node / SERVER)]
+    command = server_command(root, node)
     null: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     assert warm.Popen(command, start_new_session=True, preexec_fn=partial(enter_node, init), **null).wait() == 0
+
+
+def server_command(root: Path, host: str, *options: str) -> list[str]:
+    """Return the command of the server of ``host``. ``options``: see ``main``."""
+    return [sys.executable, "-P", "-m", "tests.infra.slurm_warm", str(root / "spool" / host / SERVER), *options]
 
 
 def is_server(pid: int) -> bool:
@@ -117,31 +123,42 @@ def enter_login(namespace: str, hosts_file: str, python: str) -> None:
     sys.executable = python
 
 
-def main(place: str) -> NoReturn:
-    """Serve at the socket ``place``."""
-    for module in PRELOADED:
+def main(place: str, *more: str) -> NoReturn:
+    """Serve at the socket ``place``.
+
+    ``more``: further modules to import. The processes of virtual nodes, which have no cgroup, start with "virtual".
+    """
+    virtual = more[:1] == ("virtual",)
+    for module in (*PRELOADED, *more[virtual:]):
         importlib.import_module(module)
+    gc.freeze()  # a collection in a process would copy every page of these modules
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"{place}.new")
-    listener.listen(64)
+    listener.listen(1024)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that nobody need wait for keepers
     Path(f"{place}.new").rename(place)
     while True:
         client, _ = listener.accept()
         if not os.fork():
             listener.close()
+            if not virtual:
+                _join_cgroup(client)
             _keep(client)
         client.close()
 
 
-def _keep(client: socket.socket) -> NoReturn:
-    """Start the program that the client asks for, as a child of this process; forward its signals, and its end."""
+def _join_cgroup(client: socket.socket) -> None:
+    """Move this process into the cgroup of the client's process."""
     peer = int.from_bytes(client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[:4], sys.byteorder)
     cgroup = next(
         line.split(":")[2] for line in Path(f"/proc/{peer}/cgroup").read_text().splitlines() if ":freezer:" in line
     )
     # a node sees its part of the hierarchy in the place of slurmd's
     (FREEZER / f"slurm_{os.uname().nodename}" / Path(*Path(cgroup).parts[2:]) / "cgroup.procs").write_text("0")
+
+
+def _keep(client: socket.socket) -> NoReturn:
+    """Start the program that the client asks for, as a child of this process; forward its signals, and its end."""
     header, files, _, _ = socket.recv_fds(client, 8, 3)
     with client.makefile("rb") as stream:
         fields = json.loads(stream.read(int.from_bytes(header, "big")))
@@ -166,4 +183,4 @@ def _keep(client: socket.socket) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

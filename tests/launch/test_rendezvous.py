@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from launcher.launch.rendezvous import ALONE, _handler  # pyright: ignore[reportPrivateUsage]
+from launcher.launch.rendezvous import ALONE, AgentStore, _handler  # pyright: ignore[reportPrivateUsage]
 from tests.helpers import make_plan
 
 
@@ -19,3 +21,29 @@ def test_a_stop_before_the_start_of_the_workers_of_a_single_host() -> None:
         handler.next_rendezvous()
     assert raised.value.sigval is signal.SIGTERM
     assert handler.next_rendezvous().world_size == 1, "without a stop, one host does not wait for others"
+
+
+class CountingStore:
+    """A store that counts the requests to it."""
+
+    def __init__(self) -> None:
+        self.store, self.requests = HashStore(), 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.requests += 1
+        return getattr(self.store, name)
+
+
+def test_the_reports_of_many_agents_are_read_in_two_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node 0 reads them at each check for hangs: with one request for each it would be busy with little else."""
+    agents, counting = AgentStore(ALONE, 1), CountingStore()
+    monkeypatch.setattr(agents, "_connection", counting)
+    texts = {f"states/{node}": f"text of {node}" for node in range(512)}
+    assert agents.read(texts) == {}
+    for key, text in texts.items():
+        agents.post(key, text)
+    counting.requests = 0
+    assert agents.read(texts) == texts
+    assert counting.requests == 2
+    assert agents.read([*texts, "states/512"]) == texts
+    assert agents.read([]) == {}

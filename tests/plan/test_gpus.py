@@ -10,7 +10,7 @@ from launcher import api
 from launcher.config.schema import ClusterConfig, Device, Sync
 from launcher.errors import ConfigError
 from launcher.plan import task_inspection
-from launcher.plan.gpus import BY_DEVICE_NAME, BY_NAME, CONTEXT_BYTES, GPUS, NCCL_BYTES, find_gpu
+from launcher.plan.gpus import BY_DEVICE_NAME, BY_NAME, GPUS, OVERHEAD_BYTES, find_gpu
 from launcher.plan.host import Site
 from launcher.plan.placement import solve_cluster
 from launcher.plan.run_plan import RunPlan
@@ -24,7 +24,7 @@ def test_names_are_unique_and_products_have_memory() -> None:
     assert len(BY_NAME) == sum(gpu.name is not None for gpu in GPUS)
     for name in ("h100", "h200", "a100", "a100-40gb", "l40s", "b200"):
         gpu = find_gpu(name)
-        assert gpu.usable_bytes == gpu.memory_gb * 10**9 - CONTEXT_BYTES - NCCL_BYTES > 0
+        assert gpu.usable_bytes == gpu.memory_gb * 10**9 - OVERHEAD_BYTES > 0
     assert find_gpu("H100").memory_gb == 80
 
 
@@ -44,30 +44,43 @@ def test_a_plan_for_gpus_elsewhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("peaks", "chosen", "words"),
+    ("reserved", "chosen", "remedy", "words"),
     [
-        ({"every": 10, "boundary": 20, "gather_once": 60}, Sync.gather_once, ""),
-        ({"every": 10, "boundary": 66, "gather_once": 90}, Sync.boundary, "84% of the 80 GB of a h100, above 80%"),
-        ({"every": 90, "boundary": 95, "gather_once": 99}, Sync.every, "114% of the 80 GB of a h100, too much"),
+        ({"every": 10, "boundary": 20, "gather_once": 60}, Sync.gather_once, None, ""),
+        (
+            {"every": 10, "boundary": 66, "gather_once": 90}, Sync.boundary, None,
+            "84% of the 80.00 GB of cluster.gpu=h100, above 80%: what is not predicted may end the run.",
+        ),
+        (
+            {"every": 90, "boundary": 95, "gather_once": 99}, Sync.every, ["batch.micro_size=1", "strategy=fsdp"],
+            "does not fit, by 11.14 GB. It fits with batch.micro_size=1 strategy=fsdp.",
+        ),
+        ({"every": 90, "boundary": 95, "gather_once": 99}, Sync.every, [], "or sharding over these ranks is enough"),
+        ({"every": 90, "boundary": 95, "gather_once": 99}, Sync.every, None, "by 11.14 GB. Use more ranks, or GPUs"),
     ],
-)
-def test_its_memory_decides(peaks: dict[str, int], chosen: Sync, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+)  # fmt: skip
+def test_its_memory_decides(
+    reserved: dict[str, int], chosen: Sync, remedy: list[str] | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = make_plan("cluster.gpu=h100", "cluster.workers_per_node=8", "strategy=fsdp", "batch.accumulation=4")
 
     def probe(module: str, question: str) -> dict[str, object]:  # noqa: ARG001
         asked = RunPlan.from_json(question)
         forecasts = [
-            dataclasses.asdict(dataclasses.replace(forecast, peak_bytes=peaks[forecast.sync.value] * 10**9))
-            for forecast in asked.strategy.forecasts
+            dataclasses.replace(each, peak_bytes=10**9, reserved_bytes=reserved[each.sync.value] * 10**9)
+            for each in asked.strategy.forecasts
         ]
-        return {"forecasts": forecasts, "problem": None, "memory_bytes": find_gpu("h100").usable_bytes}
+        return {"forecasts": [dataclasses.asdict(each) for each in forecasts], "problem": None, "remedy": remedy}
 
     monkeypatch.setattr(task_inspection, "run_probe", probe)
     weighed = weigh_memory(plan, choose=True)
     assert weighed.strategy.sync is chosen
+    assert weighed.strategy.memory_bytes == find_gpu("h100").usable_bytes
     new = [note for note in weighed.notes if note not in plan.notes]
     assert words in (new[0] if new else "")
     assert len(new) == bool(words)
+    kept = weigh_memory(plan, choose=False).strategy
+    assert kept.memory_bytes == weighed.strategy.memory_bytes, "it ranks plans whatever their strategy"
 
 
 @pytest.mark.slow

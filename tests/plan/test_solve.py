@@ -281,7 +281,7 @@ def test_a_hang_is_found_later_than_a_stop_takes_or_never() -> None:
 EARLY = json.loads(Path(__file__).with_name("early_plan.json").read_text())
 # parts of the plan that extend config groups, and what a key means that an early plan lacks
 LATER_KEYS: dict[str, dict[str, Any]] = {
-    "strategy": {},
+    "strategy": {"kind_reason": ""},
     "precision": {"reason": "", "parameters": "fp32", "tf32": False},
     "optimizer": {
         "base_betas": None,
@@ -302,6 +302,7 @@ LATER_KEYS: dict[str, dict[str, Any]] = {
         "shuffle": True,
         "patience": None,
         "data_shards": 1,
+        "predict": "never",
     },
     "checkpoint": {
         "async_save": False,
@@ -317,11 +318,17 @@ LATER_KEYS: dict[str, dict[str, Any]] = {
 def test_an_early_plan_keeps_its_meaning() -> None:
     """The file is of an early version: it lacks all keys that came later, and has clip_norm=null."""
     loaded = json.loads(RunPlan.from_json(json.dumps(EARLY)).to_json())
+    for strategy in (loaded["strategy"], *(each["strategy"] for each in loaded["fewer"])):
+        for forecast in strategy["forecasts"]:
+            assert (forecast.pop("step"), forecast.pop("reserved_bytes")) == (None, None)
     for part, later in LATER_KEYS.items():
         assert loaded[part] == EARLY[part] | later
     assert loaded["train"]["clip_norm"] is None
     later = {"balance": "none"}
-    assert loaded["fewer"] == [each | {"batch": each["batch"] | later} for each in EARLY["fewer"]]
+    assert loaded["fewer"] == [
+        each | {"batch": each["batch"] | later, "strategy": each["strategy"] | LATER_KEYS["strategy"]}
+        for each in EARLY["fewer"]
+    ]
     null = json.dumps(EARLY | {"train": EARLY["train"] | {"calibrate_s": None}})
     assert RunPlan.from_json(null).train.calibrate_s is None, "null in the file is not a missing key"
 

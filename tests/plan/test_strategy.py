@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from launcher.config.hydra import compose
 from launcher.config.schema import Device, StrategyKind, Sync
+from launcher.errors import ConfigError
 from launcher.plan import strategy
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import RunInfo
@@ -66,6 +67,17 @@ def test_time_on_the_link_is_predicted_where_its_rate_is_said() -> None:
     by_policy = {forecast.sync: forecast.wire_s for forecast in hsdp.forecasts}
     assert by_policy[Sync.every] == 4 * 2 * 2000 / 1e6
     assert by_policy[Sync.replicas_at_boundary] == by_policy[Sync.gather_once] == 2 * 2000 / 1e6
+
+
+def test_a_link_is_between_hosts() -> None:
+    forecasts = make_plan("cluster=elsewhere", "cluster.link_gbit=100").strategy.forecasts
+    assert [forecast.wire_s for forecast in forecasts] == [None] * 2
+    with pytest.raises(ConfigError) as caught:
+        make_plan("cluster.link_gbit=100")
+    assert str(caught.value) == (
+        "cluster.link_gbit=100.0: has no effect with cluster=local, which is one host: nothing is sent on a link.\n"
+        "  It belongs to cluster=hosts or cluster=slurm or cluster=elsewhere."
+    )
 
 
 @pytest.mark.parametrize(

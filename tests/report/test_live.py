@@ -17,7 +17,8 @@ from launcher.process import EXCEPTION_MARK
 from launcher.quantities import count
 from launcher.report import live
 from launcher.report.live import LiveDisplay, console
-from launcher.report.tables import failure_text, plan_table, resume_text, summary_table
+from launcher.report.summary_table import summary_table
+from launcher.report.tables import failure_text, plan_table, resume_text
 from launcher.report.verdicts import _window, drill_parts
 from launcher.rundir.files import Tail, write_text
 from launcher.rundir.history import failure_record

@@ -36,7 +36,7 @@ def test_a_run_resumed_with_another_strategy_has_the_figures_of_the_later_one(
     names = ("own_windows", "time/step_s", "comm/wire_bytes")
     assert [data.figures[name] for name in names] == [10, 0.5, 9000]
     assert data.figures["comm/speedup"] is data.figures["comm/exposed_s"] is None, "calibrated for the earlier one"
-    assert len(data.curves["training loss"]) == 40
+    assert [len(column) for column in data.curves["training loss"]] == [40] * 4
     assert launch_report([str(paths.root), "--json"]) == 0
     (note,) = [note for note in json.loads(capsys.readouterr().out)["notes"] if "resumed" in note]
     assert note.startswith("one was resumed after step 30 with settings that change a step's time or traffic")
@@ -52,6 +52,50 @@ def test_the_median_leaves_the_first_two_windows_out(tmp_path: Path) -> None:
     assert read_run(paths.root).figures["time/step_s"] == 0.3
     write_records(paths, lines[:1])
     assert read_run(paths.root).figures["time/step_s"] == 9.0
+
+
+PREDICTED = {"predicted/step_s": 0.25, "predicted/step_low_s": 0.2, "predicted/step_high_s": 0.3}
+
+
+def test_a_prediction_is_shown_beside_the_windows_of_its_own_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = make_run(tmp_path, "one", "cluster.workers_per_node=2", steps=40, step_s=0.2)
+    lines = read_records(paths)
+    assert launch_report([str(paths.root)]) == 0
+    assert "predicted" not in capsys.readouterr().out
+    lines[0] |= PREDICTED
+    write_records(paths, lines)
+    assert read_run(paths.root).figures["predicted/step_s"] == 0.25
+    assert launch_report([str(paths.root)]) == 0
+    assert "250.0 (-20%)" in capsys.readouterr().out
+    assert launch_report([str(paths.root), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["runs"][0]["predicted/step_high_s"] == 0.3
+    for line in lines[20:]:
+        line["progress/measured_since"] = 20
+    write_records(paths, lines)
+    assert read_run(paths.root).figures["predicted/step_s"] is None, "resumed with other settings"
+    lines[20] |= PREDICTED | {"predicted/step_s": 0.5}
+    write_records(paths, lines)
+    assert read_run(paths.root).figures["predicted/step_s"] == 0.5
+    for line in lines[30:]:
+        line["batch/micro_size"] //= 2
+    write_records(paths, lines)
+    assert read_run(paths.root).figures["predicted/step_s"] is None, "smaller micro-batches after an error"
+
+
+def test_a_prediction_is_of_the_last_stage_of_a_ramp(tmp_path: Path) -> None:
+    paths = make_run(tmp_path, "one", "cluster.workers_per_node=2", steps=20, step_s=0.2)
+    lines = read_records(paths)
+    lines[0] |= PREDICTED
+    for line in lines:
+        line |= {"batch/global_size": 16, "batch/samples": 16}
+    write_records(paths, lines)
+    assert read_run(paths.root).figures["predicted/step_s"] is None
+    for line in lines[10:]:
+        line |= {"batch/global_size": 64, "batch/samples": 64}
+    write_records(paths, lines)
+    assert read_run(paths.root).figures["predicted/step_s"] == 0.25
 
 
 @pytest.mark.parametrize("name", ["batch/global_size", "batch/samples"])

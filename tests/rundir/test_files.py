@@ -105,3 +105,12 @@ def test_the_end_of_a_log_that_is_larger_than_memory(tmp_path: Path) -> None:
         file.seek(2**40)  # a hole, which takes no space
         file.write(b"\nlast\nwords\n")
     assert last_lines(log, 2) == ["last", "words"]
+
+
+def test_the_last_lines_are_whole_whatever_their_length(tmp_path: Path) -> None:
+    log = tmp_path / "metrics.jsonl"
+    for length in (10, 4095, 4096, 5000, 8190, 8191, 8192, 8193, 20_000):
+        lines = [letter * length for letter in "abc"]
+        log.write_text("\n".join(lines) + "\n")
+        assert last_lines(log, 2) == lines[1:]
+        assert last_lines(log, 1) == lines[2:]

@@ -14,12 +14,13 @@ import pytest
 from launcher import cli
 from launcher.cli import train
 from launcher.config.hydra import compose_with_yaml
-from launcher.config.schema import known_keys
-from launcher.launch import local
+from launcher.config.schema import StrategyKind, known_keys
+from launcher.launch import local, planner
 from launcher.launch.planner import plan_job
 from launcher.launch.slurm import client
 from launcher.plan.resumable import Permission, rule
 from launcher.plan.run_plan import RunPlan
+from launcher.plan.strategy import with_memory
 from launcher.plan.windows import StreamInfo
 from launcher.rundir import history
 from launcher.rundir.history import Submission
@@ -270,3 +271,28 @@ def test_a_key_of_an_earlier_version_in_a_runs_config_is_left_out(sent: list[Run
     assert cli.run(["resume", "own", "train.steps=30"]) == 0
     assert sent[0].train.steps == 30
     assert "calibrate_s: null" in paths.config.read_text()
+
+
+def test_a_chosen_strategy_stays_until_the_user_names_one(sent: list[RunPlan], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where the launcher would choose another one now."""
+    fitting = {"kind": StrategyKind.fsdp}
+
+    def weigh(plan: RunPlan, **_: Any) -> RunPlan:
+        peak = 10 if plan.strategy.kind is fitting["kind"] else 5000
+        forecasts = [dataclasses.replace(each, peak_bytes=peak) for each in plan.strategy.forecasts]
+        return dataclasses.replace(plan, strategy=with_memory(plan.strategy, forecasts, 1000))
+
+    monkeypatch.setattr(planner, "weigh_memory", weigh)
+    paths = started_run("strategy=auto")
+    chosen = RunPlan.load(paths.plan).strategy
+    assert chosen.kind is StrategyKind.fsdp
+    fitting["kind"] = StrategyKind.ddp
+    expected = {"train.log_every=2": "fsdp", "strategy=auto": "fsdp", "strategy=fsdp": "fsdp", "strategy=ddp": "ddp"}
+    for word, kind in expected.items():
+        assert cli.run(["resume", "own", word]) == 0
+        assert sent[-1].strategy.kind.value == kind, word
+        reason = chosen.kind_reason if word in ("train.log_every=2", "strategy=auto") else ""
+        assert sent[-1].strategy.kind_reason == reason, word
+    assert cli.run(["resume", "own", "strategy=auto"]) == 0, "asked for again"
+    assert sent[-1].strategy.kind is StrategyKind.ddp
+    assert sent[-1].strategy.kind_reason.startswith("the simplest one that is predicted to fit")

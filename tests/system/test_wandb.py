@@ -15,7 +15,7 @@ import pytest
 from wandb.proto import wandb_internal_pb2 as pb
 
 from launcher.plan.run_plan import RunPlan
-from launcher.report.tables import summary_table
+from launcher.report.summary_table import summary_table
 from launcher.rundir.fencing import Attempt, Fence
 from launcher.rundir.files import write_text
 from tests.conftest import Launch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("llama"), "llama")
 
 
-def task(model: Path, data: Path, **settings: Any) -> Any:
+def task(model: Path | str, data: Path, **settings: Any) -> Any:
     from launcher.tasks.hf_causal_lm import HfCausalLM
 
     return HfCausalLM(str(model), str(data), **({"held_out": 0.0, "seq_len": 64} | settings))
@@ -263,3 +264,53 @@ def test_other_settings_of_a_tokenizer_have_another_cache(llama: Path) -> None:
     assert _identity(tokenizer) == before  # no setting of its own
     tokenizer.truncation_side = "left"
     assert _identity(tokenizer) != before
+
+
+def on_the_hub(cache: Path, name: str, commit: str, model: Path) -> None:
+    """Put a commit of a repository into a local cache of the hub, as the newest of main."""
+    place = cache / f"models--{name.replace('/', '--')}"
+    shutil.copytree(model, place / "snapshots" / commit)
+    (place / "refs").mkdir(exist_ok=True)
+    (place / "refs/main").write_text(commit)
+
+
+def test_a_name_on_the_hub_is_the_commit_that_was_planned(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that start later must not read a newer commit."""
+    from huggingface_hub import constants
+    from safetensors.torch import load_file, save_file
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    file = save_lines(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])
+    first, second = "1" * 40, "2" * 40
+    on_the_hub(tmp_path, "us/llama", first, llama)
+    planned = task("us/llama", file).fixed_arguments()
+    assert planned == {"revision": first}
+    other = save_model(tmp_path / "other", "llama")
+    weights = {name: each + 1 for name, each in load_file(other / "model.safetensors").items()}
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    on_the_hub(tmp_path, "us/llama", second, other)
+    assert task("us/llama", file).fixed_arguments() == {"revision": second}
+    later = task("us/llama", file, **planned)
+    assert later.fixed_arguments() == planned
+    parameters = dict(later.model().named_parameters())
+    assert all(torch.equal(parameters[name], each) for name, each in task(llama, file).model().named_parameters())
+    assert task(llama, file).fixed_arguments() == {}
+    with pytest.raises(TaskError, match=r"task.revision=.*: task.model=.* is not on the hub"):
+        task(llama, file, revision="main")
+    with pytest.raises(TaskError, match=r"(?s)task.model=us/nothing: .* as a name on the hub: .*\n  Name a directory"):
+        task("us/nothing", file)
+
+
+@pytest.mark.parametrize("name", ["empty.jsonl", "empty.parquet", "empty.csv", "empty.txt"])
+def test_an_empty_file_is_named(llama: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(TaskError, match=rf"{name} is empty \(0 bytes\)"):
+        task(llama, tmp_path / name).train_data()
+    if name != "empty.txt":
+        save_lines(tmp_path / f"full{Path(name).suffix}", [{"text": text} for text in TEXTS])
+        with pytest.raises(TaskError, match=rf"task.data=.*: .*{name} is empty"):
+            task(llama, tmp_path).train_data()

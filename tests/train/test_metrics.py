@@ -27,10 +27,10 @@ def test_every_metric_is_in_the_table() -> None:
         if line.startswith("| `")
     ]
     rows = "\n".join(table)
-    groups = "train|eval|batch|progress|comm|checkpoint|time|throughput|noise|amp|memory|straggler"
+    groups = "train|eval|batch|progress|comm|checkpoint|time|throughput|noise|amp|memory|straggler|predicted"
     written = {
         name
-        for file in (ROOT / "launcher" / "train").rglob("*.py")
+        for file in (*(ROOT / "launcher" / "train").rglob("*.py"), ROOT / "launcher" / "plan" / "prediction.py")
         for name in re.findall(rf'"((?:{groups})/[a-z_]+)"', file.read_text(encoding="utf-8"))
     }
     assert "noise/scale" in written, "the names are found"

@@ -109,6 +109,33 @@ def test_a_save_by_hand_after_a_skipped_window(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("alone")
+def test_half_a_window_is_neither_saved_nor_applied(tmp_path: Path) -> None:
+    plan = make_plan(
+        [f"run.dir={tmp_path}", "run.name=a", "batch.global_size=4", "batch.micro_size=1", "train.steps=8",
+         "cluster.device=cpu", "precision=fp32", "train.loader_workers=0", "checkpoint.async_save=false"],
+        samples=len(DATA),
+    )  # fmt: skip
+    model = nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.Linear(4, 1))
+    engine = Engine(model, torch.optim.SGD(model.parameters(), 0.1), plan)
+    engine.resume()
+    windows = engine.windows(DATA)
+    window = next(windows)
+    for batch in window:
+        engine.backward(engine.model.eval()(batch).square().sum(), len(batch))
+    result = engine.step()
+    engine.finish_step(result)
+    for window in windows:
+        engine.backward(engine.model(next(window).expand(2, 4)).square().sum(), 1)
+        break
+    for call in (engine.step, engine.save, lambda: engine.finish_step(result), lambda: next(engine.windows(DATA))):
+        with pytest.raises(EngineMisuse, match=r"1 of its 4 micro-batches|engine.step\(\) must be called once"):
+            call()
+    assert engine._loop is not None  # pyright: ignore[reportPrivateUsage]
+    engine._loop.close()  # pyright: ignore[reportPrivateUsage]
+    assert not [*(tmp_path / "a" / "checkpoints").glob("step_*")]
+
+
+@pytest.mark.usefixtures("alone")
 def test_arguments_edited_in_the_script_are_named_on_resume(tmp_path: Path, capsys: Any) -> None:
     def run(lr: float, decay: float, biases: bool, *, steps: int = 8, groups: int = 2) -> str:
         plan = make_plan(
@@ -164,6 +191,15 @@ def test_two_models_against_each_other_are_those_of_plain_torch(tmp_path: Path) 
     for name, found in seen.items():
         assert found["error"] < 3 * found["at once"], (name, found)
         assert found["resumed alike"], name
+
+
+@pytest.mark.parametrize("ending", ["breaks", "raises", "fails"])
+def test_a_loop_that_ends_while_a_checkpoint_is_written_waits_for_it(tmp_path: Path, ending: str) -> None:
+    worker, status = Path(__file__).parent / "early_end_worker.py", int(ending == "raises")
+    output = torchrun(worker, [str(tmp_path), ending], 2, tmp_path, status=status)
+    saved = [path.name for path in (tmp_path / "a" / "checkpoints").glob("step_*")]
+    assert saved == ([] if ending == "fails" else ["step_000002"])
+    assert ("The checkpoint in progress was not written: The disk is full." in output) is (ending == "fails")
 
 
 def test_the_mistakes_of_a_loop_that_saves(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from launcher.plan.host import Partition
 from launcher.plan.sbatch_options import seconds
 
 _TIMEOUT_S = 60
+# of all nodes of a job together, to Slurm's controller
+QUERIES_PER_S = 50
 # final states of a job; an unknown state, perhaps newer than this list, counts as one in which the job continues
 ENDED = frozenset(
     {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY",

@@ -26,7 +26,7 @@ from launcher.launch.slurm import client
 from launcher.launch.slurm.client import SlurmTask
 from launcher.launch.slurm.outcome import cancelled, conclude, conclude_failure, reason_to_requeue
 from launcher.plan.launch_plan import HostPosition, LaunchPlan
-from launcher.process import StopShield, die_with_parent, wait_until
+from launcher.process import StopShield, die_with_parent, shared_interval, wait_until
 from launcher.rundir import history
 from launcher.rundir.fencing import Attempt, Fence
 from launcher.rundir.files import read_json, write_text
@@ -92,7 +92,7 @@ def _stay_if_replaced(task: SlurmTask, status: int) -> None:
             return False
         return job is None or job.state != "RUNNING" or job.restarts == task.restart
 
-    wait_until(not_restarted, every_s=_ASK_AGAIN_S)
+    wait_until(not_restarted, every_s=shared_interval(_ASK_AGAIN_S, task.nodes, client.QUERIES_PER_S))
 
 
 def _write_to(paths: RunPaths, node: int) -> None:
@@ -164,7 +164,7 @@ def _join_nodes(plan: LaunchPlan, task: SlurmTask, fence: Fence) -> LaunchPlan:
             store = f"{route.interface.address}:{free_port(route.interface.address)}"
         fence.add(store=store)
     else:
-        store = _wait_for_node_0(fence)["store"]
+        store = _wait_for_node_0(fence, shared_interval(_LOOK_EVERY_S, task.nodes))["store"]
         route = route_to(store.rpartition(":")[0], cluster.interface)
     if route is None or store is None:
         return plan
@@ -190,13 +190,13 @@ def _open_attempt(plan: LaunchPlan, task: SlurmTask, fence: Fence) -> None:
     )
 
 
-def _wait_for_node_0(fence: Fence) -> dict[str, Any]:
+def _wait_for_node_0(fence: Fence, every_s: float) -> dict[str, Any]:
     def started() -> dict[str, Any] | None:
         fence.check()
         newest = fence.newest()
         return newest if newest.get("incarnation") == str(fence.own) and newest.get("store") else None
 
-    newest = wait_until(started, _MEET_WITHIN_S, _LOOK_EVERY_S)
+    newest = wait_until(started, _MEET_WITHIN_S, every_s)
     if newest is None:
         raise SiteError(f"node 0 has not started attempt {fence.own} within {_MEET_WITHIN_S} s.")
     return newest

@@ -18,6 +18,7 @@ from launcher.launch.slurm import client
 from launcher.launch.slurm.client import SlurmTask
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
+from launcher.process import shared_interval
 from launcher.rundir import history
 from launcher.rundir.fencing import Fence
 from launcher.rundir.files import last_lines, read_json, write_json
@@ -154,6 +155,7 @@ class Reports:
 
     def __init__(self, fence: Fence, node: int, nodes: int) -> None:
         self._fence, self._node, self._nodes = fence, node, nodes
+        self._read: dict[int, Failure] = {}  # a node writes one report in an attempt
 
     def add(self, failure: Failure) -> None:
         """Report the failure of this node's workers, and put the earliest failure of any node into the summary."""
@@ -168,13 +170,16 @@ class Reports:
             write_json(paths.summary, (read_json(paths.summary) or {}) | {"verdict": "failed", "failure": first})
 
     def all(self) -> dict[int, Failure]:
-        """Return the failures by node."""
-        failures: dict[int, Failure] = {}
-        for node in range(self._nodes):
-            report = read_json(self._fence.paths.failure_of(node)) or {}
-            if report.get("incarnation") == str(self._fence.own):
-                failures[node] = report["failure"]
-        return failures
+        """Return the failures by node.
+
+        Only the files that exist are opened, each once: every node does this, and their number squared is large.
+        """
+        for node in self._fence.paths.failed_nodes():
+            if node not in self._read and node < self._nodes:
+                report = read_json(self._fence.paths.failure_of(node)) or {}
+                if report.get("incarnation") == str(self._fence.own):
+                    self._read[node] = report["failure"]
+        return dict(sorted(self._read.items()))
 
     def only_lost_connections(self) -> bool:
         """Return True if every node that failed only lost some of its peers; then none of them is the cause."""
@@ -205,7 +210,7 @@ class Reports:
                 failures = self.all()
                 if len(failures) == self._nodes or time.monotonic() > end:
                     return self._node == min(failures)
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(shared_interval(_LOOK_EVERY_S, self._nodes, client.QUERIES_PER_S))
 
 
 def lost_its_peers(failure: Failure) -> bool:

@@ -3,6 +3,7 @@ failures."""
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import threading
 import time
@@ -93,23 +94,28 @@ class Saver:
         }
         snapshot = dataclasses.replace(snapshot, tensors=copies[""], staged=True, parts=parts)
         self._thread = threading.Thread(target=self._write_in_background, args=(snapshot, next_due), daemon=True)
+        atexit.register(self.finish)  # a script of the user's may end at any point of its loop
         self._thread.start()
 
     def wait(self) -> None:
         """Wait for the save in progress. Raises the same errors as ``save``."""
         if self._thread is not None:
-            with HEARTBEAT.waiting_for(Wait.io, self._thread.ident or 0):
-                self._thread.join()
+            self.join()
             self._thread = None
             self._handle_failure()
 
-    def finish(self) -> None:
-        """Wait for the save in progress while another error is being raised; print its failure, if any."""
-        if self._thread is not None:
+    def join(self) -> None:
+        """Wait for the save in progress; its errors are raised by the next ``wait``."""
+        if self._thread is not None and self._thread.is_alive():  # it may be called while the interpreter shuts down
             with HEARTBEAT.waiting_for(Wait.io, self._thread.ident or 0):
                 self._thread.join()
-            if self._error is not None:
-                print(f"The checkpoint in progress was not written: {self._error}", flush=True)
+
+    def finish(self) -> None:
+        """Wait for the save in progress at the end of training; print its failure, if any."""
+        self.join()
+        error, self._error = self._error, None
+        if error is not None:
+            print(f"The checkpoint in progress was not written: {error}", flush=True)
 
     def take_metrics(self) -> Metrics:
         """Return metrics of saves completed since the last call, for the next record. Does not block."""
@@ -128,6 +134,7 @@ class Saver:
         self._write(snapshot, next_due)
         if self._error is None:
             self._write_s = time.perf_counter() - started
+            atexit.unregister(self.finish)
         elif self._ends_the_run(self._error):
             self._failed.set()
 
@@ -152,6 +159,7 @@ class Saver:
     def _handle_failure(self) -> None:
         """Count a failed save, and raise its error if it ends the run."""
         error, self._error = self._error, None
+        atexit.unregister(self.finish)
         if isinstance(error, CheckpointFailed):
             self._totals.failed_saves += 1
         if error is None or not self._ends_the_run(error):

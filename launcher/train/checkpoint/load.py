@@ -38,7 +38,7 @@ from launcher.train.checkpoint.optimizer_state import OptimizerOptions, leave_ou
 from launcher.train.checkpoint.origin import Origin, require_same_model, require_same_run
 from launcher.train.data.randomness import restore_random_state
 from launcher.train.data.stream import is_sharded
-from launcher.train.engine.calibration import measured_as
+from launcher.train.engine.calibration import measured_alike
 from launcher.train.engine.engine import Engine
 from launcher.train.optimizers import members_of
 from launcher.train.world import World
@@ -239,8 +239,7 @@ def load(engine: Engine, directory: Path) -> Restored:
             model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"],
             options=StateDictOptions(strict=False),  # the model's names were compared; a parameter may have no state
         )  # fmt: skip
-    setting = measured_as(plan)
-    comparable = same_ranks and saved.get("measured_as", setting) == setting
+    comparable = same_ranks and measured_alike(saved.get("measured_as"), plan)
     engine.load_state_dict(saved, alike=comparable, same_order=same_ranks)
     options.restore(scheduled=saved.get("follows_plan", True))
 

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from launcher.plan.prediction import predicted_metrics
 from launcher.plan.sync_policy import Collective
 from launcher.plan.windows import WARM_UP_WINDOWS
 from launcher.train.checkpoint.best_evaluation import BestEvaluation
@@ -193,6 +194,8 @@ class RunTotals:
                     summary[f"comm/{kind.value}/wire_bytes"] = traffic.wire_bytes
             summary["time/step_s"] = statistics.median(step_s for step_s, _ in self.seconds or self.warm_up_seconds)
             summary["throughput/samples_per_s"] = summary["batch/global_size"] / summary["time/step_s"]
+        if self.size in (None, engine.plan.batch.global_size):  # a smaller window of batch.ramp is not predicted
+            summary |= predicted_metrics(engine.plan)
         if (named := engine.stragglers.named) is not None:
             over = engine.stragglers.straggler is None
             summary["straggler"] = {

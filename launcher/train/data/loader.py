@@ -53,6 +53,19 @@ def wait_for_registering_threads() -> None:
 if sys.version_info < (3, 12):
     os.register_at_fork(before=wait_for_registering_threads)
 
+_LIBC = ctypes.CDLL(None)
+_NO_LIBRARY = ctypes.c_byte()  # libc identifies the handlers of a library by an address in it
+
+
+def require_free_exit_lock() -> None:
+    """Take and release libc's lock of exit handlers, which waits indefinitely if another thread held it at the fork.
+
+    Unlike its other locks, libc does not reset this one in a child. C++ libraries register handlers when they are
+    loaded and when they are first used. A loader process would wait for the lock then, after it has started.
+    """
+    _LIBC.__cxa_finalize(ctypes.byref(_NO_LIBRARY))
+
+
 # Up to this size, sending a tensor by value through the loader's pipe is cheaper. torch sends a file descriptor of
 # shared memory over a separate socket connection: about 0.2 ms per tensor, regardless of its size.
 BY_VALUE_BYTES = 64 * 1024
@@ -204,6 +217,7 @@ def _init_loader_process(parent: int, started: Any, worker: int) -> None:  # noq
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_exit_on_sigterm_of, args=(parent,), daemon=True).start()
+    require_free_exit_lock()
     started.release()
 
 

@@ -15,7 +15,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -28,6 +28,7 @@ from launcher.config.schema import StrategyKind, Sync
 from launcher.errors import EngineMisuse, SyncPolicyViolated, TaskError
 from launcher.heartbeat import HEARTBEAT, Phase
 from launcher.loss import Loss
+from launcher.plan.forecast import PREDICTIONS
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import transfers_per_window
 from launcher.quantities import Interval, interval
@@ -104,8 +105,7 @@ class Calibrated:
 def measured_as(plan: RunPlan) -> dict[str, Any]:
     """Return everything that a step's time and traffic depend on, for JSON. Measurements of plans that differ here must
     not be combined."""
-    left_out = ("forecasts", "sync_reason", "memory_bytes")  # they describe the policy, but do not affect the step
-    strategy = {name: value for name, value in dataclasses.asdict(plan.strategy).items() if name not in left_out}
+    strategy = {name: value for name, value in dataclasses.asdict(plan.strategy).items() if name not in PREDICTIONS}
     return {
         "nodes": plan.cluster.nodes,
         "workers_per_node": plan.cluster.workers_per_node,
@@ -117,6 +117,15 @@ def measured_as(plan: RunPlan) -> dict[str, Any]:
         "precision": dataclasses.asdict(plan.precision),
         "compile": plan.train.compile,
     }
+
+
+def measured_alike(saved: Mapping[str, Any] | None, plan: RunPlan) -> bool:
+    """Return whether measurements under a setting that ``measured_as`` has returned, maybe in an earlier version, hold
+    for ``plan``. None: the version did not save it."""
+    if saved is None:
+        return True
+    strategy = {name: value for name, value in saved["strategy"].items() if name not in PREDICTIONS}
+    return {**saved, "strategy": strategy} == measured_as(plan)
 
 
 class WindowSync(Enum):

@@ -184,6 +184,10 @@ class Engine(EngineProgress):
                 if self._feed is feed:
                     self._current.close_batches()
                 feed.close()
+                self._windows_ended()
+
+    def _windows_ended(self) -> None:
+        """Called when the loop over the windows ends, also early."""
 
     def _micro_batches(self, window: Window) -> Generator[Any, None, None]:
         """Yield the window's batches; the loop runs forward and ``backward`` of each before it requests the next."""
@@ -313,7 +317,7 @@ class Engine(EngineProgress):
         smaller = self.plan.batch.shrunk()
         if smaller is None or not self._current.abandoned_for(error, self._totals):
             return False
-        self.plan = dataclasses.replace(self.plan, batch=smaller)
+        self.plan = self.plan.with_micro_batches(smaller)
         self._optimizer_step.change_accumulation(smaller.accumulation)
         self._calibration.result = None  # it was of larger micro-batches
         self._again = True

@@ -7,7 +7,6 @@ workers from the newest checkpoint.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -67,7 +66,7 @@ def apply_stored_micro_size(plan: RunPlan, world: World) -> RunPlan:
         return plan
     if world.rank == 0:
         print(f"Micro-batches of {stored['micro_size']}: larger ones did not fit into memory before.", flush=True)
-    return dataclasses.replace(plan, batch=plan.batch.in_micro_batches_of(stored["micro_size"]))
+    return plan.with_micro_batches(plan.batch.in_micro_batches_of(stored["micro_size"]))
 
 
 def store_micro_size(submitted: RunPlan, batch: Batch) -> None:

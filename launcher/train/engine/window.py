@@ -91,12 +91,15 @@ class CurrentWindow:
         self.handed_out, self.stage = 0, Stage.running
         self._saved = SavedState(self._parallel.module, self._device) if self._saves else None
         self._batches = batches
-        self._parallel.begin_window()
-        self._start()
+        self.started = time.perf_counter()
         return batches
 
     def _start(self) -> None:
+        """Measure the window from here on: without the calibration, or without the passes that showed several terms."""
         self.started = time.perf_counter()
+        self._share_buffers()
+
+    def _share_buffers(self) -> None:
         self._parallel.meter.open_window()
         self._buffers.share(self._parallel.meter)
 
@@ -213,9 +216,13 @@ class CurrentWindow:
     def prepare(self, window: Window, calibrate: Calibrate | None) -> Iterator[MicroBatch]:
         """Return the window's micro-batches, after the passes that need all of them before the first one runs.
 
+        Gradients and collectives of passes that the loop ran before it requested the first micro-batch do not count.
+
         Args:
             calibrate: called with all micro-batches; None: no calibration.
         """
+        self._parallel.begin_window()
+        self._share_buffers()
         due, outputs = self._count.due(window.count), self._outputs
         if outputs.active:
             outputs.begin(window.index)

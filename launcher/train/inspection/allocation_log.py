@@ -1,11 +1,10 @@
-"""Memory in inspections: the allocations of a trace, and the memory of this machine."""
+"""Log of the allocations of a trace."""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,10 +15,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from launcher.config.schema import Device
-from launcher.plan.gpus import find_gpu
-from launcher.plan.run_plan import RunPlan
 
 # DTensor's derivation of a result's shape: it runs the operator on tensors of the whole size, once for each shape in a
 # process, on fake tensors in a real job too
@@ -34,14 +29,18 @@ class AllocationLog(TorchDispatchMode):
 
     Args:
         rounding: bytes of which an allocation has a multiple.
+        ran: is called with each operator, its arguments and its result.
 
     Attributes:
         events: bytes of each allocation (positive) and each free (negative), in order.
         operators: number of operators that ran.
     """
 
-    def __init__(self, device: torch.device, rounding: int = 1) -> None:
+    def __init__(
+        self, device: torch.device, rounding: int = 1, ran: Callable[[Any, Any, Any, Any], None] | None = None
+    ) -> None:
         super().__init__()
+        self._ran = ran
         self._rounding = rounding
         self._type = device.type
         self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
@@ -102,36 +101,6 @@ class AllocationLog(TorchDispatchMode):
         if not self._paused:
             self.operators += 1
             self.add(result)
+            if self._ran is not None:
+                self._ran(func, args, kwargs or {}, result)
         return result
-
-
-def memory_bytes(plan: RunPlan) -> int | None:
-    """Return the bytes of memory of one rank's device; None if this machine has no such device."""
-    if plan.cluster.gpu is not None:
-        return find_gpu(plan.cluster.gpu).usable_bytes
-    if plan.cluster.device is Device.cuda:
-        return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
-    return free_host_bytes() // plan.cluster.workers_per_node
-
-
-def free_host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the memory available to this process in bytes: the host's, or less if its cgroup (version 2) or a parent
-    of it has less left.
-
-    Inactive file cache counts as available: the kernel reclaims it at the limit.
-    """
-    available = 1024 * _numbers(proc / "meminfo")["MemAvailable:"]
-    lines = (proc / "self" / "cgroup").read_text().splitlines()
-    own = cgroups / next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
-    for group in (own, *own.parents):
-        if group.is_relative_to(cgroups):
-            with suppress(OSError, ValueError):  # no memory controller; no limit: "max"
-                limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-                cached = _numbers(group / "memory.stat").get("inactive_file", 0)
-                available = min(available, max(0, limit - used + cached))
-    return available
-
-
-def _numbers(file: Path) -> dict[str, int]:
-    """Parse a file of lines "NAME NUMBER ..." and return the numbers by name."""
-    return {words[0]: int(words[1]) for words in map(str.split, file.read_text().splitlines())}

@@ -9,15 +9,20 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._pytree import tree_map
 
 from launcher.config.schema import Compress, Parameters, Sync
 from launcher.errors import LauncherError
+from launcher.plan.host import free_host_bytes
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import Collective, reduces
 from launcher.task import Task, build_model
-from launcher.train.inspection.allocation_log import free_host_bytes
 from launcher.train.inspection.repeated_blocks import IrregularModel
 from launcher.train.parallel.base import Parallel, trained
 
@@ -105,6 +110,8 @@ def problem_text(error: Exception) -> str:
         return str(error)
     if isinstance(error, DataDependentOutputException):
         return "the model or its loss asks a tensor for its value (.item(), bool(), ...)"
+    if isinstance(error, DynamicOutputShapeException):
+        return "the size of a tensor in the model or its loss depends on values (a boolean mask, nonzero(), ...)"
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
@@ -146,8 +153,8 @@ class Replica(Parallel):
     """Stand-in for DDP, whose buckets need tensors with values. Each parameter has a bucket of its own: their sum is
     the same.
 
-    DDP lays its buckets out again after the first synchronised backward pass, one after the other. The largest one then
-    exists twice for a moment.
+    DDP lays its buckets out again after the first synchronised backward pass, one after the other. Within a window the
+    largest one then exists twice for a moment; between windows gradients are zero and need not move.
 
     Args:
         whole: the whole model, from which the size of DDP's largest bucket follows.
@@ -166,10 +173,12 @@ class Replica(Parallel):
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._reduce)
 
-    def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:  # noqa: ARG002
+    def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:
         self._reduces = reduces(sync, last=last)
         if self._reduced and self._lays_out:
             self._lays_out = False
+            if first:
+                return nullcontext()
             torch.empty(self._largest, dtype=torch.uint8, device=self._parameters[0].device)
         return nullcontext()
 

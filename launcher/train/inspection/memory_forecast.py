@@ -2,8 +2,8 @@
 tensors without memory.
 
 ``launcher.plan.task_inspection`` runs it as a separate process. A fake process group stands for the whole world, so
-that a model of any size on any number of ranks runs on one CPU. Reads a plan from standard input; writes one JSON
-object to the file named on the command line.
+that a model of any size on any number of ranks runs on one CPU. Reads a plan, or a list of plans, from standard input;
+writes one JSON object for each to the file named on the command line, a line each.
 """
 
 from __future__ import annotations
@@ -11,16 +11,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import itertools
 import json
 import logging
 import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -34,16 +32,20 @@ from torch.utils._pytree import tree_map
 
 from launcher.config.schema import Device, Recompute, Sync
 from launcher.errors import LauncherError
-from launcher.loss import as_losses, loss_of_batch
-from launcher.plan.gpus import ALLOCATION_BYTES
+from launcher.loss import loss_of_batch
+from launcher.plan.gpus import ALLOCATION_BYTES, BY_DEVICE_NAME, find_gpu
+from launcher.plan.roofline import Roofline
 from launcher.plan.run_plan import Forecast, RunPlan
-from launcher.plan.sync_policy import POLICIES, SHARDED, Collective, Layout, transfers_per_window
+from launcher.plan.step_forecast import Trace
+from launcher.plan.sync_policy import POLICIES, SHARDED, Layout, transfers_per_window
 from launcher.process import die_with_parent
 from launcher.task import Task, first_batch, load_task, train_data
 from launcher.train.context import ContextSource
 from launcher.train.engine.build import build_parallel
-from launcher.train.inspection.allocation_log import AllocationLog, memory_bytes
+from launcher.train.inspection.allocation_log import AllocationLog
 from launcher.train.inspection.block_calls import BlockCalls
+from launcher.train.inspection.caching_allocator import reserved_by
+from launcher.train.inspection.dependencies import Dependencies
 from launcher.train.inspection.fake_model import (
     NotPredictable,
     OwnChunk,
@@ -53,6 +55,8 @@ from launcher.train.inspection.fake_model import (
     problem_text,
     set_data,
 )
+from launcher.train.inspection.fake_windows import run_fake_windows
+from launcher.train.inspection.remedies import find_remedy
 from launcher.train.inspection.repeated_blocks import (
     CHECK_BLOCKS,
     SHORTEST_BLOCKS,
@@ -63,15 +67,15 @@ from launcher.train.inspection.repeated_blocks import (
     block_runs,
     extrapolate,
 )
+from launcher.train.inspection.timeline import Stretch, TimelineRecorder, timed_spans, whole_timeline
 from launcher.train.measure.flops import time_limit
 from launcher.train.parallel import ddp
-from launcher.train.parallel.base import Parallel, ShardUnits
+from launcher.train.parallel.base import ShardUnits
 from launcher.train.parallel.fsdp import mesh_of
 from launcher.train.parallel.shard_units import find_units
 from launcher.train.precision import Precision
 from launcher.train.trainer import optimizer_of
 
-WINDOWS = 2  # the optimizer's state exists from the second window on
 LIMIT_S = 60.0  # of CPU time, for the traces of a whole model and all that precedes them
 
 
@@ -81,9 +85,16 @@ def forecasts(plan: RunPlan) -> tuple[list[Forecast], str | None]:
     ``peak_bytes`` is that of the device that the model computes on. Communication is counted in the windows that ran;
     if the task cannot run without values, it follows from the sharded model and the policy table.
     """
+    found, problem, _ = forecasts_and_trace(plan)
+    return found, problem
+
+
+def forecasts_and_trace(plan: RunPlan) -> tuple[list[Forecast], str | None, Trace]:
+    """Return what ``forecasts`` does, and the timeline of each policy whose memory is predicted."""
     with tracing(plan) as tracer:
         results = [tracer.forecast(sync) for sync in POLICIES[plan.strategy.kind]]
-    return [forecast for forecast, _ in results], next((reason for _, reason in results if reason), None)
+        trace = tracer.trace()
+    return [forecast for forecast, _ in results], next((reason for _, reason in results if reason), None), trace
 
 
 @contextmanager
@@ -121,10 +132,15 @@ class Tracer:
     Attributes:
         operators: number of operators that the traces have run.
         irregular: why the whole model was traced although it has repeated blocks; None if it was not.
+        timelines: timeline of each policy whose window ran.
+        items: items of the loss in a micro-batch; None if unknown.
     """
 
     def __init__(self, plan: RunPlan, task: Task, batch: Any, device: torch.device, *, shorten: bool) -> None:
         self._task, self._batch, self._device = task, batch, device
+        self._fuses = plan.train.compile
+        self.timelines: dict[Sync, Sequence[Stretch]] = {}
+        self.items: float | None = None
         self._plan = dataclasses.replace(plan, train=dataclasses.replace(plan.train, compile=False))
         self.operators = 0
         self.irregular: Exception | None = None
@@ -147,6 +163,24 @@ class Tracer:
                 names = {module: name for name, module in self._whole.named_modules()}
                 units = find_units(self._whole, None if shard_units is None else shard_units(self._whole))
                 self._units = [names[unit] for unit in units]
+
+    def trace(self) -> Trace:
+        """Return the timelines with the seconds of the plan's GPU; without one in the table, only their proportions
+        have a meaning."""
+        plan, own = self._plan, getattr(self._task, "flops_per_sample", None)
+        if plan.cluster.gpu is not None:
+            gpu = find_gpu(plan.cluster.gpu)
+        else:
+            name = torch.cuda.get_device_name() if self._device.type == "cuda" else ""
+            gpu = BY_DEVICE_NAME.get(name.removeprefix("NVIDIA "))
+        roofline = Roofline.unknown() if gpu is None else Roofline.of(gpu, tf32=plan.precision.tf32)
+        return Trace(
+            spans={sync: timed_spans(timeline, roofline) for sync, timeline in self.timelines.items()},
+            on_gpu=gpu is not None,
+            peak_flops=None if gpu is None else gpu.flops(plan.precision.kind, tf32=plan.precision.tf32),
+            items_per_sample=None if self.items is None else self.items / plan.batch.micro_size,
+            flops_per_sample=plan.task.flops_per_sample if own is None else own(),
+        )
 
     def _fake_model(self, fake: FakeTensorMode) -> nn.Module:
         return model_without_memory(self._plan, self._task, fake, self._device)
@@ -208,6 +242,8 @@ class Tracer:
 
     def _of(self, sync: Sync, trace: BlockTrace, *, known: bool = True) -> Forecast:
         strategy, payload = self._plan.strategy, trace.payload
+        if known and trace.timeline:
+            self.timelines[sync] = trace.timeline
         replicas = self._plan.batch.world_size // strategy.shard_size
         layout = Layout(shard_size=strategy.shard_size, replicas=replicas, unit_bytes=0, root_bytes=0, gradient_bytes=0)
         return Forecast(
@@ -216,6 +252,7 @@ class Tracer:
             wire_bytes=layout.wire(payload),
             wire_s=None,
             peak_bytes=trace.peak if known else None,
+            reserved_bytes=reserved_by(self._plan, trace.events) if known else None,
         )
 
     def _from_shortened(self, plan: RunPlan) -> BlockTrace:
@@ -233,6 +270,10 @@ class Tracer:
                 most = dict.fromkeys(least, self._least + CHECK_BLOCKS)
                 longest = None if self._regular else self._shortened(plan, most)
                 trace = extrapolate(least, shortest, longer, longest)
+                timeline = whole_timeline(
+                    least, shortest.timeline, {run: each.timeline for run, each in longer.items()}
+                )
+                trace = dataclasses.replace(trace, timeline=timeline)
             except IrregularModel:
                 if self._least == SHORTEST_BLOCKS[-1]:
                     raise
@@ -242,29 +283,36 @@ class Tracer:
                 return trace
 
     def _shortened(self, plan: RunPlan, real: dict[BlockRun, int]) -> BlockTrace:
-        fake, log = FakeTensorMode(allow_non_fake_inputs=True), self._log()
+        fake, recorder = FakeTensorMode(allow_non_fake_inputs=True), TimelineRecorder(fuses=self._fuses)
+        log = self._log(recorder)
         short = StandIns(self._whole, fake, self._device, real, log)
-        trace, error = self._trace(plan, short.model, fake, log, lambda _: short.named(self._units))
+        trace, error = self._trace(plan, short.model, fake, log, recorder, lambda _: short.named(self._units))
         if error is not None:
             raise error
         short.check()
         return trace
 
-    def _log(self) -> AllocationLog:
+    def _log(self, recorder: TimelineRecorder) -> AllocationLog:
         on_gpu = self._plan.cluster.device is Device.cuda
-        return AllocationLog(self._device, ALLOCATION_BYTES if on_gpu else 1)
+        return AllocationLog(self._device, ALLOCATION_BYTES if on_gpu else 1, recorder.ran)
 
     def _whole_trace(self, plan: RunPlan) -> tuple[BlockTrace, str | None]:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         model = self._fake_model(fake)
-        log, shard_units = self._log(), getattr(self._task, "shard_units", None)
-        trace, error = self._trace(plan, model, fake, log, shard_units)
+        recorder, shard_units = TimelineRecorder(fuses=self._fuses), getattr(self._task, "shard_units", None)
+        trace, error = self._trace(plan, model, fake, self._log(recorder), recorder, shard_units)
         if isinstance(error, LauncherError):  # the same error would occur in the job
             raise error
         return trace, None if error is None else problem_text(error)
 
     def _trace(
-        self, plan: RunPlan, model: nn.Module, fake: FakeTensorMode, log: AllocationLog, shard_units: ShardUnits | None
+        self,
+        plan: RunPlan,
+        model: nn.Module,
+        fake: FakeTensorMode,
+        log: AllocationLog,
+        recorder: TimelineRecorder,
+        shard_units: ShardUnits | None,
     ) -> tuple[BlockTrace, Exception | None]:
         """Return the trace of the windows, and the exception that they raised."""
         task, device = self._task, self._device
@@ -284,55 +332,28 @@ class Tracer:
             problem: Exception | None = None
             try:
                 with log:
-                    payload = _run_windows(plan, task, inputs, parallel, optimizer, device)
+                    payload = run_fake_windows(plan, task, inputs, parallel, optimizer, device, recorder)
             except TimeoutError:
                 raise
             except Exception as error:  # a loss may need tensors with values
                 problem = error
         self.operators += log.operators
-        return BlockTrace.of(log.events, payload), problem
+        self.items = recorder.items
+        return dataclasses.replace(BlockTrace.of(log.events, payload), timeline=recorder.stretches), problem
 
 
-def _run_windows(
-    plan: RunPlan, task: Task, inputs: Any, parallel: Parallel, optimizer: torch.optim.Optimizer, device: torch.device
-) -> dict[Collective, int]:
-    """Run windows of at most two micro-batches, which suffice for the peak: further ones keep nothing more. Return the
-    payload bytes of a full window of the plan."""
-    precision = Precision(plan.precision, device)
-    micro_batches = min(2, plan.batch.accumulation)
-    payloads: list[Mapping[Collective, int]] = []
-    for number in itertools.chain(*[range(micro_batches)] * WINDOWS):
-        last = number == micro_batches - 1
-        parallel.meter.open_window()
-        with parallel.micro_batch(plan.strategy.sync, first=number == 0, last=last), precision.autocast():
-            losses = as_losses(loss_of_batch(task, parallel.module, inputs), plan.batch.micro_size, plan.task.target)
-            total = sum((loss.total for loss in losses[1:]), losses[0].total)
-            with parallel.backward(total):
-                precision.backward(total)
-        if last:
-            parallel.gradients()
-            optimizer.step()
-            parallel.zero_grad()
-        payloads.append(parallel.meter.payload)
-        gc.collect()  # frees what reference cycles of the task and of torch hold
-    return _full_window(payloads[-micro_batches], payloads[-1], plan.batch.accumulation)
-
-
-def _full_window(
-    first: Mapping[Collective, int], last: Mapping[Collective, int], micro_batches: int
-) -> dict[Collective, int]:
-    """Return the payload of a window of ``micro_batches``, from that of its first and its last micro-batch. Those in
-    between gather like the last one, because no policy gathers more at the boundary, and reduce like the first."""
-    between = micro_batches - 1
-    reduces = (Collective.all_reduce, Collective.reduce_scatter)
-    payload = {kind: first[kind] * between + last[kind] for kind in reduces}
-    gathers = Collective.all_gather
-    return payload | {gathers: first[gathers] + last[gathers] * between if between else last[gathers]}
+def _forecast_of(plan: RunPlan) -> Forecast:
+    """Return the forecast of the plan's policy."""
+    with tracing(plan) as tracer:
+        return tracer.forecast(plan.strategy.sync)[0]
 
 
 def main() -> None:
     die_with_parent(int(sys.argv[2]))
-    plan = RunPlan.from_json(sys.stdin.read())
+    questions: Any = json.load(sys.stdin)
+    plans = [
+        RunPlan.from_json(json.dumps(each)) for each in (questions if isinstance(questions, list) else [questions])
+    ]
     # the output of torch and the task would be repeated when the job runs; besides, torch logs a traceback for each
     # operator that fails on fake tensors
     warnings.simplefilter("ignore")
@@ -340,15 +361,33 @@ def main() -> None:
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, 1)
     os.dup2(devnull, 2)
-    answer: dict[str, Any] = {"memory_bytes": memory_bytes(plan)}
+    dependencies = Dependencies()
+    with open(sys.argv[1], "w", encoding="utf-8") as answers:  # noqa: PTH123
+        for plan in plans:
+            answer = _answer(plan, dependencies, remedies=len(plans) == 1)
+            print(json.dumps(answer), file=answers, flush=True)
+
+
+def _answer(plan: RunPlan, dependencies: Dependencies, *, remedies: bool) -> dict[str, Any]:
+    """Return what ``launcher.plan.task_inspection`` needs to know of a plan, as JSON.
+
+    Args:
+        remedies: whether to look for settings with which a plan that does not fit would.
+    """
+    on_gpu = plan.cluster.device is Device.cuda and torch.cuda.is_available()
+    answer: dict[str, Any] = {"device_bytes": torch.cuda.mem_get_info()[1] if on_gpu else None}
     try:
-        results, answer["problem"] = forecasts(plan)
+        results, answer["problem"], trace = forecasts_and_trace(plan)
         answer["forecasts"] = [dataclasses.asdict(forecast) for forecast in results]
+        if plan.cluster.gpu is not None and remedies:
+            answer["remedy"] = find_remedy(plan, find_gpu(plan.cluster.gpu).usable_bytes, results, _forecast_of)
+        answer["trace"] = trace.to_json()
+        answer["depends_on"] = dependencies.found()
     except LauncherError as error:  # the same error would occur in the job
         answer["error"] = str(error)
     except Exception as error:
         answer["problem"] = problem_text(error)
-    Path(sys.argv[1]).write_text(json.dumps(answer), encoding="utf-8")
+    return answer
 
 
 if __name__ == "__main__":

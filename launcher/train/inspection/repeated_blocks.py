@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, groupby, islice, pairwise
 from typing import Any, Self
 
@@ -52,10 +52,15 @@ class BlockRun:
 class BlockTrace:
     """Trace of a model: bytes of each allocation (positive) and each free (negative), and payload bytes of each kind of
     collective. Frees without an allocation between them are sorted, and so are allocations: this does not change the
-    peak, and their order may be accidental, as in autocast's cache of weights."""
+    peak, and their order may be accidental, as in autocast's cache of weights.
+
+    Attributes:
+        timeline: of the last window; see ``timeline.py``.
+    """
 
     events: list[int]
     payload: dict[Any, int]
+    timeline: Sequence[Any] = field(default=(), compare=False)
 
     @classmethod
     def of(cls, events: Sequence[int], payload: Mapping[Any, int]) -> Self:
@@ -247,7 +252,7 @@ def extrapolate(
     Raises:
         IrregularModel: ``longest`` is not what follows from the others.
     """
-    differences = {run: _difference(shortest.events, trace.events) for run, trace in longer.items()}
+    differences = {run: difference(shortest.events, trace.events) for run, trace in longer.items()}
 
     def predict(more: Mapping[BlockRun, int]) -> BlockTrace:
         payload = dict(shortest.payload)
@@ -262,8 +267,8 @@ def extrapolate(
 
 
 @dataclass(frozen=True)
-class _Difference:
-    """Difference between two traces, of which the second has one block more.
+class TraceDifference:
+    """TraceDifference between two traces, of which the second has one block more.
 
     Attributes:
         groups: place in the shorter trace, and the events that the longer one has there in addition.
@@ -274,10 +279,10 @@ class _Difference:
     sizes: list[tuple[int, int]]
 
 
-def _difference(shorter: list[int], longer: list[int]) -> _Difference:
+def difference(shorter: list[int], longer: list[int]) -> TraceDifference:
     """Return what turns ``shorter`` into ``longer``. A group repeats the events right before it. A larger event is one
     for all blocks, such as the gathering of parameters that are in no unit."""
-    found = _Difference([], [])
+    found = TraceDifference([], [])
     i = j = 0
     while j < len(longer):
         if i < len(shorter) and shorter[i] == longer[j]:
@@ -317,14 +322,14 @@ def _repeated(shorter: list[int], i: int, longer: list[int], j: int) -> tuple[in
     return best, agree
 
 
-def _insert(events: list[int], differences: Sequence[tuple[_Difference, int]]) -> list[int]:
+def _insert(events: list[int], differences: Sequence[tuple[TraceDifference, int]]) -> list[int]:
     """Return ``events`` with each difference inserted as often as its number says."""
     events = [*events]
-    for difference, times in differences:
-        for place, more in difference.sizes:
+    for found, times in differences:
+        for place, more in found.sizes:
             events[place] += more * times
     places = sorted(
-        ((place, group * times) for difference, times in differences for place, group in difference.groups),
+        ((place, group * times) for found, times in differences for place, group in found.groups),
         key=lambda each: each[0],
     )
     for (place, group), (other, next_group) in pairwise(places):

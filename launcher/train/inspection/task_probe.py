@@ -38,6 +38,7 @@ from launcher.task import (
     train_data,
 )
 from launcher.tracebacks import users_frames
+from launcher.train.inspection.dependencies import Dependencies
 
 if TYPE_CHECKING:
     from torch import nn
@@ -62,7 +63,7 @@ def probe(request: InspectionRequest) -> dict[str, Any]:
         require_fit(model, request.initial)
     return {
         "target": request.target,
-        "params": request.params,
+        "params": request.params | (fixed() if (fixed := getattr(task, "fixed_arguments", None)) is not None else {}),
         **_sizes(model, task, shards=request.shards),
         "in_eval_mode": in_eval_mode(model),
         "eval_sets": tuple(held_out),
@@ -293,9 +294,9 @@ def _without_random_values() -> AbstractContextManager[object]:
 
 def main() -> None:
     die_with_parent(int(sys.argv[2]))
-    request = value_from_json(InspectionRequest, json.load(sys.stdin))
+    request, dependencies = value_from_json(InspectionRequest, json.load(sys.stdin)), Dependencies()
     try:
-        result: dict[str, Any] = {"task": probe(request)}
+        result: dict[str, Any] = {"task": probe(request), "depends_on": dependencies.found()}
     except UserError as error:
         result = {"error": str(error)}
     except Exception as error:  # user code may raise anything

@@ -42,7 +42,7 @@ class Exchanger:
     """Runner of exchanges of one kind; ``tag`` distinguishes its messages from those of other kinds."""
 
     def __init__(self, tag: int, meter: Meter) -> None:
-        self._tag, self._meter = tag, meter
+        self._tag, self.meter = tag, meter
         # gloo cannot report that a send or receive is complete, only block until it is
         self._waiter = ThreadPoolExecutor(1, "exchange")
 
@@ -61,7 +61,7 @@ class Exchanger:
                     work.wait()
             timer.stop()
 
-        return ExchangeWork(self._waiter.submit(finish), self._meter)
+        return ExchangeWork(self._waiter.submit(finish), self.meter)
 
 
 class Gather:

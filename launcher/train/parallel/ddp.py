@@ -44,6 +44,7 @@ class Ddp(Parallel):
         self._compiled, self._reduces = compiled, False
         self._zeroed: list[int] = []  # versions of the gradients when they were set to zero
         self._copies = False  # the first backward pass of the current window copies its gradients into the buckets
+        self._shrunk = False  # the gradients are zeros without memory
         self._views: list[tuple[nn.Parameter, Tensor]] = []  # those into the buckets, while the gradients are None
         self._ddp = self._wrapped(init_sync=True)
 
@@ -91,6 +92,8 @@ class Ddp(Parallel):
         self.averaged_over = 1 if sums else self._world_size
         if first and not self._ddp._has_rebuilt_buckets:
             self._attach_gradients()  # so that they move to the new buckets, where the views are taken again
+            if self._order:  # DDP lays them out now
+                self._shrink_gradients()
         self._rebuild_buckets()  # before the forward pass needs memory
         if first:
             self._copies = self._reduces and not self._keeps_buckets
@@ -109,6 +112,10 @@ class Ddp(Parallel):
         """Lay out the buckets in the order of the first synchronised backward pass, once it has taken place."""
         if self._ddp.reducer._rebuild_buckets():
             self._ddp._has_rebuilt_buckets, self._views = True, []
+        elif self._shrunk:  # that pass did not reach its end
+            for parameter in self._parameters:
+                parameter.grad = None
+        self._shrunk = False
 
     def backward(self, loss: Tensor, items: Callable[[], float] | None = None) -> AbstractContextManager[None]:
         # under `every`, part of the residue is from this window already
@@ -179,6 +186,14 @@ class Ddp(Parallel):
             parameter.grad = view.zero_()
         self._views = []
 
+    def _shrink_gradients(self) -> None:
+        """Replace the gradients, which are zero, by zeros without memory of their own: DDP copies them into the new
+        buckets when it lays these out, and the old ones are free by then."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.new_zeros(()).expand_as(parameter)
+        self._shrunk = True
+
     def _versions(self) -> list[int]:
         """Return a number for each gradient, which changes when the gradient does."""
         return [p.grad._version for p in self._parameters if p.grad is not None]
@@ -220,6 +235,7 @@ class Ddp(Parallel):
         reducer.prepare_for_backward([])
         for name in names:
             parameters[name].view_as(parameters[name]).backward(torch.zeros_like(parameters[name]))
+        self._shrink_gradients()
         self._rebuild_buckets()
         self._order = names
         self.zero_grad()

@@ -186,6 +186,20 @@ def test_the_earliest_failure_is_the_runs(now: Situation) -> None:
     assert (read_json(now.paths.summary) or {})["failure"]["error"] == "ValueError: first"
 
 
+def test_the_reports_of_many_nodes_are_opened_once_each(now: Situation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All nodes of a job look for them: with one file to open for each node, it would be their number squared."""
+    for number in (3, 500):
+        Reports(now.fence, number, 512).add(failure_record(f"error of {number}", None))
+    opened: list[Path] = []
+    monkeypatch.setattr(outcome, "read_json", lambda path: opened.append(path) or read_json(path))
+    reports = Reports(now.fence, 0, 512)
+    for _ in range(3):
+        assert {number: failure["error"] for number, failure in reports.all().items()} == {
+            3: "error of 3", 500: "error of 500"
+        }  # fmt: skip
+    assert opened == [now.paths.failure_of(3), now.paths.failure_of(500)]
+
+
 def test_what_an_older_start_says_changes_nothing(now: Situation) -> None:
     old = Reports(now.fence, 0, 2)
     now.begin(restart=1)

@@ -180,3 +180,29 @@ class Task:
             losses = losses[y >= 0]
             return launcher.Loss(total=losses.sum(), items=int((y >= 0).sum()))
         return launcher.Loss(total=losses.sum(), items=len(y))
+
+
+class Wide:
+    """Few large layers, each larger than a bucket of DDP; or convolutions."""
+
+    shard_units = None
+
+    def __init__(self, kind: str = "mlp", width: int = 3000) -> None:
+        self.kind, self.width = kind, width
+
+    def model(self) -> nn.Module:
+        if self.kind == "mlp":
+            layers = [nn.Linear(64, self.width), nn.ReLU(), nn.Linear(self.width, self.width), nn.ReLU()]
+            return nn.Sequential(*layers, nn.Linear(self.width, self.width), nn.ReLU(), nn.Linear(self.width, 10))
+        blocks = [nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.ReLU()) for _ in range(3)]
+        return nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), *blocks, nn.Flatten(), nn.Linear(32 * 256, 10))
+
+    def train_data(self) -> list[Tensor]:
+        shape = (64,) if self.kind == "mlp" else (3, 16, 16)
+        return [torch.zeros(shape) for _ in range(64)]
+
+    def eval_data(self) -> None:
+        return None
+
+    def loss(self, model: nn.Module, batch: Tensor) -> launcher.Loss:
+        return launcher.Loss(total=model(batch).square().sum(), items=len(batch))

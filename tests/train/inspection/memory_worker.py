@@ -34,12 +34,12 @@ def peak(plan: RunPlan, sync: Sync) -> int:
         task.model,
         FromModel(lambda m: build_optimizer(m, plan.optimizer, plan.cluster.device)),
         plan,
-        shard_units=task.shard_units,
+        shard_units=getattr(task, "shard_units", None),
     )
-    tracker = MemTracker()
+    data, tracker = task.train_data(), MemTracker()  # the data set is not part of what is predicted
     tracker.track_external(engine.parallel.module, engine.optimizer)
     with tracker:
-        for number, window in enumerate(engine.windows(task.train_data()), 1):
+        for number, window in enumerate(engine.windows(data), 1):
             for batch in window:
                 tracker.reset_mod_stats()
                 losses = as_losses(task.loss(engine.model, batch), engine.samples_in_batch, plan.task.target)

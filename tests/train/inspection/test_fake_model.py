@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from launcher.train.inspection.fake_model import autocast_of_cuda
+from launcher.train.inspection.fake_model import autocast_of_cuda, problem_text
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda x: F.softmax(x, -1),
@@ -30,6 +31,19 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "linear": lambda x: x @ x.t(),
     "a chosen format": lambda x: F.softmax(x, -1, dtype=torch.bfloat16),
 }
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (lambda x: x[x > 0], "the size of a tensor in the model or its loss depends on values"),
+        (lambda x: x.sum().item(), "the model or its loss asks a tensor for its value"),
+    ],
+)
+def test_a_trace_that_needs_values_fails_with_a_sentence(function: Callable[[Tensor], Any], text: str) -> None:
+    with FakeTensorMode(), pytest.raises(Exception) as caught:
+        function(torch.empty(4))
+    assert problem_text(caught.value).startswith(text)
 
 
 @pytest.mark.filterwarnings("ignore")  # the forecast's process shows none

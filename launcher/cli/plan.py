@@ -1,0 +1,185 @@
+"""`launch plan`: what would run, and with -m which of several settings is the best."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+
+from launcher.cli.overrides import take_flag, take_value, with_config
+from launcher.config.multirun import RequestedCell, Result, cell_label, override_key
+from launcher.config.schema import Config, StrategyKind, Sync
+from launcher.errors import EXIT_DONE, ConfigError, UserError
+from launcher.launch.planner import Once, plan_job, task_stem, trace_jobs
+from launcher.launch.slurm import submit
+from launcher.plan.batch import DEFAULT_GLOBAL_SIZE
+from launcher.plan.ranking import Candidate, Ranking, rank
+from launcher.plan.run_forecast import RunForecast
+from launcher.plan.run_plan import RunPlan
+from launcher.report import live, ranking_table, tables
+from launcher.report.page import require_place, save_page
+from launcher.sweeps.conductor import require_a_possible_one
+
+ALL = "all"
+MICRO_SIZE = "batch.micro_size"
+# keys of which `all` is every option
+_OPTIONS = {
+    "strategy": [kind.value for kind in StrategyKind if kind is not StrategyKind.auto],
+    "strategy.sync": [sync.value for sync in Sync if sync is not Sync.auto],
+}
+
+
+def launch_plan(arguments: list[str]) -> int:
+    as_json = take_flag("--json", arguments)
+    html = take_value("--html", arguments)
+    several = {"-m", "--multirun"} & set(arguments) and not {"--help", "-h", "--cfg", "-c"} & set(arguments)
+    if not several:
+        if html is not None:
+            raise UserError("--html: has an effect with -m only, where several settings are compared.\n  Leave it out.")
+        for key in sorted(_keys_with_all(arguments)):
+            raise ConfigError(key, ALL, "stands for several values.", "Add -m, which compares them.")
+        return with_config("plan", arguments, lambda config, _: _show(plan_job(config, starts=False), as_json=as_json))
+    page = None if html is None else Path(html)
+    if page is not None:
+        require_place(page)
+    wide = _keys_with_all(arguments)
+    arguments = [_with_options(argument) for argument in arguments]
+
+    def cells(requested: Sequence[RequestedCell], with_results: bool) -> Sequence[Result]:
+        if with_results:
+            raise UserError(
+                "hydra/sweeper: this sweeper needs results, and a plan has none.\n  Leave it out, or use launch train."
+            )
+        ranking = _rank(requested, wide)
+        if page is not None:
+            from launcher.report.ranking_page import ranking_page
+
+            title = f"{task_stem(requested[0].config)}: {' '.join(word for word in arguments if '=' in word)}"
+            save_page(ranking_page(ranking, title, datetime.now().astimezone()), page)
+        if as_json:
+            print(ranking_table.ranking_json(ranking))
+        else:
+            console = live.console()
+            for part in ranking_table.ranking_tables(ranking):
+                console.print(part, markup=False, highlight=False)
+            if page is not None:
+                print(f"\nThe page: {tables.near(page.absolute())} (one file, opens without network)")
+        return [None] * len(requested)
+
+    def act(config: Config, yaml: str) -> int:  # noqa: ARG001
+        raise AssertionError("the cells are ranked together")
+
+    return with_config("plan", arguments, act, cells=cells, confirmed=True)
+
+
+def _show(solved: RunPlan, *, as_json: bool) -> int:
+    if as_json:
+        forecast = RunForecast.of(solved)
+        fields = dataclasses.asdict(solved) | {"prediction": None if forecast is None else dataclasses.asdict(forecast)}
+        print(json.dumps(fields, indent=2))
+    else:
+        live.console().print(tables.plan_table(solved))
+        if solved.cluster.slurm is not None:
+            print(f"\nThe batch script:\n\n{submit.batch_script(solved)}", end="")
+    return EXIT_DONE
+
+
+def _keys_with_all(arguments: Sequence[str]) -> set[str]:
+    """Return the keys that have the value ``all``."""
+    pairs = (argument.partition("=") for argument in arguments)
+    return {key for key, _, value in pairs if value == ALL and key in (*_OPTIONS, MICRO_SIZE)}
+
+
+def _with_options(argument: str) -> str:
+    """Return ``strategy=all`` and ``strategy.sync=all`` with a list of the options, and any other argument as it is."""
+    key, _, value = argument.partition("=")
+    return f"{key}={','.join(_OPTIONS[key])}" if value == ALL and key in _OPTIONS else argument
+
+
+def _with_micro_sizes(cell: RequestedCell) -> list[RequestedCell]:
+    """Return the cell for each divisor of the global batch if its micro-batch is ``all``, else the cell itself."""
+    batch = cell.config.batch
+    if batch.micro_size != ALL:
+        return [cell]
+    total = DEFAULT_GLOBAL_SIZE if batch.global_size is None else batch.global_size
+    kept = [word for word in cell.overrides if override_key(word) != MICRO_SIZE]
+    sizes = {divisor for low in range(1, math.isqrt(max(total, 0)) + 1) if total % low == 0
+             for divisor in (low, total // low)}  # fmt: skip
+    return [
+        dataclasses.replace(
+            cell,
+            overrides=(*kept, f"{MICRO_SIZE}={size}"),
+            config=dataclasses.replace(cell.config, batch=dataclasses.replace(batch, micro_size=size)),
+        )
+        for size in sorted(sizes)
+    ]
+
+
+def _rank(requested: Sequence[RequestedCell], wide: set[str]) -> Ranking:
+    """Plan all cells and return their ranking.
+
+    Args:
+        wide: keys with the value ``all``, which stands for all values that are possible.
+
+    Raises:
+        UserError: no cell has a plan, or the cells do not compare.
+    """
+    cells = [each for cell in requested for each in _with_micro_sizes(cell)]
+    once = Once()
+    plans: list[RunPlan | UserError] = []
+    with _progress() as report:
+        trace_jobs([cell.config for cell in cells], once, lambda number, of: report("traced", number, of, ""))
+        for number, cell in enumerate(cells, 1):
+            try:
+                plans.append(plan_job(cell.config, once, starts=False))
+            except UserError as error:
+                plans.append(error)
+            report("planned", number, len(cells), cell_label(cell.overrides))
+    require_a_possible_one(cells, [plan if isinstance(plan, UserError) else None for plan in plans])
+    candidates: list[Candidate] = []
+    refused: list[tuple[tuple[str, ...], UserError]] = []
+    possible: set[tuple[str, ...]] = set()
+    for cell, plan in zip(cells, plans, strict=True):
+        chosen = tuple(word for word in cell.overrides if override_key(word) not in wide)
+        if isinstance(plan, UserError):
+            refused.append((chosen if wide else cell.overrides, plan))
+        else:
+            possible.add(chosen)
+            candidates.append(Candidate(cell_label(cell.overrides), plan))
+    # `all` means all that are possible: what it adds to a setting is no mistake if the setting is possible
+    shown: dict[tuple[str, ...], UserError] = {}
+    for words, error in sorted(refused, key=lambda each: str(each[1]).startswith("strategy")):  # a batch says more
+        if not wide or words not in possible:
+            shown.setdefault(words, error)
+    return rank(candidates, [(cell_label(words), str(error).partition("\n")[0]) for words, error in shown.items()])
+
+
+@contextmanager
+def _progress() -> Generator[Callable[[str, int, int, str], None]]:
+    """Return a context with a function that reports what is done: a bar for each kind of work on a terminal, else a
+    line. Its arguments: the work, how many are done, of how many, and which one it was."""
+    if not sys.stderr.isatty():
+
+        def print_line(work: str, number: int, of: int, which: str) -> None:
+            print(f"{work} {number} of {of}{which and ': '}{which}", file=sys.stderr, flush=True)
+
+        yield print_line
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+    tasks: dict[str, TaskID] = {}
+    shown = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*shown, console=Console(stderr=True), transient=True) as bar:
+
+        def update(work: str, number: int, of: int, which: str) -> None:
+            if work not in tasks:
+                tasks[work] = bar.add_task(work, total=of)
+            bar.update(tasks[work], completed=number, description=f"{work} {which}")
+
+        yield update

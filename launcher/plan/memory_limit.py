@@ -1,0 +1,50 @@
+"""Memory limit of a rank: which forecasts fit, and the warning of a plan that leaves too little."""
+
+from __future__ import annotations
+
+from launcher.plan.gpus import FULL_SHARE, OVERHEAD_BYTES
+from launcher.plan.run_plan import Forecast, RunPlan
+from launcher.quantities import bytes_text
+
+# Fraction of a rank's memory that tensors may take where the allocator is not modelled; its rounding and the
+# communication library's buffers need the rest.
+USABLE_MEMORY = 0.92
+
+
+def needed_bytes(forecast: Forecast) -> int | None:
+    """Return what a rank needs: what the allocator reserves if that is predicted, else its tensors; None if unknown."""
+    return forecast.peak_bytes if forecast.reserved_bytes is None else forecast.reserved_bytes
+
+
+def excess_bytes(forecast: Forecast, memory_bytes: int) -> int:
+    """Return the bytes by which a forecast exceeds what a rank may use; 0 if it fits or is not known.
+
+    Args:
+        memory_bytes: of the device, on a GPU without what CUDA and NCCL take.
+    """
+    limit = memory_bytes if forecast.reserved_bytes is not None else round(USABLE_MEMORY * memory_bytes)
+    return max(0, (needed_bytes(forecast) or 0) - limit)
+
+
+def full_notes(plan: RunPlan, remedy: list[str] | None) -> list[str]:
+    """Return the warning that a plan leaves too little of a GPU's memory.
+
+    Args:
+        remedy: settings with which the job is predicted to fit; empty: none were found; None: none were looked for.
+    """
+    memory = plan.strategy.memory_bytes
+    forecast = next(each for each in plan.strategy.forecasts if each.sync is plan.strategy.sync)
+    if memory is None or forecast.reserved_bytes is None:
+        return []
+    card = memory + OVERHEAD_BYTES
+    share = (forecast.reserved_bytes + OVERHEAD_BYTES) / card
+    if share <= FULL_SHARE:
+        return []
+    name = "the GPU here" if plan.cluster.gpu is None else f"cluster.gpu={plan.cluster.gpu}"
+    start = f"A rank is predicted to need {share:.0%} of the {bytes_text(card)} of {name}"
+    if not (excess := excess_bytes(forecast, memory)):
+        return [f"{start}, above {FULL_SHARE:.0%}: what is not predicted may end the run."]
+    if remedy:
+        return [f"{start}: it does not fit, by {bytes_text(excess)}. It fits with {' '.join(remedy)}."]
+    other = "" if remedy is None else " No smaller micro-batch, recomputation or sharding over these ranks is enough:"
+    return [f"{start}: it does not fit, by {bytes_text(excess)}.{other} Use more ranks, or GPUs with more memory."]

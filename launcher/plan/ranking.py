@@ -1,0 +1,180 @@
+"""Ranking of the plans of one global batch: by step time and by GPU-hours, with the frontier between the two."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from launcher.errors import ConfigError
+from launcher.plan.memory_limit import excess_bytes
+from launcher.plan.run_plan import Forecast, RunPlan
+from launcher.plan.step_time import StepTime
+from launcher.quantities import first_names
+
+_SHOWN_VALUES = 6
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """One of several plans of the same job.
+
+    Attributes:
+        label: the settings in which it differs from the others.
+    """
+
+    label: str
+    plan: RunPlan
+
+    @functools.cached_property
+    def forecast(self) -> Forecast | None:
+        """Forecast of the plan's sync policy."""
+        strategy = self.plan.strategy
+        return next((forecast for forecast in strategy.forecasts if forecast.sync is strategy.sync), None)
+
+    @property
+    def step(self) -> StepTime | None:
+        return None if self.forecast is None else self.forecast.step
+
+    @property
+    def ranks(self) -> int:
+        return self.plan.batch.world_size
+
+    @property
+    def hours(self) -> float | None:
+        """Hours to the end of the run; None if they are not predicted, or if the run's length is unknown."""
+        steps = self.plan.train.steps
+        return None if self.step is None or steps is None else self.step.step_s * steps / 3600
+
+    @property
+    def gpu_hours(self) -> float | None:
+        return None if self.hours is None else self.hours * self.ranks
+
+    @property
+    def cost(self) -> float | None:
+        """Price of the run; None without ``cluster.price_per_gpu_hour``."""
+        price = self.plan.cluster.price_per_gpu_hour
+        return None if self.gpu_hours is None or price is None else self.gpu_hours * price
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes by which the predicted peak exceeds a rank's usable memory; 0 if it fits or is unknown."""
+        memory = self.plan.strategy.memory_bytes
+        return 0 if self.forecast is None or memory is None else excess_bytes(self.forecast, memory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranking:
+    """Ranked candidates, and those that cannot be ranked.
+
+    Attributes:
+        by_time: candidates that are not known to exceed the memory, the fastest first.
+        by_gpu_time: the same, that of the fewest GPU-hours first.
+        frontier: those than which no other is both faster and cheaper, the fastest first.
+        untimed: candidates without a predicted step time, in the order of the request.
+        too_large: candidates that need more memory than there is, the least excess first.
+        impossible: labels of the settings that have no plan, by reason.
+        notes: notes that all plans share.
+    """
+
+    by_time: tuple[Candidate, ...]
+    by_gpu_time: tuple[Candidate, ...]
+    frontier: tuple[Candidate, ...]
+    untimed: tuple[Candidate, ...]
+    too_large: tuple[Candidate, ...]
+    impossible: Mapping[str, Sequence[str]]
+    notes: tuple[str, ...]
+
+    @property
+    def fastest(self) -> tuple[Candidate, ...]:
+        """Return the candidates that cannot be told apart from the fastest: their intervals of step time overlap."""
+        return overlapping(self.by_time, lambda _: 1.0)
+
+    @property
+    def cheapest(self) -> tuple[Candidate, ...]:
+        """Return the candidates that cannot be told apart from that of the fewest GPU-hours."""
+        return overlapping(self.by_gpu_time, lambda candidate: candidate.ranks)
+
+
+def rank(candidates: Sequence[Candidate], refused: Iterable[tuple[str, str]] = ()) -> Ranking:
+    """Return the ranking of ``candidates``.
+
+    Args:
+        refused: (label, reason) of the settings that have no plan.
+
+    Raises:
+        ConfigError: the candidates do not do the same work, so the time of a step does not compare them.
+    """
+    _require_equal_work(candidates)
+    fitting = [candidate for candidate in candidates if not candidate.missing_bytes]
+    timed = [candidate for candidate in fitting if candidate.step is not None]
+    too_large = [candidate for candidate in candidates if candidate.missing_bytes]
+    by_time = sorted(timed, key=lambda each: (_step_s(each), _gpu_s(each)))
+    impossible: dict[str, list[str]] = {}
+    for label, reason in refused:
+        impossible.setdefault(reason, []).append(label)
+    shared = [note for note in candidates[0].plan.notes if all(note in each.plan.notes for each in candidates)]
+    return Ranking(
+        by_time=tuple(by_time),
+        by_gpu_time=tuple(sorted(timed, key=lambda each: (_gpu_s(each), _step_s(each)))),
+        frontier=tuple(frontier(by_time)),
+        untimed=tuple(candidate for candidate in fitting if candidate.step is None),
+        too_large=tuple(sorted(too_large, key=lambda each: each.missing_bytes)),
+        impossible=impossible,
+        notes=tuple(shared),
+    )
+
+
+def frontier(by_time: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates than which no other is at least as fast and as cheap, and better in one of the two.
+
+    Args:
+        by_time: sorted by step time, and of equal ones by GPU-hours.
+    """
+    kept: list[Candidate] = []
+    for candidate in by_time:
+        time_s, cost_s = _step_s(candidate), _gpu_s(candidate)
+        equal = bool(kept) and (time_s, cost_s) == (_step_s(kept[-1]), _gpu_s(kept[-1]))
+        if not kept or equal or cost_s < _gpu_s(kept[-1]):
+            kept.append(candidate)
+    return kept
+
+
+def overlapping(best_first: Sequence[Candidate], factor: Callable[[Candidate], float]) -> tuple[Candidate, ...]:
+    """Return the candidates whose interval, ``factor`` times that of their step, overlaps with the first one's."""
+    if not best_first:
+        return ()
+    first = best_first[0]
+    limit = factor(first) * _step(first).high_s
+    return (first, *(each for each in best_first[1:] if factor(each) * _step(each).low_s <= limit))
+
+
+def _require_equal_work(candidates: Sequence[Candidate]) -> None:
+    sizes = sorted({candidate.plan.batch.global_size for candidate in candidates})
+    if len(sizes) > 1:
+        raise ConfigError(
+            "batch.global_size", first_names([str(size) for size in sizes], _SHOWN_VALUES),
+            "differs between the cells, so that the times of their steps do not compare.",
+            "Set batch.global_size=N, and leave out batch.micro_size or batch.accumulation, which then follows.",
+        )  # fmt: skip
+    lengths = sorted({candidate.plan.train.steps or 0 for candidate in candidates})
+    if len(lengths) > 1:
+        raise ConfigError(
+            "train.steps", first_names([str(steps) for steps in lengths], _SHOWN_VALUES),
+            "differs between the cells, so that their GPU-hours do not compare.", "Do not vary the length of the run.",
+        )  # fmt: skip
+
+
+def _step(candidate: Candidate) -> StepTime:
+    if candidate.step is None:
+        raise ValueError(f"{candidate.label}: has no step time")
+    return candidate.step
+
+
+def _step_s(candidate: Candidate) -> float:
+    return _step(candidate).step_s
+
+
+def _gpu_s(candidate: Candidate) -> float:
+    """Return the GPU-seconds of a step."""
+    return _step_s(candidate) * candidate.ranks

@@ -1,0 +1,128 @@
+"""Settings with which a job fits into memory that does not fit as configured."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from launcher.config.schema import Compress, Norm, Recompute, StrategyKind, Sync
+from launcher.plan.memory_limit import excess_bytes
+from launcher.plan.run_plan import Forecast, RunPlan, StrategyPlan
+from launcher.plan.strategy import CONFIGURED
+from launcher.plan.sync_policy import SHARDED
+
+LIMIT_S = 20.0  # of CPU time, after which no further combination is tried
+
+Change = tuple[str, Callable[[RunPlan], RunPlan]]  # settings, and what they do to a plan
+
+
+def find_remedy(
+    plan: RunPlan, memory_bytes: int, forecasts: Sequence[Forecast], trace: Callable[[RunPlan], Forecast]
+) -> list[str] | None:
+    """Return the fewest settings with which the job fits, at the same global batch; empty if no combination of them
+    suffices; None if the job fits already, or if the search takes too long.
+
+    Args:
+        forecasts: those of the plan.
+        trace: returns the forecast of a plan under the policy that it names.
+    """
+    strategy = plan.strategy
+    usable = [each for each in forecasts if each.sync is strategy.sync or _chooses(plan)]
+    if any(each.reserved_bytes is None or not excess_bytes(each, memory_bytes) for each in usable):
+        return None
+    until = time.process_time() + LIMIT_S
+
+    def needed(changes: Sequence[Change]) -> int | None:
+        """Return the reserved bytes after ``changes``; None if they still exceed the memory."""
+        forecast = trace(_changed(plan, changes))
+        return None if excess_bytes(forecast, memory_bytes) else forecast.reserved_bytes
+
+    for changes in _combinations(plan):
+        if time.process_time() > until:
+            return None
+        if (least := needed(changes)) is None:
+            continue
+        if [setting for setting, _ in changes] == [_micro(plan, 1)[0]]:
+            before = max(each.reserved_bytes or 0 for each in usable if each.sync is strategy.sync)
+            more = _largest_micro(plan, least, before, memory_bytes)
+            changes = (more,) if needed((more,)) is not None else changes
+        return [*(setting for setting, _ in changes), *_policy(plan, _changed(plan, changes))]
+    return []
+
+
+def _changed(plan: RunPlan, changes: Sequence[Change]) -> RunPlan:
+    """Return ``plan`` with ``changes``, under the policy that then holds least."""
+    for _, change in changes:
+        plan = change(plan)
+    # gradients are sharded as soon as they exist
+    sync = Sync.every if plan.strategy.kind in SHARDED else plan.strategy.sync
+    return dataclasses.replace(plan, strategy=dataclasses.replace(plan.strategy, sync=sync))
+
+
+def _chooses(plan: RunPlan) -> bool:
+    """Return whether the launcher chooses the sync policy."""
+    return plan.strategy.sync_reason != CONFIGURED
+
+
+def _policy(plan: RunPlan, changed: RunPlan) -> list[str]:
+    """Return the setting of the policy, if the user has chosen another one."""
+    same = _chooses(plan) or plan.strategy.sync is changed.strategy.sync
+    return [] if same else [f"strategy.sync={changed.strategy.sync.value}"]
+
+
+def _combinations(plan: RunPlan) -> Iterator[tuple[Change, ...]]:
+    """Yield combinations of the settings that this job can change, those of the fewest first."""
+    batch = plan.batch
+    even = batch.micro_size * batch.accumulation * batch.world_size == batch.global_size
+    smaller = [_micro(plan, 1)] if batch.micro_size > 1 and even else []
+    settings = [*smaller, *_recompute(plan), *_sharding(plan)]
+    for number in range(1, len(settings) + 1):
+        yield from itertools.combinations(settings, number)
+
+
+def _micro(plan: RunPlan, size: int) -> Change:
+    accumulation = plan.batch.accumulation * plan.batch.micro_size // size
+
+    def change(plan: RunPlan) -> RunPlan:
+        batch = dataclasses.replace(plan.batch, micro_size=size, accumulation=accumulation)
+        return dataclasses.replace(plan, batch=batch)
+
+    return f"batch.micro_size={size} batch.accumulation={accumulation}", change
+
+
+def _largest_micro(plan: RunPlan, least: int, before: int, memory_bytes: int) -> Change:
+    """Return the largest micro-batch that fits if memory grows linearly with it.
+
+    Args:
+        least, before: bytes needed with micro-batches of one sample, and with those of the plan.
+    """
+    now = plan.batch.micro_size
+    most = 1 + (memory_bytes - least) * (now - 1) / max(1, before - least)
+    return _micro(plan, max(size for size in range(1, now) if now % size == 0 and size <= max(1, most)))
+
+
+def _recompute(plan: RunPlan) -> list[Change]:
+    if plan.strategy.recompute is not Recompute.none or not plan.task.unit_parameters or plan.batch.norm is Norm.window:
+        return []
+
+    def change(plan: RunPlan) -> RunPlan:
+        return dataclasses.replace(plan, strategy=dataclasses.replace(plan.strategy, recompute=Recompute.blocks))
+
+    return [("strategy.recompute=blocks", change)]
+
+
+def _sharding(plan: RunPlan) -> list[Change]:
+    """Return sharding over all ranks. It has no effect, or refuses an option of DDP, for some plans."""
+    strategy, world = plan.strategy, plan.batch.world_size
+    options = strategy.static_graph or strategy.find_unused_parameters or strategy.compress is not Compress.none
+    if world == 1 or strategy.kind is StrategyKind.fsdp or options or strategy.bucket_mb != StrategyPlan.bucket_mb:
+        return []
+
+    def change(plan: RunPlan) -> RunPlan:
+        changed = dataclasses.replace(plan.strategy, kind=StrategyKind.fsdp, shard_size=world)
+        return dataclasses.replace(plan, strategy=changed)
+
+    sized = strategy.kind is StrategyKind.hsdp and strategy.shard_size != plan.cluster.workers_per_node
+    return [("strategy=fsdp strategy.shard_size=null" if sized else "strategy=fsdp", change)]

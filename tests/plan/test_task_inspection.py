@@ -1,0 +1,55 @@
+"""Traces of several plans in one process: the same as one by one, and found where each plan looks for its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.config.hydra import compose
+from launcher.launch.planner import Once, plan_job, trace_jobs
+from launcher.plan import task_inspection
+from launcher.plan.run_plan import RunPlan
+from tests.helpers import make_plan
+
+MODEL = (
+    "task=bytes_gpt", "task.width=32", "task.depth=2", "task.heads=2", "task.seq_len=16", "batch.global_size=16",
+    "batch.micro_size=2", "cluster=elsewhere", "cluster.gpu=h100", "precision=bf16", "cluster.nodes=2",
+    "cluster.workers_per_node=2",
+)  # fmt: skip
+CELLS = (("strategy=ddp",), ("strategy=fsdp",), ("strategy=fsdp", "batch.micro_size=3"))  # the last one is impossible
+
+
+def plans(once: Once) -> list[RunPlan]:
+    return [plan_job(compose([*MODEL, *cell]), once, starts=False) for cell in CELLS[:-1]]
+
+
+def test_traces_of_one_process_are_those_of_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "one by one"))
+    expected = plans(Once())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "together"))
+    calls: list[tuple[int, int]] = []
+    trace_jobs([compose([*MODEL, *cell]) for cell in CELLS], Once(), lambda number, of: calls.append((number, of)))
+    assert calls == [(number, 2) for number in (1, 2)]
+
+    def no_process(*_: Any) -> None:
+        raise AssertionError("all traces are stored")
+
+    monkeypatch.setattr(task_inspection, "run_probe", no_process)
+    for plan, before in zip(plans(Once()), expected, strict=True):
+        assert plan.strategy == before.strategy
+        assert all(forecast.peak_bytes for forecast in plan.strategy.forecasts)
+    trace_jobs([compose([*MODEL, *cell]) for cell in CELLS], Once(), lambda *_: pytest.fail("nothing is traced again"))
+
+
+def test_a_process_that_ends_early_leaves_the_rest_to_each_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(task_inspection, "_FORECAST", "launcher.no_such_module")
+    traced: list[int] = []
+    task_inspection.trace_plans(
+        [make_plan(f"batch.micro_size={size}") for size in (1, 2)], lambda number, _: traced.append(number)
+    )
+    assert traced == []
