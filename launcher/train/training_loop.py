@@ -91,7 +91,8 @@ class TrainingLoop:
         self.extra: dict[str, Any] | None = None  # JSON data of the user's own loop, for the next checkpoint
         self.record: Sink = NoRecord()
         self.recorded: int | None = None  # step of the newest record
-        self.prediction_due = True  # for the first record of this process
+        # one record states the prediction: the first of the run, and the first after a change of what is predicted
+        self.prediction_due = restored is None or not restored.comparable
         self.straggler_lines = 0
         self.smaller_windows = False  # whether they were reported
         own: Callable[[], float] | None = getattr(task, "flops_per_sample", None)
