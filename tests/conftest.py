@@ -46,6 +46,7 @@ _numbers = itertools.count()
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Measure the machine once, in the process that the others inherit from, and stretch every limit accordingly."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores Ctrl-C
     if SLOWNESS not in os.environ:
         began = time.perf_counter()
         subprocess.run([sys.executable, "-c", "import torch"], check=True)

@@ -101,11 +101,12 @@ def test_what_belongs_to_another_cluster() -> None:
 def test_the_memory_of_hosts_elsewhere_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sharded plan is still weighed, by its bytes alone."""
 
-    def forecast(plan: RunPlan, *, choose: bool) -> RunPlan:
+    def weigh(plan: RunPlan, *, choose: bool, measures: bool) -> RunPlan:
         assert choose
+        assert measures
         return plan.with_notes(["weighed"])
 
-    monkeypatch.setattr(planner, "weigh_memory", forecast)
+    monkeypatch.setattr(planner, "weigh_memory", weigh)
     assert "weighed" in planned("cluster.nodes=2", "strategy=hsdp").notes
 
 
