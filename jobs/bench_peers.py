@@ -16,8 +16,8 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from bench_contenders import CLIP_NORM, HAND_WRITTEN, IGNORED, LEARNING_RATE, Contender, Job, SentBytes, loss_sum
+from bench_contenders import CLIP_NORM, HAND_WRITTEN, IGNORED, LEARNING_RATE, Contender, Job, PeakMemory, SentBytes, loss_sum
 from bench_libraries import LIBRARIES
 from bench_sync import ACCUMULATIONS, MICRO_SIZE, machine
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ from torch.utils.data import TensorDataset
 from launcher.tasks.bytes_gpt import BytesGPT
 
 CHECKED_WINDOWS = 2
-MIN_ROUNDS, MAX_ROUNDS = 7, 200
+MIN_ROUNDS, MAX_ROUNDS = 3, 200
 UNEVEN_ACCUMULATION = 4
 # relative to the distance that training has moved the parameters: above what rounding does, below a mean of means
 SAME = {"fp32": 1e-2, "bf16": 1e-1}
@@ -102,6 +102,14 @@ def link_bytes() -> int | None:
     return counters["eth0"].bytes_sent if "eth1" in counters and "eth0" in counters else None
 
 
+@contextmanager
+def active(*counters: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for counter in counters:
+            stack.enter_context(counter)
+        yield
+
+
 class Cell:
     """All contenders at one accumulation."""
 
@@ -110,19 +118,21 @@ class Cell:
         self.contenders = [kind(job) for kind in kinds]
         self.times: dict[str, list[float]] = {each.name: [] for each in self.contenders}
         self.sent: dict[str, tuple[int, int | None]] = {}
+        self.peak: dict[str, int] = {}
 
     def check(self) -> dict[str, float]:
-        """Take the first windows, count the bytes of the last of them, and compare with the reference."""
+        """Take the first windows, count bytes and memory of the last of them, and compare with the reference."""
         expected = reference(self.job, CHECKED_WINDOWS)
         for window in range(CHECKED_WINDOWS):
             counted = window == CHECKED_WINDOWS - 1
             for each in self.contenders:
-                counter, before = SentBytes(), link_bytes()
+                counter, memory, before = SentBytes(), PeakMemory(self.job.data), link_bytes()
                 dist.barrier()
-                each.step(window, counter if counted else nullcontext())
+                each.step(window, active(memory, counter) if counted else nullcontext())
                 dist.barrier()
                 after = link_bytes()
                 self.sent[each.name] = counter.bytes, None if before is None or after is None else after - before
+                self.peak[each.name] = memory.peak
         return {each.name: difference(each, expected) for each in self.contenders}
 
     def time(self, budget_s: float) -> None:
@@ -176,7 +186,7 @@ def measure(arguments: argparse.Namespace) -> None:
                 **same, "contender": each.name, "family": each.family, "loss": each.loss,
                 "accumulation": accumulation, "uneven": uneven,
                 "times_s": cell.times[each.name], "sent_bytes": sent_bytes, "link_bytes": on_link,
-                "difference": differences[each.name],
+                "peak_bytes": cell.peak[each.name], "difference": differences[each.name],
             }  # fmt: skip
             if dist.get_rank() == 0:
                 with arguments.out.open("a") as file:
@@ -197,7 +207,7 @@ def line(record: dict[str, Any]) -> str:
     taken = f"{statistics.median(times) * 1e3:8,.1f} ms ({len(times)} windows)" if times else "uneven items"
     return (
         f"{record['setting']:<12} {record['accumulation']:>3}  {record['contender']:<30} {taken}   "
-        f"{record['sent_bytes'] / 1e6:7.2f} MB   off by {record['difference']:.1e}"
+        f"{record['sent_bytes'] / 1e6:7.2f} MB sent   {record['peak_bytes'] / 1e6:7.2f} MB held   off by {record['difference']:.1e}"
     )
 
 
