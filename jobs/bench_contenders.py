@@ -255,7 +255,9 @@ class HandDdp(Contender):
             with self.accumulating(last=number == len(batches)):
                 with self.job.autocast() if self.family == "ddp" else nullcontext():
                     logits = self.model(tokens)
-                self.part_of_loss(logits, targets, batches).backward()
+                loss = self.part_of_loss(logits, targets, batches)
+                del logits  # no backward pass needs them: they would add to the peak
+                loss.backward()
         nn.utils.clip_grad_norm_(self.raw.parameters(), CLIP_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad()
