@@ -67,7 +67,7 @@ bench-speedup: $(VENV)/.installed-dev tools
 	for rate in 1gbit 100mbit; do \
 		$(call HOSTS,$$rate,1) jobs/bench_speedup.py --rate $$rate || exit 1; done
 
-# The engine beside other libraries, here and on the same hosts: docs/explanations/peers.md and peers.png. 25 minutes.
+# The engine beside other libraries, here and on the same hosts: docs/explanations/peers.md and peers.png. About 26 minutes.
 # A cell takes rounds of all contenders for this many seconds, and at least three: at 100 Mbit/s and 16 micro-batches, one
 # round takes about two minutes.
 PEERS = jobs/bench_peers.py measure --setting $(1) --out build/peers.jsonl --seconds $(2) --accumulation $(3)
