@@ -40,7 +40,7 @@ def peak_of_ddp(accumulation: int) -> int:
     # after gelu; means and deviations of the norms, and the logarithms of one head's sums
     kept = depth * (4 * rows * width * (2 + 3 + 1 + 2 + 4 + 4) + 4 * rows * (4 + 1))
     kept += 4 * rows * (2 * width + 2)  # the first sum, and the last norm
-    # when the gradient of the logits is there: their log-softmax, and the gradients of both; the loss, and the number of
+    # when the gradient of the logits is there: their log-softmax, the gradients of both, the loss, and the number of
     # items by which cross_entropy has divided it
     at_the_loss = 4 * rows * vocabulary * 3 + 4 + 4
     # later micro-batches add to gradients outside the buckets, into which DDP copies them at the end
