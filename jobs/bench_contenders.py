@@ -10,20 +10,24 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset, default_collate
 
 from launcher import Engine, make_plan
 from launcher.plan.windows import share_of_window
 from launcher.tasks.bytes_gpt import BytesGPT
+from launcher.train.inspection.allocation_log import AllocationLog
 
 LEARNING_RATE, CLIP_NORM, IGNORED = 1e-3, 1.0, -100
 BUCKET_MB = 1  # of DDP: the model has 7.6 MB, and several buckets are needed for overlap
@@ -120,6 +124,54 @@ class SentBytes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class PeakMemory(AllocationLog):
+    """Log of the tensors that a window has in memory on this rank: parameters, gradients, optimizer state, activations,
+    micro-batches, and buffers of collectives, whichever library holds them.
+
+    A storage that an operator uses and none has allocated within the window was there before. Operators' own working
+    memory, and that of gloo, are not tensors.
+
+    Args:
+        data: the data set, which all contenders share: it is not counted.
+
+    Attributes:
+        before: bytes of the storages that were there before the window, and that it uses.
+    """
+
+    def __init__(self, data: TensorDataset) -> None:
+        super().__init__(torch.device("cpu"))
+        self.add(data.tensors)
+        self.events.clear()
+        self.before = 0
+
+    @property
+    def peak(self) -> int:
+        return self.before + max(accumulate(self.events, initial=0))
+
+    def _first_use(self, storage: torch.UntypedStorage) -> None:
+        if id(storage) not in self._storages:
+            self._count(storage)
+            self.before += self.events.pop() if storage.size() else 0
+
+    def __enter__(self) -> PeakMemory:
+        super().__enter__()
+        resize = torch.UntypedStorage.resize_
+
+        def resize_known(storage: torch.UntypedStorage, size: int) -> None:
+            self._first_use(storage)
+            resize(storage, size)
+
+        torch.UntypedStorage.resize_ = resize_known  # pyright: ignore[reportAttributeAccessIssue]
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not any(kind is DTensor for kind in types):
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, Tensor):
+                    self._first_use(leaf.untyped_storage())
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 class Contender(ABC):
     """One way to train. ``raw`` is the plain model, whose parameters are trained in place.
 
@@ -203,7 +255,9 @@ class HandDdp(Contender):
             with self.accumulating(last=number == len(batches)):
                 with self.job.autocast() if self.family == "ddp" else nullcontext():
                     logits = self.model(tokens)
-                self.part_of_loss(logits, targets, batches).backward()
+                loss = self.part_of_loss(logits, targets, batches)
+                del logits  # no backward pass needs them: they would add to the peak
+                loss.backward()
         nn.utils.clip_grad_norm_(self.raw.parameters(), CLIP_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,16 @@ class AccelerateState:
             yield
         finally:
             self._own = [dict(state) for state in shared]
+
+
+def select_fsdp(accelerator: Any, plugin: Any) -> None:
+    """Set Accelerate's state to FSDP2: it chooses FSDP on GPUs only, and what it then does runs on CPUs as well."""
+    from accelerate import DistributedType
+    from accelerate.state import PartialState
+
+    for state in (accelerator.state, PartialState()):
+        state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
 
 
 class AccelerateDdp(Contender):
@@ -78,8 +89,7 @@ class AccelerateFsdp(AccelerateDdp):
     name, family, reshards = "Accelerate FSDP2", "fsdp", True
 
     def make_accelerator(self, job: Job) -> Any:
-        from accelerate import DistributedType, FullyShardedDataParallelPlugin
-        from accelerate.state import PartialState
+        from accelerate import FullyShardedDataParallelPlugin
 
         accelerator = super().make_accelerator(job)
         plugin = FullyShardedDataParallelPlugin(
@@ -87,10 +97,7 @@ class AccelerateFsdp(AccelerateDdp):
             cpu_ram_efficient_loading=False, mixed_precision_policy=job.policy(), state_dict_type="SHARDED_STATE_DICT",
             reshard_after_forward=self.reshards,
         )  # fmt: skip
-        # Accelerate chooses FSDP on GPUs only; what it then does runs on CPUs as well
-        for state in (accelerator.state, PartialState()):
-            state.distributed_type = DistributedType.FSDP
-        accelerator.state.fsdp_plugin = plugin
+        select_fsdp(accelerator, plugin)
         return accelerator
 
 
@@ -160,7 +167,8 @@ class TrainerDdp(Contender):
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._train, daemon=True)
         self._counter: AbstractContextManager[Any] = nullcontext()
-        with self._state.active():
+        # with FSDP, it sets variables that would select FSDP for the next contender, too
+        with self._state.active(), mock.patch.dict(os.environ):
             self.trainer = self._trainer()
             self._thread.start()
             self._wait()
@@ -188,23 +196,35 @@ class TrainerDdp(Contender):
             def get_train_dataloader(self) -> DataLoader[Any]:
                 return DataLoader(GivenBatches(), batch_size=None)
 
+            def create_accelerator_and_postprocess(self) -> None:
+                super().create_accelerator_and_postprocess()
+                peer.select_strategy(self)
+
+            def create_optimizer(self, model: Any = None) -> Any:  # noqa: ARG002
+                self.optimizer = adamw(peer.raw.parameters())
+                return self.optimizer
+
         def loss(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
             return loss_sum(logits, labels) / num_items_in_batch
 
         arguments = TrainingArguments(
             tempfile.gettempdir(), use_cpu=True, bf16=job.bf16, ddp_backend="gloo", max_steps=10**6,
             per_device_train_batch_size=job.micro_size, gradient_accumulation_steps=job.accumulation,
-            max_grad_norm=CLIP_NORM, ddp_bucket_cap_mb=BUCKET_MB, ddp_find_unused_parameters=False,
-            logging_strategy="no", save_strategy="no", report_to="none", disable_tqdm=True,
+            max_grad_norm=CLIP_NORM, lr_scheduler_type="constant", logging_strategy="no", save_strategy="no",
+            report_to="none", disable_tqdm=True, **self.strategy(),
         )  # fmt: skip
-        optimizer = adamw(self.raw.parameters())
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
         trainer = TrainerOfGivenBatches(
-            self.raw, arguments, train_dataset=GivenBatches(), callbacks=[PauseAfterStep()],
-            optimizers=(optimizer, schedule), compute_loss_func=loss,
-        )  # fmt: skip
+            self.raw, arguments, train_dataset=GivenBatches(), callbacks=[PauseAfterStep()], compute_loss_func=loss
+        )
         trainer.remove_callback(PrinterCallback)
         return trainer
+
+    def strategy(self) -> dict[str, Any]:
+        """Return the arguments of the Trainer that choose how it synchronises."""
+        return {"ddp_bucket_cap_mb": BUCKET_MB, "ddp_find_unused_parameters": False}
+
+    def select_strategy(self, trainer: Any) -> None:
+        """Correct what the Trainer has derived from these arguments; nothing for DDP."""
 
     def _train(self) -> None:
         torch.set_num_threads(1)
@@ -226,7 +246,11 @@ class TrainerDdp(Contender):
             raise self._error
 
     def window(self, batches: list[Batch], counter: AbstractContextManager[Any]) -> None:
-        self._batches, self._counter = batches, counter  # the counter is active in the thread of the Trainer
+        self._counter = counter  # active in the thread of the Trainer
+        self.run(batches)
+
+    def run(self, batches: list[Batch]) -> None:
+        self._batches = batches
         with self._state.active():
             self._turn.release()
             self._wait()
@@ -235,6 +259,29 @@ class TrainerDdp(Contender):
         self._closing = True
         self.window([], nullcontext())
         self._thread.join()
+
+
+class TrainerFsdp(TrainerDdp):
+    name, family, reshards = "transformers Trainer, FSDP2", "fsdp", True
+
+    def strategy(self) -> dict[str, Any]:
+        config = {
+            "version": 2, "transformer_layer_cls_to_wrap": ["Block"], "reshard_after_forward": self.reshards,
+            "state_dict_type": "SHARDED_STATE_DICT",
+        }  # fmt: skip
+        return {"fsdp": True, "fsdp_config": config}
+
+    def select_strategy(self, trainer: Any) -> None:
+        from accelerate import FullyShardedDataParallelPlugin
+
+        arguments = trainer.args.fsdp_plugin_args
+        plugin = FullyShardedDataParallelPlugin(**arguments, mixed_precision_policy=self.job.policy())
+        select_fsdp(trainer.accelerator, plugin)
+        trainer.is_fsdp_enabled = True
+
+
+class TrainerFsdpGathered(TrainerFsdp):
+    name, reshards = "transformers Trainer, FSDP2, kept gathered", False
 
 
 class TorchTitan(Contender):
@@ -303,5 +350,5 @@ class _Absent(ModuleType):
 
 LIBRARIES: list[type[Contender]] = [
     AccelerateDdp, FabricDdp, TrainerDdp, AccelerateFsdp, AccelerateFsdpGathered, FabricFsdp, FabricFsdpGathered,
-    TorchTitan, TorchTitanGathered,
+    TrainerFsdp, TrainerFsdpGathered, TorchTitan, TorchTitanGathered,
 ]  # fmt: skip
