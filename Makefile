@@ -75,7 +75,7 @@ bench-peers: $(VENV)/.installed-peers tools
 	mkdir -p build && rm -f build/peers.jsonl
 	$(BIN)/launch run cluster.workers_per_node=2 -- $(call PEERS,one-machine,10,1 2 4 8 16) --uneven
 	$(call HOSTS,1gbit,1) $(call PEERS,1gbit,8,1 2 4 8 16)
-	$(call HOSTS,100mbit,1) $(call PEERS,100mbit,0,1 4 16)
+	$(call HOSTS,100mbit,1) $(call PEERS,100mbit,0,1 4)
 	$(BIN)/python jobs/bench_peers.py report --results build/peers.jsonl --to docs/explanations
 
 # Predictions against what then runs, of 68 jobs, here and on shaped hosts: docs/explanations/forecasts.md. 25 minutes.

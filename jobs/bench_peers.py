@@ -162,7 +162,7 @@ def measure(arguments: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     width = arguments.width
-    task = BytesGPT(width=width, depth=arguments.depth, heads=max(1, width // 64), seq_len=64)
+    task = BytesGPT(width=width, depth=arguments.depth, heads=max(1, width // 64), seq_len=arguments.seq_len)
     kinds = [kind for kind in (*HAND_WRITTEN, *LIBRARIES) if not arguments.only or kind.name in arguments.only]
     bf16 = arguments.precision == "bf16"
     count = 4 * max(*arguments.accumulation, UNEVEN_ACCUMULATION) * MICRO_SIZE * dist.get_world_size()
@@ -226,6 +226,7 @@ def main() -> None:
     measuring.add_argument("--only", nargs="*", help="names of contenders; default: all of them")
     measuring.add_argument("--width", type=int, default=192)
     measuring.add_argument("--depth", type=int, default=4)
+    measuring.add_argument("--seq-len", type=int, default=128, help="bytes of a sample")
     reporting = verbs.add_parser("report", help="write tables and a plot")
     reporting.add_argument("--results", type=Path, required=True)
     reporting.add_argument("--to", type=Path, required=True)

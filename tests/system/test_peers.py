@@ -13,7 +13,7 @@ from tests.helpers import ROOT
 
 pytestmark = pytest.mark.slow
 JOB = ROOT / "jobs" / "bench_peers.py"
-SMALL = ("--width", "64", "--depth", "2", "--seconds", "0")
+SMALL = ("--width", "64", "--depth", "2", "--seq-len", "64", "--seconds", "0")
 GATHERED = "launcher FSDP2, gather_once"
 EXACT = ("launcher DDP", GATHERED, "launcher FSDP2, boundary", "DDP by hand, counting items")
 HAND_WRITTEN = (*EXACT, "DDP by hand", "FSDP2 by hand", "FSDP2 by hand, kept gathered")

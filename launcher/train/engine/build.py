@@ -210,7 +210,7 @@ class TrainedParameters:
 
     def __init__(self, parallel: Parallel) -> None:
         self._parallel, self._model = parallel, parallel.module
-        self._names = self._current_names()
+        self._names, self._flags = self._current_names(), self._current_flags()
 
     @property
     def frozen(self) -> list[str]:
@@ -259,8 +259,7 @@ class TrainedParameters:
 
     def require_same(self) -> None:
         """Raise EngineMisuse if the loop has set ``requires_grad`` of parameters since then."""
-        names = self._current_names()
-        if names == self._names:
+        if self._current_flags() == self._flags or (names := self._current_names()) == self._names:
             return
         changes = {"unfrozen": sorted(names - self._names), "frozen": sorted(self._names - names)}
         shown = "; ".join(f"{change}: {first_names(names, 8)}" for change, names in changes.items() if names)
@@ -273,6 +272,15 @@ class TrainedParameters:
 
     def _current_names(self) -> set[str]:
         return {name for name, parameter in self._model.named_parameters() if parameter.requires_grad}
+
+    def _current_flags(self) -> list[bool]:
+        """Return ``requires_grad`` of all parameters. It runs in each window; names would take ten times as long."""
+        flags, modules = list[bool](), [self._model]
+        while modules:
+            module = modules.pop()
+            flags += [parameter.requires_grad for parameter in module._parameters.values() if parameter is not None]
+            modules += [child for child in module._modules.values() if child is not None]
+        return flags
 
 
 def _require_all_parameters(model: nn.Module, optimizer: Optimizer) -> None:
