@@ -11,8 +11,10 @@ import pytest
 
 from launcher.plan.forecast_cache import user_cache
 from launcher.report import measurement_cache
-from launcher.report.measurement_cache import read_cached
+from launcher.report.measurement_cache import MeasurementCache
 from launcher.report.measurements import RunData, read_all
+from launcher.rundir.paths import RunPaths
+from launcher.runs.status import Run, statuses_of
 from tests.infra.made_runs import make_run, read_records, write_records
 
 
@@ -41,8 +43,15 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 def report(runs: Sequence[Path]) -> list[str]:
     """Return which of the runs were read, after checking that the data are those of the files."""
     reader = Reader()
-    assert read_cached(runs, reader, fewest=1) == read_all(runs)
+    cache = MeasurementCache(reader, fewest=1)
+    paths = [RunPaths(run) for run in runs]
+    assert shown(cache.statuses(paths)) == shown(statuses_of(paths))
+    assert cache.measurements(runs) == read_all(runs)
     return reader.read
+
+
+def shown(statuses: Sequence[Run]) -> list[tuple[str, ...]]:
+    return [(run.name, run.dir, run.state, run.detail) for run in statuses]
 
 
 def test_what_was_read_once_is_not_read_again(runs: list[Path]) -> None:
@@ -99,6 +108,8 @@ def test_a_cache_that_cannot_be_written_is_no_error(runs: list[Path], tmp_path: 
 def test_few_runs_are_not_cached(runs: list[Path]) -> None:
     reader = Reader()
     for _ in range(2):
-        read_cached(runs, reader, fewest=5)
+        cache = MeasurementCache(reader, fewest=5)
+        cache.statuses(map(RunPaths, runs))
+        cache.measurements(runs)
     assert len(reader.read) == 8
     assert not (user_cache() / "reports").exists()
