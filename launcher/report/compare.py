@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ _ACCUMULATION = ("batch.accumulation", "batch.micro_size")
 _BETWEEN_STEPS = ("train.steps", "train.epochs", "train.eval_every", "train.log_every", "checkpoint.")
 # maximum number of varying settings shown beside a run's name
 _SETTINGS_SHOWN = 5
+# most runs in the plots of a task
+MOST_DRAWN = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,11 +258,31 @@ def lines_over_accumulation(rows: Sequence[Row]) -> dict[Key, list[Row]]:
     return _lines(rows, key)
 
 
-def families(rows: Sequence[Row]) -> dict[Key, list[Row]]:
+def _families(rows: Sequence[Row]) -> dict[Key, list[Row]]:
     """Return the runs that differ only in workers, accumulation, batch sizes and length, by their other settings."""
     free = (*_WORKERS, *_ACCUMULATION, "batch.global_size")
     keys = [key for key in varying(rows) if key not in free and not key.startswith(_BETWEEN_STEPS)]
     return _lines(rows, lambda row: _key(row, keys))
+
+
+def with_drawn_runs(group: TaskGroup) -> TaskGroup:
+    """Return the group with at most MOST_DRAWN runs, which are enough for plots: more cannot be told apart.
+
+    Runs that are compared with each other over workers or accumulation stay together. First come those that end with
+    the lowest smoothed loss of a finished run.
+    """
+    if len(group.rows) <= MOST_DRAWN:
+        return group
+    best_families = sorted(_families(group.rows).values(), key=lambda family: min(map(_final_loss, family)))
+    best_first = (row for family in best_families for row in sorted(family, key=_final_loss))
+    drawn = {*itertools.islice(best_first, MOST_DRAWN)}
+    return replace(group, rows=tuple(row for row in group.rows if row in drawn))
+
+
+def _final_loss(row: Row) -> tuple[bool, float]:
+    """Return a key that puts finished runs with a low smoothed loss first."""
+    loss = row["train/loss_smoothed"]
+    return not row.done, math.inf if loss is None else loss
 
 
 def _lines(rows: Sequence[Row], key: Callable[[Row], Key]) -> dict[Key, list[Row]]:

@@ -15,9 +15,9 @@ from markupsafe import Markup
 
 from launcher.errors import UserError
 from launcher.quantities import NO_INTERVAL, count, first_names
-from launcher.report.compare import Row, RunComparison, TaskGroup, natural_sort_key
+from launcher.report.compare import Row, RunComparison, TaskGroup, natural_sort_key, with_drawn_runs
 from launcher.report.comparison_tables import DEFINITIONS, Column, columns_of, page_headings, page_line
-from launcher.report.plots import Plot, plots, with_drawn_runs
+from launcher.report.plots import Plot, plots
 from launcher.rundir.files import write_text
 
 # settings that are shown if all runs share them

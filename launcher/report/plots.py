@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import html
-import itertools
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from launcher.quantities import count
@@ -24,8 +22,6 @@ _DASHES = {
 }  # fmt: skip
 # above these numbers of curves, lines and bars, they are identified by hovering instead of a legend or label
 _MAX_CURVES, _MAX_LINES, _MAX_BARS = 14, 9, 32
-# most runs in the plots of a task
-MOST_DRAWN = 200
 _EVERY = "if every micro-batch were synchronised"
 
 
@@ -43,26 +39,6 @@ class Plot:
     layout: dict[str, Any]
     wide: bool = False
     choices: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
-
-
-def with_drawn_runs(group: TaskGroup) -> TaskGroup:
-    """Return the group with at most MOST_DRAWN runs, which are enough for plots: more cannot be told apart.
-
-    Runs that are compared with each other over workers or accumulation stay together. First come those that end with
-    the lowest smoothed loss of a finished run.
-    """
-    if len(group.rows) <= MOST_DRAWN:
-        return group
-    families = sorted(compare.families(group.rows).values(), key=lambda family: min(map(_final_loss, family)))
-    best_first = (row for family in families for row in sorted(family, key=_final_loss))
-    drawn = {*itertools.islice(best_first, MOST_DRAWN)}
-    return replace(group, rows=tuple(row for row in group.rows if row in drawn))
-
-
-def _final_loss(row: Row) -> tuple[bool, float]:
-    """Return a key that puts finished runs with a low smoothed loss first."""
-    loss = row["train/loss_smoothed"]
-    return not row.done, math.inf if loss is None else loss
 
 
 def plots(group: TaskGroup) -> list[Plot]:
