@@ -1,10 +1,11 @@
 """Time of `launch runs`, `status` and `report` for many runs, and size of the page.
 
     python jobs/bench_report.py [--runs 200] [--steps 10000] [--keep DIR]     # writes 3 GB, to a temporary directory
-    python jobs/bench_report.py --runs 5000 --steps 30
+    python jobs/bench_report.py --runs 5000 --steps 30 [--rounds 3]
 
-`report` runs twice: what the first one reads, the second one finds in a cache. The runs are synthetic: accumulation ×
-workers × seeds, with as many lines as real ones, of the same length.
+`report` runs twice: what the first one reads, the second one finds in a cache. Each round starts without a cache; the
+table has the median and the range of the rounds. The runs are synthetic: accumulation × workers × seeds, with as many
+lines as real ones, of the same length.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import json
 import os
 import random
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -32,7 +35,10 @@ from launcher.plan.host import Site
 from launcher.plan.launch_plan import RunInfo
 from launcher.plan.run_plan import TaskPlan
 from launcher.plan.solve import solve
+from launcher.quantities import count
+from launcher.rundir import history
 from launcher.rundir.files import write_json
+from launcher.rundir.history import Submission
 
 # fields of a record besides the figures below
 REST = {f"comm/all_reduce/figure_{number}": 0.1234567890123 + number for number in range(26)}
@@ -70,6 +76,9 @@ def make(directory: Path, name: str, steps: int, accumulation: int, workers: int
                 own |= {"comm/step_s": step_s, "comm/exposed_s": 0.01, "comm/speedup": 1 + 0.1 * accumulation}
                 own |= {"comm/speedup_low": 1 + 0.09 * accumulation, "comm/speedup_high": 1 + 0.11 * accumulation}
             file.write(f"{json.dumps(own)[:-1]}, {rest}\n")
+    ended = dataclasses.replace(Submission.now().by_this_process(), ended=True)
+    history.add_submission(plan.paths, ended)
+    write_json(plan.paths.newest_attempt, {"incarnation": "0.0", "job": None, "nodes": ["node0"], "ranks": workers})
     write_json(plan.paths.summary, {"verdict": "done"})
 
 
@@ -77,6 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--keep", type=Path, help="directory in which the runs are kept")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -88,21 +98,41 @@ def main() -> None:
                 make(directory, name, arguments.steps, accumulation, workers, seed)
         size = sum(path.stat().st_size for path in directory.glob("*/metrics.jsonl"))
         print(f"{arguments.runs} runs of {arguments.steps:,} steps, {size / 1e9:.2f} GB of records")
-        environment = os.environ | {"XDG_CACHE_HOME": str(Path(temporary) / "cache")}
-        for command in (["runs"], ["status", names[-1]], ["report", str(directory)], ["report", str(directory)]):
-            print(f"launch {command[0]:8}{measured([*command, '--dir', str(directory)], environment)}")
-        print(f"page    {(directory / 'report.html').stat().st_size / 1e6:.1f} MB")
+        report = ["report", str(directory)]
+        commands = {
+            "`launch runs`": ["runs"], "`launch status` of one": ["status", names[-1]],
+            "`launch report`, the first time": report, "`launch report`, again": report,
+        }  # fmt: skip
+        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
+        for number in range(arguments.rounds):
+            cache = Path(temporary) / f"cache{number}"
+            environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
+            for name, command in commands.items():
+                taken[name].append(measured([*command, "--dir", str(directory)], environment))
+        load = ", ".join(f"{value:.0f}" for value in os.getloadavg())
+        print(f"load average {load} on {len(os.sched_getaffinity(0))} cores; {count(arguments.rounds, 'round')}\n")
+        print("| | CPU time | wall time |\n|---|---|---|")
+        for name, rounds in taken.items():
+            print(f"| {name} | {' | '.join(map(spread, zip(*rounds, strict=True)))} |")
+        size = sum(file.stat().st_size for file in cache.rglob("*.json"))
+        print(f"\npage {(directory / 'report.html').stat().st_size / 1e6:.1f} MB, cache {size / 1e6:.1f} MB")
 
 
-def measured(arguments: list[str], environment: dict[str, str]) -> str:
-    """Run `launch`; return its seconds, and those of all its processes' CPU time."""
+def spread(seconds: Sequence[float]) -> str:
+    """Return ``1.5 s (1.4 to 1.7)``: the median and the range."""
+    across = f" ({min(seconds):.1f} to {max(seconds):.1f})" if len(seconds) > 1 else ""
+    return f"{statistics.median(seconds):.1f} s{across}"
+
+
+def measured(arguments: list[str], environment: dict[str, str]) -> tuple[float, float]:
+    """Run `launch`; return the CPU time of all its processes and the wall time, in seconds."""
     code, before = "from launcher.cli import main; main()", resource.getrusage(resource.RUSAGE_CHILDREN)
     start = time.perf_counter()
     command = [sys.executable, "-P", "-c", code, *arguments]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
     seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return f"{seconds:6.2f} s, {cpu_s:6.2f} s of CPU time"
+    return cpu_s, seconds
 
 
 if __name__ == "__main__":

@@ -28,12 +28,11 @@ from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import solve
 from launcher.report.compare import Entry, RunComparison, side_by_side
 from launcher.report.live import Silence
-from launcher.report.measurement_cache import read_cached
-from launcher.report.measurements import read_all
+from launcher.report.measurement_cache import MeasurementCache
 from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths, SweepPaths
 from launcher.runs import control
-from launcher.runs.status import Run, statuses_of
+from launcher.runs.status import Run
 from launcher.sweeps.conductor import Conductor
 from launcher.sweeps.reuse import look_at_sweeps
 
@@ -181,8 +180,9 @@ def compare_runs(asked: Sequence[RunPaths | SweepPaths], *, title: str, loss: fl
     Args:
         loss: training loss up to which hours are counted; None: the lowest that all finished runs of a task reached.
     """
-    sweeps = look_at_sweeps([paths for paths in asked if isinstance(paths, SweepPaths)])
-    runs = {run.dir: run for run in statuses_of([paths for paths in asked if isinstance(paths, RunPaths)])}
+    cache = MeasurementCache()
+    sweeps = look_at_sweeps([paths for paths in asked if isinstance(paths, SweepPaths)], cache.statuses)
+    runs = {run.dir: run for run in cache.statuses(paths for paths in asked if isinstance(paths, RunPaths))}
     entries: list[Entry] = []
     for paths in asked:
         for run in sweeps.get(str(paths.root)) or [runs[str(paths.root)]]:
@@ -200,8 +200,8 @@ def compare_runs(asked: Sequence[RunPaths | SweepPaths], *, title: str, loss: fl
                     elsewhere=str(place.parent) if place is not None and elsewhere else "",
                 )
             )
-    places = list(dict.fromkeys(entry.dir for entry in entries if entry.dir is not None))
-    return side_by_side(title, entries, read_cached(places, read_all), loss)
+    places = [entry.dir for entry in entries if entry.dir is not None]
+    return side_by_side(title, entries, cache.measurements(places), loss)
 
 
 def write_page(compared: RunComparison, place: Path) -> None:

@@ -28,7 +28,7 @@ from launcher.rundir import history
 from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths, SweepPaths, find, find_sweeps, is_run, is_sweep
 from launcher.runs import control
-from launcher.runs.status import ACTIVE, Run, RunState, statuses_of
+from launcher.runs.status import ACTIVE, Run, RunState, newest, statuses_of
 from launcher.sweeps.reuse import look_at_sweeps
 
 if TYPE_CHECKING:
@@ -59,7 +59,10 @@ def launch_runs(arguments: list[str]) -> int:
         if not isinstance(paths, SweepPaths):
             raise UserError(f"{options.sweep}: is a run, not a sweep.\n  `launch status {options.sweep}` shows it.")
         return _show_cells(paths, as_json=options.json)
-    runs, sweeps = statuses_of(find(options.dir)), look_at_sweeps(find_sweeps(options.dir))
+    found, several = find(options.dir), find_sweeps(options.dir)
+    everything = options.all or options.json
+    runs = statuses_of(found if everything else newest(found, run_list.LISTED))
+    sweeps = look_at_sweeps(several, partial(statuses_of, brief=not options.json))
     if options.json:
         cells = [cell for several in sweeps.values() for cell in several]
         print(json.dumps([run.to_json() for run in [*runs, *cells]], indent=2))
@@ -67,9 +70,9 @@ def launch_runs(arguments: list[str]) -> int:
         print(f"There is no run in {options.dir}. For another directory: launch runs --dir DIR.")
     else:
         named = {Path(sweep).name: its for sweep, its in sweeps.items()}
-        live.console().print(run_list.runs_table(runs, named, limit=None if options.all else run_list.LISTED))
-        if len(runs) > run_list.LISTED and not options.all:
-            print(f"{len(runs) - run_list.LISTED} older runs are not listed: launch runs --all, or --json.")
+        live.console().print(run_list.runs_table(runs, named))
+        if len(runs) < len(found):
+            print(f"{len(found) - len(runs)} older runs are not listed: launch runs --all, or --json.")
     return EXIT_DONE
 
 
@@ -316,7 +319,8 @@ def _show_comparison(compared: RunComparison) -> None:
     console.print(comparison_tables.terminal_table(compared, run_list.LISTED))
     further = len(compared.rows) - run_list.LISTED
     lines = [f"{further} further runs are not in this table: --csv and the page have all."] if further > 0 else []
-    lines += [f"{row.entry.label}: {row.entry.state}: {row.entry.detail}" for row in compared.rows if row.entry.detail]
+    shown = compared.rows[: run_list.LISTED]
+    lines += [f"{row.entry.label}: {row.entry.state}: {row.entry.detail}" for row in shown if row.entry.detail]
     for group in compared.groups:
         if group.loss is not None:
             which = "given by --loss" if group.loss_given else "the lowest that every finished run reached"

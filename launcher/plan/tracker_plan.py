@@ -136,9 +136,14 @@ def recorded_trackers(paths: RunPaths) -> tuple[Tracker, ...]:
     for file in (paths.plan, paths.loop_plan):
         fields = read_json(file) or {}
         if "batch" in fields:
-            listed = fields.get("trackers", [Tracker.wandb.value])
-            return tuple(tracker for tracker in Tracker if tracker.value in listed)
+            return trackers_of_plan(fields)
     return ()
+
+
+def trackers_of_plan(fields: Mapping[str, Any]) -> tuple[Tracker, ...]:
+    """Return the trackers in the JSON object of a plan with a batch; of earlier versions, W&B was the only one."""
+    listed = fields.get("trackers", [Tracker.wandb.value])
+    return tuple(tracker for tracker in Tracker if tracker.value in listed)
 
 
 def mlflow_uri(plan: RunPlan, env: Mapping[str, str]) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ _ACCUMULATION = ("batch.accumulation", "batch.micro_size")
 _BETWEEN_STEPS = ("train.steps", "train.epochs", "train.eval_every", "train.log_every", "checkpoint.")
 # maximum number of varying settings shown beside a run's name
 _SETTINGS_SHOWN = 5
+# most runs in the plots of a task
+MOST_DRAWN = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +78,7 @@ class Row:
         """Return whether the row is part of plots and comparisons."""
         return self["step"] is not None and not self.same_as
 
-    @property
+    @cached_property
     def speedup(self) -> Interval | None:
         return Interval.of_record(self.figures, "comm/speedup")
 
@@ -190,10 +194,10 @@ def _group(target: str, rows: Sequence[Row], given: float | None) -> TaskGroup:
     for row in rows:
         row.figures.update({"loss/target": loss, "loss/hours_unit": f"{group.worker}-hours"})
     for row in counted:
-        reached = [point for point in row.data.minima if loss is not None and (point.loss or 0.0) <= loss]
-        if reached:
-            hours = row["batch/world_size"] * reached[0].seconds / 3600
-            row.figures.update({"loss/step": int(reached[0].step), "loss/hours": hours})
+        if loss is None or (reached := row.data.first_reached(loss)) is None:
+            continue
+        step, seconds = reached
+        row.figures.update({"loss/step": int(step), "loss/hours": row["batch/world_size"] * seconds / 3600})
     return group
 
 
@@ -254,6 +258,33 @@ def lines_over_accumulation(rows: Sequence[Row]) -> dict[Key, list[Row]]:
     return _lines(rows, key)
 
 
+def _families(rows: Sequence[Row]) -> dict[Key, list[Row]]:
+    """Return the runs that differ only in workers, accumulation, batch sizes and length, by their other settings."""
+    free = (*_WORKERS, *_ACCUMULATION, "batch.global_size")
+    keys = [key for key in varying(rows) if key not in free and not key.startswith(_BETWEEN_STEPS)]
+    return _lines(rows, lambda row: _key(row, keys))
+
+
+def with_drawn_runs(group: TaskGroup) -> TaskGroup:
+    """Return the group with at most MOST_DRAWN runs, which are enough for plots: more cannot be told apart.
+
+    Runs that are compared with each other over workers or accumulation stay together. First come those that end with
+    the lowest smoothed loss of a finished run.
+    """
+    if len(group.rows) <= MOST_DRAWN:
+        return group
+    best_families = sorted(_families(group.rows).values(), key=lambda family: min(map(_final_loss, family)))
+    best_first = (row for family in best_families for row in sorted(family, key=_final_loss))
+    drawn = {*itertools.islice(best_first, MOST_DRAWN)}
+    return replace(group, rows=tuple(row for row in group.rows if row in drawn))
+
+
+def _final_loss(row: Row) -> tuple[bool, float]:
+    """Return a key that puts finished runs with a low smoothed loss first."""
+    loss = row["train/loss_smoothed"]
+    return not row.done, math.inf if loss is None else loss
+
+
 def _lines(rows: Sequence[Row], key: Callable[[Row], Key]) -> dict[Key, list[Row]]:
     lines: dict[Key, list[Row]] = defaultdict(list)
     for row in rows:
@@ -298,11 +329,13 @@ def _notes(rows: Sequence[Row], groups: Sequence[TaskGroup]) -> list[str]:
             f"The smoothed loss averages {SMOOTHED_OVER} logged steps, of different numbers of samples in these runs: "
             "train.log_every or batch.global_size varies."
         )
+    problems: dict[str, list[str]] = defaultdict(list)
     for row in rows:
         if row.data.problem:
-            notes.append(f"{row.entry.label}: {row.data.problem}.")
+            problems[row.data.problem].append(row.entry.label)
         elif row.same_as and row.same_as != row.entry.label:
             notes.append(f"{row.entry.label} is the same run as {row.same_as}, and is counted once.")
+    notes += [f"{first_names(labels)}: {problem}." for problem, labels in problems.items()]
     counted_rows = [row for row in rows if row.counts]
     notes += [
         f"{row.entry.label} was resumed after step {row.data.resumed_after} with settings that change a step's time "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +66,7 @@ class Column:
 
     def text(self, row: Row) -> str:
         """Return the row's value as text; "" if it is unknown."""
-        value = row[self.figure]
+        value = row.figures[self.figure]
         if self.figure == "comm/speedup":
             return speedup_cell(row)
         if value is None:
@@ -77,9 +78,10 @@ class Column:
             return f"{format(value * self.factor, self.form)} ({row['time/step_s'] / value - 1:+.0%})"
         return format(value * self.factor, self.form)
 
-    def sort_key(self, row: Row) -> str:
-        value = row[self.figure]
-        return "" if value is None or not self.text(row) else repr(value)
+    def cell(self, row: Row) -> tuple[str, str]:
+        """Return the text and the sort key of the row's value on the page; the key is "" if there is no value."""
+        value, text = row.figures[self.figure], self.text(row)
+        return text or "–", "" if value is None or not text else repr(value)
 
 
 PREDICTED_STEP = "predicted/step_s"
@@ -138,9 +140,9 @@ def terminal_table(comparison: RunComparison, limit: int) -> Table:
     return table
 
 
-def page_headings(comparison: RunComparison) -> list[tuple[str, str]]:
+def page_headings(comparison: RunComparison, columns: Sequence[Column]) -> list[tuple[str, str]]:
     """Return (heading, unit) of each column of the page's table."""
-    figures = [(column.heading.format(hours=comparison.hours_unit), column.unit) for column in columns_of(comparison)]
+    figures = [(column.heading.format(hours=comparison.hours_unit), column.unit) for column in columns]
     return [("run", ""), ("state", ""), *figures]
 
 
@@ -154,15 +156,12 @@ def page_line(row: Row) -> dict[str, Any]:
         "the same run as an earlier row" if row.same_as else "",
     ]
     links = [] if entry.dir is None else [
-        (name, where) for name, where, _ in tracker_lines(RunPaths(entry.dir)) if where.startswith(("http://", "https://"))
+        (name, where)
+        for name, where, _ in tracker_lines(RunPaths(entry.dir), row.data.trackers)
+        if where.startswith(("http://", "https://"))
     ]  # fmt: skip
     remark = "; ".join(filter(None, remarks))
     return {"label": entry.label, "state": entry.state, "links": links, "remarks": remark}
-
-
-def page_cells(comparison: RunComparison, row: Row) -> list[tuple[str, str]]:
-    """Return the text and the sort key of each figure of a row of the page's table."""
-    return [(column.text(row) or "–", column.sort_key(row)) for column in columns_of(comparison)]
 
 
 def _records(comparison: RunComparison) -> list[dict[str, Any]]:

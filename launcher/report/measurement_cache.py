@@ -1,7 +1,7 @@
 """Cache of what `launch report` has read of runs, so that a further report of the same runs reads only what changed.
 
 One file for each directory of runs, in the user's cache directory. A run's entry is valid while the files that were
-read for it are the same. The content is JSON: nothing in it is executed.
+read for it are the same. The content is a checksum and JSON: nothing in it is executed.
 """
 
 from __future__ import annotations
@@ -9,67 +9,161 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from launcher.plan.forecast_cache import user_cache, versions
-from launcher.report.measurements import FIGURES, Point, RunData
+from launcher.report.measurements import FIGURES, RunData, read_all
 from launcher.rundir.files import write_text
 from launcher.rundir.paths import RunPaths
+from launcher.runs.status import Run, RunState, statuses_of
 
 # file systems with times of whole seconds may show two versions of a file with the same time
 _SETTLED_S = 2.0
 MOST_FILES = 20
 # below this number of runs, reading them is as fast
 _FEWEST = 50
-_PLAIN = ("problem", "resumed_after", "damaged_lines", "without_clock", "metrics", "curves")
+_PLAIN = (
+    "problem", "resumed_after", "damaged_lines", "without_clock", "metrics", "minima", "trackers", "curves_json",
+)  # fmt: skip
+_ANY = RunPaths(Path())
+# what the measurements and the state of a run are read from
+_READ = tuple(
+    file.name
+    for file in (
+        _ANY.plan, _ANY.loop_plan, _ANY.config, _ANY.precision, _ANY.metrics, _ANY.summary, _ANY.job,
+        _ANY.newest_attempt,
+    )
+)  # fmt: skip
 
 Identity = list[list[int] | None]
 
 
-def read_cached(
-    runs: Sequence[Path], read: Callable[[Sequence[Path]], dict[Path, RunData]], *, fewest: int = _FEWEST
-) -> dict[Path, RunData]:
-    """Return the data of ``runs``, from the cache where they have not changed; otherwise call ``read``.
+class MeasurementCache:
+    """What one report needs to know of its runs: read from the cache, or from their files where these have changed.
 
     Args:
-        fewest: directories with fewer of ``runs`` are not cached.
+        read: reads the measurements of runs.
+        fewest: directories with fewer of the runs are not cached.
     """
-    by_directory: dict[Path, list[Path]] = {}
-    for run in dict.fromkeys(runs):
-        by_directory.setdefault(run.parent, []).append(run)
-    found: dict[Path, RunData] = {}
-    for directory, inside in by_directory.items():
-        found |= _read_directory(directory, inside, read) if len(inside) >= fewest else read(inside)
-    return {run: found[run] for run in runs}
+
+    def __init__(
+        self, read: Callable[[Sequence[Path]], dict[Path, RunData]] = read_all, *, fewest: int = _FEWEST
+    ) -> None:
+        self._read, self._fewest = read, fewest
+        self._directories: dict[Path, _Directory] = {}
+
+    def statuses(self, runs: Iterable[RunPaths]) -> list[Run]:
+        """Return name, directory, state and detail of each run.
+
+        Only "done" is taken from the cache. It is the one state that cannot change while the files stay the same.
+        """
+        runs = [*runs]
+        known: dict[Path, Run] = {}
+        for directory, inside in self._by_directory(run.root for run in runs):
+            known |= directory.done(inside)
+        rest = [run for run in dict.fromkeys(runs) if run.root not in known]
+        read = {Path(run.dir): run for run in statuses_of(rest, brief=True)}
+        for directory, inside in self._by_directory(read):
+            directory.note_states([read[run] for run in inside])
+        return [known.get(run.root) or read[run.root] for run in runs]
+
+    def measurements(self, runs: Iterable[Path]) -> dict[Path, RunData]:
+        """Return the data of ``runs``."""
+        runs = list(dict.fromkeys(runs))
+        found: dict[Path, RunData] = {}
+        for directory, inside in self._by_directory(runs):
+            found |= directory.measurements(inside, self._read)
+        if missing := [run for run in runs if run not in found]:
+            found |= self._read(missing)
+        return {run: found[run] for run in runs}
+
+    def _by_directory(self, runs: Iterable[Path]) -> list[tuple[_Directory, list[Path]]]:
+        """Return the directories with enough of the runs to be cached."""
+        by_place: dict[Path, list[Path]] = {}
+        for run in runs:
+            by_place.setdefault(run.parent, []).append(run)
+        for place, inside in by_place.items():
+            if place not in self._directories and len(inside) >= self._fewest:
+                self._directories[place] = _Directory(place)
+        return [(self._directories[place], inside) for place, inside in by_place.items() if place in self._directories]
 
 
-def _read_directory(
-    directory: Path, runs: Sequence[Path], read: Callable[[Sequence[Path]], dict[Path, RunData]]
-) -> dict[Path, RunData]:
-    file = user_cache() / "reports" / f"{hashlib.sha256(os.fsencode(directory)).hexdigest()[:32]}.json"
-    now, identities = time.time_ns(), {run: _identity(run) for run in runs}
-    known = _load(file, identities)
-    missing = [run for run in runs if run not in known]
-    if not missing:
-        return known
-    found = known | read(missing)
-    # a file that was changed a moment ago may change again without another time or size
-    settled = [run for run in runs if _newest(identities[run]) < now - _SETTLED_S * 1e9]
-    if any(run not in known for run in settled):
-        _store(file, {run: found[run] for run in settled}, identities)
-    return found
+class _Directory:
+    """Cache file of one directory of runs.
+
+    The identity of a run's files is determined before any of them is read, so that an entry is never newer than its
+    identity.
+    """
+
+    def __init__(self, place: Path) -> None:
+        self._file = user_cache() / "reports" / f"{hashlib.sha256(os.fsencode(place)).hexdigest()[:32]}.json"
+        self._pairs, self._entries = _load(self._file)
+        self._opened_ns = time.time_ns()
+        self._identities: dict[Path, Identity] = {}
+        self._done: dict[Path, list[str]] = {}
+
+    def done(self, runs: Iterable[Path]) -> dict[Path, Run]:
+        """Return the runs that the cache knows as done."""
+        found: dict[Path, Run] = {}
+        for run in runs:
+            entry = self._entry(run)
+            if entry is not None and entry["done"] is not None:
+                name, detail = self._done[run] = entry["done"]
+                found[run] = Run(name=name, dir=str(run), state=RunState.done, detail=detail)
+        return found
+
+    def note_states(self, runs: Iterable[Run]) -> None:
+        """Keep the states that were read, for the entries of these runs."""
+        self._done |= {Path(run.dir): [run.name, run.detail] for run in runs if run.state is RunState.done}
+
+    def measurements(
+        self, runs: Sequence[Path], read: Callable[[Sequence[Path]], dict[Path, RunData]]
+    ) -> dict[Path, RunData]:
+        entries = {run: entry for run in runs if (entry := self._entry(run)) is not None}
+        known = {run: _decoded(entry, self._pairs) for run, entry in entries.items()}
+        missing = [run for run in runs if run not in known]
+        if not missing:
+            return known
+        found = known | read(missing)
+        # a file that was changed a moment ago may change again without another time or size
+        settled = [run for run in runs if _newest(self._identities[run]) < self._opened_ns - _SETTLED_S * 1e9]
+        if any(run not in known for run in settled):
+            self._store({run: found[run] for run in settled})
+        return found
+
+    def _entry(self, run: Path) -> dict[str, Any] | None:
+        """Return the entry of a run; None unless it is of the files as they are."""
+        if run not in self._identities:
+            self._identities[run] = _identity(run)
+        entry = self._entries.get(run.name)
+        return entry if entry is not None and entry["identity"] == self._identities[run] else None
+
+    def _store(self, data: Mapping[Path, RunData]) -> None:
+        import orjson
+
+        pairs: dict[tuple[str, str], int] = {}  # most settings are the same in many runs
+        entries = {
+            run.name: {"identity": self._identities[run], "done": self._done.get(run), **_encoded(each, pairs)}
+            for run, each in data.items()
+        }
+        with suppress(OSError, TypeError):  # TypeError: a number that JSON of 64 bits lacks
+            self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            content = orjson.dumps({"versions": versions(), "settings": [*pairs], "runs": entries})
+            write_text(self._file, f"{hashlib.sha256(content).hexdigest()}\n{content.decode()}")
+            others = sorted(self._file.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)
+            for path in others[:-MOST_FILES]:
+                path.unlink(missing_ok=True)
 
 
 def _identity(run: Path) -> Identity:
-    """Return device, number, size and times of each file that is read for a run; None for one that does not exist."""
-    paths = RunPaths(run)
+    """Return number, size and times of each file that is read for a run; None for one that does not exist."""
     found: Identity = []
-    for file in (paths.plan, paths.loop_plan, paths.config, paths.precision, paths.metrics):
+    for place in map(f"{run}/".__add__, _READ):
         try:
-            status = os.stat(file)  # noqa: PTH116  (half the time of Path.stat)
+            status = os.stat(place)  # noqa: PTH116  (half the time of Path.stat)
             found.append([status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns])
         except OSError:
             found.append(None)
@@ -80,43 +174,23 @@ def _newest(identity: Identity) -> int:
     return max((max(each[2:]) for each in identity if each is not None), default=0)
 
 
-def _load(file: Path, identities: Mapping[Path, Identity]) -> dict[Path, RunData]:
-    """Return the entries of ``file`` whose runs have these identities; none if it is missing or damaged."""
+def _load(file: Path) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+    """Return the settings and the entries of a cache file; none if it is missing, damaged or of another version."""
     import orjson
 
-    try:
-        content = orjson.loads(file.read_bytes())
-        if content["versions"] != versions():
-            return {}
-        pairs, entries = [tuple(pair) for pair in content["settings"]], content["runs"]
-        return {
-            run: _decoded(entry, pairs)
-            for run, identity in identities.items()
-            if (entry := entries.get(run.name)) is not None and entry["identity"] == identity
-        }
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return {}
-
-
-def _store(file: Path, data: Mapping[Path, RunData], identities: Mapping[Path, Identity]) -> None:
-    import orjson
-
-    pairs: dict[tuple[str, str], int] = {}  # most settings are the same in many runs
-    entries = {run.name: {"identity": identities[run], **_encoded(each, pairs)} for run, each in data.items()}
-    with suppress(OSError, TypeError):  # TypeError: a number that JSON of 64 bits lacks
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        content = orjson.dumps({"versions": versions(), "settings": [*pairs], "runs": entries})
-        write_text(file, content.decode())
-        others = sorted(file.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)
-        for path in others[:-MOST_FILES]:
-            path.unlink(missing_ok=True)
+    with suppress(OSError):
+        digest, _, body = file.read_bytes().partition(b"\n")
+        if digest.decode(errors="replace") == hashlib.sha256(body).hexdigest():
+            content = orjson.loads(body)
+            if content["versions"] == versions():
+                return [(key, value) for key, value in content["settings"]], content["runs"]
+    return [], {}
 
 
 def _encoded(data: RunData, pairs: dict[tuple[str, str], int]) -> dict[str, Any]:
     return {
         "figures": [data.figures[name] for name in FIGURES],
         "settings": [pairs.setdefault(pair, len(pairs)) for pair in data.settings.items()],
-        "minima": [*zip(*data.minima, strict=True)],
         **{name: getattr(data, name) for name in _PLAIN},
     }
 
@@ -125,6 +199,5 @@ def _decoded(entry: Mapping[str, Any], pairs: Sequence[tuple[str, str]]) -> RunD
     return RunData(
         figures=dict(zip(FIGURES, entry["figures"], strict=True)),
         settings=dict(map(pairs.__getitem__, entry["settings"])),
-        minima=[*map(Point, *entry["minima"])] if entry["minima"] else [],
         **{name: entry[name] for name in _PLAIN},
     )

@@ -10,13 +10,14 @@ import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from launcher.config.schema import PrecisionKind
 from launcher.plan.launch_plan import PLAN_FORMAT
+from launcher.plan.tracker_plan import trackers_of_plan
 from launcher.plan.windows import WARM_UP_WINDOWS
 from launcher.process import die_with_parent
 from launcher.quantities import Interval
@@ -56,6 +57,8 @@ _PREDICTED_FOR = ("batch/micro_size", "batch/world_size")
 # 5 kB of them
 _ALONE_BYTES, _CONFIG_BYTES = 30_000_000, 5_000
 _SECTION = re.compile(r"^(?=[A-Za-z_])", re.MULTILINE)  # matches before each top-level key of config.yaml
+_OTHER_VERSION = "its plan was written by another version of launcher"
+_NOTHING_RECORDED = "nothing was recorded"
 
 
 class Point(NamedTuple):
@@ -78,9 +81,10 @@ class RunData:
     Attributes:
         figures: by the names in ``FIGURES``; None: unknown or not measured. Medians are over full windows.
         settings: flattened config.yaml, with solved values in place of those left open.
-        curves: training loss, smoothed and held-out loss, thinned and rounded as they are drawn.
         metrics: last values of the metrics of the task's own loss, and the best evaluation, by name.
-        minima: points at which the smoothed loss was lower than ever before.
+        curves_json: ``curves`` as JSON. The report of many runs draws few of them.
+        minima: (step, seconds, smoothed loss) where the latter was lower than ever before.
+        trackers: those that the plan lists.
         problem: why there are no settings or no measurements.
         resumed_after: step after which the run was resumed with settings that change a step's time or traffic; 0:
             never. Figures of steps cover the steps after it.
@@ -90,13 +94,23 @@ class RunData:
 
     figures: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(FIGURES))
     settings: dict[str, str] = field(default_factory=dict[str, str])
-    curves: dict[str, Columns] = field(default_factory=dict[str, Columns])
-    minima: list[Point] = field(default_factory=list[Point])
+    curves_json: str = ""
+    minima: list[list[float]] = field(default_factory=list[list[float]])
+    trackers: list[str] = field(default_factory=list[str])
     metrics: dict[str, float | None] = field(default_factory=dict[str, "float | None"])
     problem: str = ""
     resumed_after: int = 0
     damaged_lines: int = 0
     without_clock: bool = False
+
+    @property
+    def curves(self) -> dict[str, Columns]:
+        """Return training loss, smoothed and held-out loss, thinned and rounded as they are drawn."""
+        return json.loads(self.curves_json or "{}")
+
+    def first_reached(self, loss: float) -> tuple[float, float] | None:
+        """Return step and seconds at which the smoothed loss was first ``loss`` or lower; None if it never was."""
+        return next(((step, seconds) for step, seconds, lowest in self.minima if lowest <= loss), None)
 
 
 def read_all(runs: Sequence[Path]) -> dict[Path, RunData]:
@@ -124,25 +138,30 @@ def read_run(run: Path) -> RunData:
     """Return the data in the directory ``run``. Never raises: errors are described in ``problem``."""
     paths = RunPaths(run)
     try:
-        plan = json.loads(paths.plan.read_text(encoding="utf-8"))
+        plan = json.loads(paths.plan.read_bytes())
         if not isinstance(plan, dict) or plan.get("format") != PLAN_FORMAT:  # pyright: ignore[reportUnknownMemberType]
-            return RunData(problem="its plan was written by another version of launcher")
+            return RunData(problem=_OTHER_VERSION, trackers=_trackers(plan))  # pyright: ignore[reportUnknownArgumentType]
         if "batch" not in plan:
             if not paths.loop_plan.exists():
                 return RunData(problem="its script has no record: it does not call engine.resume()")
             plan = _plan_of_loop(plan, paths)  # pyright: ignore[reportUnknownArgumentType]
         figures, settings = _planned(plan), _settings(plan, paths)  # pyright: ignore[reportUnknownArgumentType]
+        trackers = _trackers(plan)
     except FileNotFoundError as error:
         return RunData(problem=f"its {Path(error.filename).name} is missing")
     except Exception as error:  # any content is possible: another version, a damaged disk
         return RunData(problem=f"unreadable: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+    data = RunData(figures=figures, settings=settings, trackers=trackers)
     try:
-        return _measured(paths.metrics, figures, settings)
+        return _measured(paths.metrics, data)
     except FileNotFoundError:
-        problem = "nothing was recorded"
+        return replace(data, problem=_NOTHING_RECORDED)
     except OSError as error:
-        problem = f"unreadable: {error.strerror}: metrics.jsonl"
-    return RunData(figures=figures, settings=settings, problem=problem)
+        return replace(data, problem=f"unreadable: {error.strerror}: metrics.jsonl")
+
+
+def _trackers(plan: Any) -> list[str]:
+    return [*trackers_of_plan(plan)] if isinstance(plan, dict) and "batch" in plan else []  # pyright: ignore[reportUnknownArgumentType]
 
 
 def _plan_of_loop(plan: dict[str, Any], paths: RunPaths) -> dict[str, Any]:
@@ -178,19 +197,20 @@ def _settings(plan: dict[str, Any], paths: RunPaths) -> dict[str, str]:
     if precision == PrecisionKind.auto and (decided := read_json(paths.precision)) is not None:
         precision = decided["kind"]
     solved |= {"optimizer.lr": plan["optimizer"]["lr"], "precision.kind": precision}
-    settings = config | {name: _text(value) for name, value in solved.items()}
-    return {key: value for key, value in settings.items() if not key.startswith(_NO_SETTINGS)}
+    return config | {name: _text(value) for name, value in solved.items()}
 
 
 @lru_cache(10_000)
 def _flat_section(text: str) -> dict[str, str]:
-    """Return a top-level section of config.yaml flattened. Most sections are the same in many runs."""
+    """Return a top-level section of config.yaml flattened, without what is no setting. Most sections are the same in
+    many runs."""
     import yaml
 
     # the C loader is ten times as fast, but not in every build
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     content = yaml.load(text, loader)
-    return _flat(content, "") if content else {}
+    flat = _flat(content, "") if content else {}
+    return {key: value for key, value in flat.items() if not key.startswith(_NO_SETTINGS)}
 
 
 def _flat(value: Any, prefix: str) -> dict[str, str]:
@@ -213,6 +233,7 @@ class _Record:
         full_windows: step seconds, data seconds, wire bytes, and wire bytes of sync=every of each full window of the
             largest global batch.
         global_size: the largest global batch so far.
+        seen: latest value of every field of the records.
         calibration: latest record with results of the calibration.
         prediction: latest record with a prediction of windows like the last one.
     """
@@ -222,7 +243,7 @@ class _Record:
         self.held_out: list[Point] = []
         self.full_windows: list[tuple[float, ...]] = []
         self.last: dict[str, Any] = {}
-        self.metrics: dict[str, Any] = {}
+        self.seen: dict[str, Any] = {}
         self.calibration: dict[str, Any] = {}
         self.prediction: dict[str, Any] = {}
         self.damaged_lines = self.resumed_after = 0
@@ -257,17 +278,17 @@ class _Record:
             self.held_out.append(point._replace(loss=held_out))
         if "comm/step_s" in record or "comm/exposed_s" in record:
             self.calibration |= record
-        if any(name in record for name in PREDICTED):
+        if not record.keys().isdisjoint(PREDICTED):
             self.prediction = record
-        elif any(record.get(name) != self.prediction.get(name) for name in _PREDICTED_FOR):
+        elif self.prediction and any(record.get(name) != self.prediction.get(name) for name in _PREDICTED_FOR):
             self.prediction = {}
         self.last = record
-        self.metrics |= task_metrics(record)
-        self.metrics |= {name: record[name] for name in ("best/step", "best/value") if name in record}
+        self.seen |= record
         self.without_clock |= without_clock
 
 
-def _measured(metrics: Path, planned: dict[str, Any], settings: dict[str, str]) -> RunData:
+def _measured(metrics: Path, planned: RunData) -> RunData:
+    """Return the data of a run with what its record says."""
     import orjson  # not at module level: `launch runs` works without it
 
     record = _Record()
@@ -279,29 +300,31 @@ def _measured(metrics: Path, planned: dict[str, Any], settings: dict[str, str]) 
                 # an incomplete last line of an active run is not damage
                 record.damaged_lines += line.endswith(b"\n")
     if not record.points:
-        return RunData(figures=planned, settings=settings, problem="nothing was recorded")
+        return replace(planned, problem=_NOTHING_RECORDED)
     smoothed = _smoothed(record.points)
-    minima: list[Point] = []
-    for point in smoothed:
-        if point.loss is not None and (not minima or point.loss < (minima[-1].loss or 0.0)):
-            minima.append(point)
-    return RunData(
-        figures=planned | _figures(record, planned["batch/global_size"], smoothed, minima),
-        settings=settings,
-        curves={
-            "training loss": _columns(thinned(record.points)),
-            "smoothed": _columns(thinned(smoothed, SMOOTH_POINTS)),
-            "held-out loss": _columns(thinned(record.held_out)),
-        },
+    minima: list[list[float]] = []
+    for step, _, seconds, loss in smoothed:
+        if loss is not None and (not minima or loss < minima[-1][2]):
+            minima.append([step, seconds, loss])
+    curves = {
+        "training loss": _columns(thinned(record.points)),
+        "smoothed": _columns(thinned(smoothed, SMOOTH_POINTS)),
+        "held-out loss": _columns(thinned(record.held_out)),
+    }
+    return replace(
+        planned,
+        figures=planned.figures | _figures(record, planned.figures["batch/global_size"], smoothed, minima),
+        curves_json=orjson.dumps(curves).decode(),
         minima=minima,
-        metrics=record.metrics,
+        metrics=task_metrics(record.seen)
+        | {name: record.seen[name] for name in ("best/step", "best/value") if name in record.seen},
         resumed_after=record.resumed_after,
         damaged_lines=record.damaged_lines,
         without_clock=record.without_clock,
     )
 
 
-def _figures(record: _Record, global_size: int, smoothed: list[Point], minima: list[Point]) -> dict[str, Any]:
+def _figures(record: _Record, global_size: int, smoothed: list[Point], minima: list[list[float]]) -> dict[str, Any]:
     last = record.last
     # one value per column; without a full window all are None
     windows = record.full_windows[WARM_UP_WINDOWS:] or record.full_windows
@@ -333,7 +356,7 @@ def _figures(record: _Record, global_size: int, smoothed: list[Point], minima: l
         "comm/speedup_high": speedup and speedup.high,
         "train/loss": last.get("train/loss"),
         "train/loss_smoothed": smoothed[-1].loss,
-        "train/loss_smoothed_min": minima[-1].loss if minima else None,
+        "train/loss_smoothed_min": minima[-1][2] if minima else None,
         "eval/loss": record.held_out[-1].loss if record.held_out else None,
     }
 

@@ -15,8 +15,8 @@ from markupsafe import Markup
 
 from launcher.errors import UserError
 from launcher.quantities import NO_INTERVAL, count, first_names
-from launcher.report.compare import Row, RunComparison, TaskGroup, natural_sort_key
-from launcher.report.comparison_tables import DEFINITIONS, page_cells, page_headings, page_line
+from launcher.report.compare import Row, RunComparison, TaskGroup, natural_sort_key, with_drawn_runs
+from launcher.report.comparison_tables import DEFINITIONS, Column, columns_of, page_headings, page_line
 from launcher.report.plots import Plot, plots
 from launcher.rundir.files import write_text
 
@@ -37,10 +37,12 @@ def page(comparison: RunComparison, now: datetime) -> str:
     drawn: list[Plot] = []
     sections: list[dict[str, Any]] = []
     for group in comparison.groups:
-        numbered = list(enumerate(plots(group), len(drawn)))
+        shown = with_drawn_runs(group)
+        numbered = list(enumerate(plots(shown), len(drawn)))
         drawn += [plot for _, plot in numbered]
         section = {"target": group.target, "headlines": headlines(group), "plots": numbered, "hints": _hints(group)}
-        sections.append(section)
+        sections.append(section | {"left_out": _left_out(group, shown)})
+    columns = columns_of(comparison)
     return render(
         "page.html.j2",
         drawn,
@@ -50,8 +52,8 @@ def page(comparison: RunComparison, now: datetime) -> str:
         varied=_varied(comparison),
         constant=_constant(comparison),
         sections=sections,
-        columns=page_headings(comparison),
-        table=[page_line(row) | {"cells": _cells(comparison, row)} for row in comparison.rows],
+        columns=page_headings(comparison, columns),
+        table=[page_line(row) | {"cells": _cells(columns, row)} for row in comparison.rows],
         notes=comparison.notes,
         definitions=DEFINITIONS,
     )
@@ -109,10 +111,9 @@ def save_page(text: str, place: Path) -> None:
         ) from error
 
 
-def _cells(comparison: RunComparison, row: Row) -> Markup:
+def _cells(columns: Sequence[Column], row: Row) -> Markup:
     """Return the HTML of a row's figures. The template would take most of the page's time for those of many rows."""
-    cells = page_cells(comparison, row)
-    escaped = html.escape("\0".join(text for cell in cells for text in cell)).split("\0")
+    escaped = html.escape("\0".join(text for column in columns for text in column.cell(row))).split("\0")
     pairs = zip(escaped[::2], escaped[1::2], strict=True)
     return Markup("".join(f'<td class="number" data-value="{value}">{text}</td>' for text, value in pairs))
 
@@ -152,6 +153,17 @@ def _constant(comparison: RunComparison) -> list[tuple[str, str]]:
 
 def _or_not_set(value: str) -> str:
     return "not set" if value == "null" else value
+
+
+def _left_out(group: TaskGroup, shown: TaskGroup) -> str:
+    """Return which runs the plots show; empty if they show all."""
+    if len(shown.rows) == len(group.rows):
+        return ""
+    return (
+        f"The plots show {len(shown.rows)} of {len(group.rows):,} runs: those that end with the lowest smoothed loss, "
+        "finished runs first, each together with the runs that differ from it only in workers, accumulation or batch "
+        "size. The figures above and the table are of all runs. `launch report RUN ...` plots the runs that it names."
+    )
 
 
 def _hints(group: TaskGroup) -> list[str]:

@@ -29,14 +29,10 @@ COLOURS: dict[str, str] = {
 LISTED = 200
 
 
-def runs_table(runs: Sequence[Run], sweeps: Mapping[str, Sequence[Run]], limit: int | None = None) -> Table:
-    """Return one line per run, the newest last; then one per sweep, by name, with the number of cells in each state.
-
-    Args:
-        limit: number of the newest runs to show; None: all.
-    """
+def runs_table(runs: Sequence[Run], sweeps: Mapping[str, Sequence[Run]]) -> Table:
+    """Return one line per run, the newest last; then one per sweep, by name, with the number of cells in each state."""
     table = _table("run", "state", "step", "loss", "ranks", "job", "user", "created", "", wrapped=("",))
-    for run in sorted(runs, key=lambda run: run.created)[-limit if limit else 0 :]:
+    for run in sorted(runs, key=lambda run: run.created):
         ranks, created = "" if run.ranks is None else str(run.ranks), _time(run.created)
         table.add_row(
             escape(run.name), *_progress(run), ranks, run.job or run.kind, escape(run.user), created, escape(run.detail)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -207,11 +207,17 @@ def _destination(plan: RunPlan, tracker: Tracker) -> str:
             return ", ".join(([] if port is None else [f"port {port or 'any'}"]) + ([near(file)] if file else []))
 
 
-def tracker_lines(paths: RunPaths) -> Iterator[tuple[str, str, str]]:
-    """Yield name, place and problem of each of the run's trackers with a status; empty texts for what is unknown."""
-    if not any(paths.tracker_status(tracker).exists() for tracker in Tracker):
-        return  # the plan need not be read
-    for tracker in recorded_trackers(paths):
+def tracker_lines(paths: RunPaths, trackers: Iterable[str] | None = None) -> Iterator[tuple[str, str, str]]:
+    """Yield name, place and problem of each of the run's trackers with a status; empty texts for what is unknown.
+
+    Args:
+        trackers: those of the run's plan if it was read before.
+    """
+    if trackers is None:
+        if not any(paths.tracker_status(tracker).exists() for tracker in Tracker):
+            return  # the plan need not be read
+        trackers = recorded_trackers(paths)
+    for tracker in map(Tracker, trackers):
         if status := read_json(paths.tracker_status(tracker)):
             closed = tracker is Tracker.prometheus and paths.summary.exists()  # the endpoint, at the end of the run
             where = (not closed and status.get("url")) or (near(status["dir"]) if status.get("dir") else "")

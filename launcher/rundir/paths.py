@@ -209,6 +209,6 @@ def is_sweep(directory: str | Path) -> bool:
 def _places(runs: Path, wanted: Callable[[str], bool]) -> list[Path]:
     try:
         with os.scandir(runs.absolute()) as entries:
-            return sorted(Path(entry.path) for entry in entries if wanted(entry.path))
+            return [Path(place) for place in sorted(entry.path for entry in entries if wanted(entry.path))]
     except (FileNotFoundError, NotADirectoryError):
         return []

@@ -88,8 +88,12 @@ class Run:
         return asdict(self)
 
 
-def statuses_of(runs: Iterable[RunPaths]) -> list[Run]:
-    """Return the status of these runs, with one query to Slurm for all of them."""
+def statuses_of(runs: Iterable[RunPaths], *, brief: bool = False) -> list[Run]:
+    """Return the status of these runs, with one query to Slurm for all of them.
+
+    Args:
+        brief: do not read what the state does not depend on: step, loss, metrics, best evaluation and precision.
+    """
     read = [_Read.of(paths) for paths in runs]
     jobs = [r.job for r in read if r.job is not None and not r.is_over]
     answers: dict[str, Listed] | None = {}
@@ -100,7 +104,14 @@ def statuses_of(runs: Iterable[RunPaths]) -> list[Run]:
             answers = None
     elif jobs:
         answers = None
-    return [r.judge(answers) for r in read]
+    return [r.judge(answers, brief=brief) for r in read]
+
+
+def newest(runs: Sequence[RunPaths], number: int) -> list[RunPaths]:
+    """Return the ``number`` runs that were created last, without reading more of the others than their plans."""
+    if len(runs) <= number:
+        return [*runs]
+    return sorted(runs, key=lambda paths: _created(_object(paths.plan)))[-number:]
 
 
 @dataclass(frozen=True)
@@ -171,14 +182,14 @@ class _Read:
         """True if Slurm cannot change the state any more: rank 0 writes "done" once everything is saved."""
         return self.verdict == "done"
 
-    def judge(self, answers: dict[str, Listed] | None) -> Run:
+    def judge(self, answers: dict[str, Listed] | None, *, brief: bool) -> Run:
         """Return the run's status. ``answers``: Slurm's jobs by id; None if Slurm does not answer."""
         listed = None if answers is None or self.job is None else answers.get(self.job)
         if listed is not None and listed.name != self.job_name:  # a job of another cluster with the same id
             listed = None
         silent = answers is None and not self.is_over
         state, detail = self._of_slurm(listed, silent) if self.kind == ClusterKind.slurm else self._of_this_host()
-        record = _last_record(self.paths.metrics)
+        record = {} if brief else _last_record(self.paths.metrics)
         names = folded_names(self.newest_attempt.get("nodes", []))
         return Run(
             name=self.name,
@@ -187,7 +198,7 @@ class _Read:
             state=state,
             detail=detail,
             user=self.last.user if self.last else "",
-            created=self.plan.get("run", {}).get("created", ""),
+            created=_created(self.plan),
             job=self.job,
             nodes=(listed.nodes if listed else "") or names,
             ranks=self.newest_attempt.get("ranks"),
@@ -197,7 +208,7 @@ class _Read:
             loss=record.get("train/loss"),
             metrics=task_metrics(record),
             failure=self.summary.get("failure") if state is RunState.failed else None,
-            precision=self.precision,
+            precision=None if brief else self.precision,
             best=self._best(record),
         )
 
@@ -281,6 +292,10 @@ def _object(path: Path) -> dict[str, Any]:
         return read_json(path) or {}
     except (OSError, ValueError):
         return {}
+
+
+def _created(plan: Mapping[str, Any]) -> str:
+    return plan.get("run", {}).get("created", "")
 
 
 # the launcher's own metrics of training and evaluation

@@ -18,8 +18,14 @@ from launcher.sweeps import manifest
 from launcher.sweeps.manifest import Cell
 
 
-def look_at_sweeps(several: Sequence[SweepPaths]) -> dict[str, list[Run]]:
-    """Return each sweep's cells in request order, by the sweep's directory; one row with the error if unreadable."""
+def look_at_sweeps(
+    several: Sequence[SweepPaths], statuses: Callable[[Iterable[RunPaths]], list[Run]] = statuses_of
+) -> dict[str, list[Run]]:
+    """Return each sweep's cells in request order, by the sweep's directory; one row with the error if unreadable.
+
+    Args:
+        statuses: returns the status of each run.
+    """
     cells_of: dict[str, list[tuple[Cell, RunPaths | None]] | Run] = {}
     for paths in several:
         try:
@@ -27,7 +33,7 @@ def look_at_sweeps(several: Sequence[SweepPaths]) -> dict[str, list[Run]]:
         except UserError as error:
             sweep = str(paths.root)
             cells_of[sweep] = Run(state=RunState.unknown, detail=str(error), sweep=sweep, cell=paths.root.name)
-    runs = statuses_of(
+    runs = statuses(
         [run for cells in cells_of.values() if isinstance(cells, list) for _, run in cells if run is not None]
     )
     by_dir = {run.dir: run for run in runs}

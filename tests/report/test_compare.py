@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import html.parser
 import io
 import json
 import re
 import statistics
+from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import plotly.graph_objects
 import pytest
 
+from launcher.api import compare_runs
 from launcher.cli import run as launch
 from launcher.cli.runs import launch_report
 from launcher.errors import UserError
 from launcher.quantities import NO_INTERVAL
+from launcher.report import compare
 from launcher.report.compare import settings_text
-from launcher.rundir.paths import RunPaths
+from launcher.report.page import page as render_page
+from launcher.rundir.paths import RunPaths, find
 from tests.infra.made_runs import cell, make_run, make_sweep, read_records, write_records
 
 GRID = [(accumulation, workers) for accumulation in (1, 2, 4) for workers in (1, 2)]
@@ -371,6 +377,52 @@ def test_many_runs(tmp_path: Path) -> None:
         plotly.graph_objects.Figure(data=figure["data"], layout=figure["layout"])  # colours and layout for many runs
         if "over" in figure["title"] or figure["title"] == "Loss":
             assert not figure["layout"]["showlegend"]
+
+
+def test_plots_of_very_many_runs_show_those_of_the_lowest_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that are compared over workers or accumulation stay together; tables, notes and headlines are of all."""
+    for seed, loss in enumerate((3.0, 2.0, 1.0)):
+        for workers in (1, 2):
+            words = (f"train.seed={seed}", f"cluster.workers_per_node={workers}")
+            verdict = "failed" if seed == 2 else "done"
+            make_run(tmp_path, f"s{seed}-{workers}", *words, loss=loss + workers, verdict=verdict)
+    page = tmp_path / "page.html"
+    runs = as_json(tmp_path, "--html", page)["runs"]
+    assert "The plots show" not in page.read_text()
+    monkeypatch.setattr(compare, "MOST_DRAWN", 3)
+    assert as_json(tmp_path, "--html", page)["runs"] == runs
+    shown = Page(page.read_text())
+    assert "The plots show 3 of 6 runs" in shown.text
+    assert all(shown.text.count(run["run"]) for run in runs)
+    (loss,) = [figure for figure in shown.figures if figure["title"] == "Loss"]
+    # seed 2 has the lowest loss, but no finished run; of seed 0 there is room for one
+    assert {trace["name"] for trace in loss["data"]} == {"s1-1", "s1-2", "s0-1"}
+    (speed,) = [figure for figure in shown.figures if figure["title"] == "Speed over workers"]
+    assert [trace["x"] for trace in speed["data"] if trace["mode"] == "lines+markers"] == [[1], [1, 2]]
+
+
+def test_the_page_goes_through_the_runs_a_fixed_number_of_times(tmp_path: Path) -> None:
+    class Counted(tuple[Any, ...]):
+        times = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            self.times += 1
+            return super().__iter__()
+
+    times: list[int] = []
+    for number in range(12):
+        make_run(tmp_path, f"r{number}", f"train.seed={number}", steps=2)
+        rows = compare_runs(find(tmp_path), title="runs")
+        counted = Counted(rows.rows)
+        render_page(dataclasses.replace(rows, rows=counted), datetime.now().astimezone())
+        times.append(counted.times)
+    assert times[3] == times[-1]
+
+
+def test_runs_with_the_same_problem_share_a_note(tmp_path: Path) -> None:
+    for name in "abc":
+        make_run(tmp_path, name).metrics.unlink()
+    assert "a, b, c: nothing was recorded." in as_json(tmp_path)["notes"]
 
 
 def test_one_run_has_a_page(tmp_path: Path) -> None:

@@ -119,6 +119,28 @@ def test_a_slurm_that_does_not_answer_is_no_verdict(tmp_path: Path, monkeypatch:
     assert [run.state for run in status.statuses_of([over, open_])] == [RunState.done, RunState.unknown]
 
 
+def test_the_newest_runs_are_those_created_last(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path, name, job=None, submissions=0) for name in "abcd"]
+    for run, day in zip(runs, (3, 1, 4, 2), strict=True):
+        plan = json.loads(run.plan.read_text())
+        plan["run"]["created"] = f"2026-01-0{day}T00:00:00+00:00"
+        run.plan.write_text(json.dumps(plan))
+    assert [paths.root.name for paths in status.newest(runs, 2)] == ["a", "c"]
+    assert status.newest(runs, 4) == runs
+    runs[0].plan.write_text("{")
+    assert [paths.root.name for paths in status.newest(runs, 3)] == ["b", "d", "c"], "it has no time"
+
+
+def test_a_brief_status_has_the_same_state(tmp_path: Path) -> None:
+    paths = make_run(tmp_path, "a", job=None)
+    paths.metrics.write_text('{"step": 3, "train/loss": 2.5}\n')
+    write_json(paths.summary, {"verdict": "done"})
+    begin(paths)
+    (whole,), (brief,) = status.statuses_of([paths]), status.statuses_of([paths], brief=True)
+    assert (whole.step, whole.loss, brief.step, brief.loss) == (3, 2.5, None, None)
+    assert dataclasses.replace(whole, step=None, loss=None, precision=None) == brief
+
+
 def test_local_runs(tmp_path: Path) -> None:
     paths = make_run(tmp_path, "a", job=None, submissions=0)
     history.add_submission(paths, Submission.now().by_this_process())
