@@ -1,4 +1,4 @@
-"""Commands on existing runs: `launch runs`, `status`, `logs`, `cancel`, `resume`, `retry`, `mirror`, `export`, `report`."""
+"""Commands on existing runs: `runs`, `status`, `logs`, `cancel`, `resume`, `retry`, `mirror`, `export`, `report`."""
 
 from __future__ import annotations
 

@@ -274,3 +274,25 @@ def test_a_tracker_that_does_not_return_is_reported(tmp_path: Path, monkeypatch:
     with trackers._Watch(trackers.Tracker.tensorboard, status):
         wait_for(lambda: status.fields.get("problem"), "the report")
     assert status.fields["problem"] == "TensorBoard has not answered for 0.01 s; it is still being tried."
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("API request to endpoint /api failed with error code 401 != 200.", "The server refuses the login; "),
+        (
+            "HTTPConnectionPool: Max retries exceeded (NameResolutionError: Failed to resolve)",
+            "There is no host of this",
+        ),
+        (
+            "HTTPConnectionPool: Max retries exceeded (NewConnectionError: [Errno 111] Connection refused)",
+            "The server does not",
+        ),
+    ],
+)
+def test_a_problem_says_what_is_wrong_and_what_to_check(text: str, cause: str) -> None:
+    problem = trackers.problem_of(trackers.Tracker.mlflow, RuntimeError(text))
+    assert problem.startswith(cause)
+    assert "MLFLOW_TRACKING_PASSWORD" in problem
+    assert problem.endswith(f" (RuntimeError: {text}).")
+    assert trackers.problem_of(trackers.Tracker.tensorboard, RuntimeError(text)) == f"RuntimeError: {text}"

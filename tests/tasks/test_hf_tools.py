@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from launcher.errors import TaskError
-from tests.tasks.hf_files import CHAT_TEMPLATE, save_lines, save_model
-from tests.tasks.test_hf_causal_lm import _cache, task  # noqa: F401
+from tests.tasks.hf_files import CHAT_TEMPLATE, configuration, save_lines, save_tokenizer
+from tests.tasks.test_hf_causal_lm import _cache  # noqa: F401
 
 # transformers computes a mask of what is between generation and endgeneration
 TEMPLATE = (
@@ -62,7 +62,22 @@ CHATS = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("tools"), "llama", template=TEMPLATE)
+    return save_files(tmp_path_factory.mktemp("tools"), TEMPLATE)
+
+
+def save_files(directory: Path, template: str) -> Path:
+    """Save a tokenizer, and the configuration of a model of 1,024 tokens: no chat here needs its weights."""
+    save_tokenizer(directory, template=template)
+    config = configuration("llama")
+    config.max_position_embeddings = 1024
+    config.save_pretrained(directory)
+    return directory
+
+
+def task(directory: Path, data: Path) -> Any:
+    from launcher.tasks.hf_causal_lm import HfCausalLM
+
+    return HfCausalLM(str(directory / "config.json"), str(data), tokenizer=str(directory), held_out=0.0)
 
 
 def expected(tokenizer: Any, chat: dict[str, Any]) -> tuple[list[int], list[int]]:
@@ -90,7 +105,7 @@ def test_answers_are_learned_and_tools_and_their_results_are_not(stored: str, mo
     else:
         texts = [chat | {"tools": json.dumps(chat["tools"])} for chat in CHATS]
         data = save_lines(tmp_path / "chats.jsonl", texts if stored == "text" else CHATS)
-    job = task(model, data, seq_len=1024)
+    job = task(model, data)
     wanted = [expected(job.tokenizer, chat) for chat in CHATS]
     assert rows(job) == wanted
     learned = ["".join(job.tokenizer.decode([t for t in labels if t != -100])) for _, labels in wanted]
@@ -102,7 +117,7 @@ def test_answers_are_learned_and_tools_and_their_results_are_not(stored: str, mo
 def test_a_null_that_matters_is_kept_in_json_text(model: Path, tmp_path: Path) -> None:
     tools = [tool("weather", city={"type": "string", "default": None})]
     file = save_lines(tmp_path / "chats.jsonl", [{"messages": PLAIN, "tools": json.dumps(tools)}])
-    job = task(model, file, seq_len=1024)
+    job = task(model, file)
     assert '"default": null' in job.tokenizer.decode(job.train_data()[0]["input_ids"])
 
 
@@ -121,13 +136,13 @@ REFUSED = {
 def test_a_template_that_cannot_be_used_is_refused(template: str, tmp_path: Path) -> None:
     text, message = REFUSED[template]
     file = save_lines(tmp_path / "chats.jsonl", [CHATS[0]])
-    job = task(save_model(tmp_path / "model", "llama", template=text), file, seq_len=1024)
+    job = task(save_files(tmp_path / "model", text), file)
     with pytest.raises(TaskError, match=message):
         job.train_data()
 
 
 @pytest.mark.parametrize("tools", ["{", '{"name": "weather"}', "[1]"])
 def test_tools_that_are_none_are_named(tools: str, model: Path, tmp_path: Path) -> None:
-    job = task(model, save_lines(tmp_path / "chats.jsonl", [{"messages": PLAIN, "tools": tools}]), seq_len=1024)
+    job = task(model, save_lines(tmp_path / "chats.jsonl", [{"messages": PLAIN, "tools": tools}]))
     with pytest.raises(TaskError, match=r"example 0 \(counted from 0\) has tools that are"):
         job.train_data()
