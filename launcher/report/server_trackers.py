@@ -65,8 +65,8 @@ class WandbAdapter:
 
     def _stored_offline(self) -> int:
         """Return the last step in the offline files of earlier starts; 0 if there is none."""
-        pattern = f"wandb/offline-run-*-{self._plan.run.id}/run-{self._plan.run.id}.wandb"
-        files = [*Path(self._plan.run.dir).glob(pattern)]
+        # the second directory of a second has a number at its end
+        files = [*Path(self._plan.run.dir).glob(f"wandb/offline-run-*/run-{self._plan.run.id}.wandb")]
         if files:
             _end_writers(files)  # they could still write what is delivered again here
         return max((last_step_in_wandb(file) for file in files), default=0)

@@ -28,6 +28,7 @@ from tests.report.mirrored import (
     differences,
     in_mlflow,
     in_trackio,
+    in_wandb,
     kill_often,
     mirror,
     mirror_to_the_end,
@@ -65,6 +66,22 @@ def test_the_environment_says_what_the_config_does_not(
     wandb.teardown()
     ours, theirs = ({"a", "b"}, NOTES, "train", "g"), ({"theirs", "too"}, "their notes", "theirs", "all")
     assert shown == (ours if configured else theirs)
+
+
+@pytest.mark.slow
+def test_wandb_offline_continues_after_the_last_step_in_its_files(tmp_path: Path) -> None:
+    plan = saved_plan(tmp_path / "run", "wandb.mode=offline")
+    lines = [json.dumps(record_of(step)) for step in range(1, 1201)]
+    for number, end in enumerate((700, 1200)):  # several blocks of a file, in which records are divided
+        adapter = WandbAdapter(plan, {})
+        delivered = adapter.open()["delivered"]
+        assert delivered == (0, 700)[number]
+        adapter.log([*entries_of(plan, lines[:end], delivered)])
+        directory = Path(adapter._run.dir).parent
+        adapter._run.finish()
+        wandb.teardown()
+        directory.rename(f"{directory}-{number}")  # the second one in a second has such a name
+    assert differences(in_wandb(tmp_path / "run"), 1200) == []
 
 
 def test_a_job_of_slurm_s_takes_them_along() -> None:

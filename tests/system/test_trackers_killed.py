@@ -88,7 +88,7 @@ def wrong_values(stored: dict[str, float], versions: list[dict[str, Any]], *, si
         {name: value for name, value in record.items() if value is None or isinstance(value, int | float)}
         for record in versions
     ]
-    lasting = {name for name in numbers[0] if name in timeless(numbers[0])}
+    lasting = timeless(numbers[0]).keys() - {"step"}
     missing = lasting - stored.keys()
     return sorted(missing) + [
         f"{name}={value}"
