@@ -13,6 +13,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def endpoint(paths: RunPaths) -> str:
     """Return what the scrape endpoint shows; empty while there is none."""
     try:
         return scrape(json.loads(paths.tracker_status("prometheus").read_text())["url"])
-    except (OSError, KeyError, ValueError):
+    except (OSError, HTTPException, KeyError, ValueError):  # it was killed
         return ""
 
 
@@ -137,7 +138,8 @@ def kill_and_watch(
         watch.stop()
     assert chaos.problems == []
     assert Counter(kind for kind, _, _ in chaos.done) == dict.fromkeys(KINDS, rounds)
-    assert sum(len(versions) > 1 for versions in watch.records.values()) > rounds, "the run repeated steps"
+    # a single kill may come right after a save
+    assert rounds == 1 or sum(len(versions) > 1 for versions in watch.records.values()) > rounds, "no steps repeated"
     assert [*sorted(watch.records)] == [*range(1, chaos.steps + 1)]
     return chaos.paths, watch
 
