@@ -129,9 +129,9 @@ def _end_writers(files: Collection[Path]) -> None:
     """Kill the processes of W&B's library on this host that still write to ``files``: a tracker's process that was
     killed leaves one for a moment, and one that failed and starts again for longer."""
     paths = {str(file.resolve()) for file in files}
-    for process in psutil.process_iter(["name"]):
+    for process in psutil.process_iter():
         with suppress(psutil.Error):  # it has ended, or belongs to another user
-            if process.info["name"] == "wandb-core" and paths & {each.path for each in process.open_files()}:
+            if process.name() == "wandb-core" and paths & {each.path for each in process.open_files()}:
                 process.kill()
                 process.wait(_DIES_WITHIN_S)
 
