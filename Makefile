@@ -17,7 +17,7 @@ PYTEST = -m pytest -n 4 --no-loadscope-reorder
 test: lint tools
 	$(BIN)/python $(PYTEST) -m "not nightly" $(PYTEST_ARGS)
 
-test-all: lint tools $(VENV)/.installed-peers
+test-all: lint tools $(VENV)/.installed-peers $(VENV)/.installed-nightly
 	$(BIN)/python $(PYTEST) $(PYTEST_ARGS)
 
 # Measured: pytest, and what tests/infra/warm.py forks. Not: workers that are executed, whose environment is limited.
@@ -124,6 +124,12 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 $(VENV)/.installed-peers: $(VENV)/.installed-dev
 	$(BIN)/pip install -q -c constraints.txt -e '.[peers]'
 	$(BIN)/pip install -q -c constraints.txt --no-deps torchtitan
+	@touch $@
+
+# the package mlflow, whose server the nightly tests start, asks for an older pyarrow than datasets here has
+$(VENV)/.installed-nightly: $(VENV)/.installed-dev
+	$(BIN)/pip install -q -c constraints.txt -e '.[nightly]'
+	$(BIN)/pip install -q -c constraints.txt --no-deps mlflow
 	@touch $@
 
 clean:

@@ -25,6 +25,7 @@ launch: distributed training with an exact global batch.
   launch cancel RUN                           stop a run; its workers save a checkpoint first
   launch resume RUN   [key=value ...]         resume a run from its newest checkpoint, with these keys changed
   launch retry  RUN                           start a run again from step 0, with the same plan and code
+  launch mirror RUN                           send the trackers of a run that has ended what they lack
   launch export RUN --to DIR                  write the trained model as safetensors, in Hugging Face's layout
   launch report RUN... | SWEEP                compare runs: a table, CSV, JSON, and one HTML page with plots
   launch doctor [key=value ...]               check that this machine, or the cluster, is fit to run jobs
@@ -53,7 +54,7 @@ _MODULES = {
     **dict.fromkeys(("train", "run"), "train"),
     "plan": "plan",
     **dict.fromkeys(("verify", "drill", "doctor"), "diagnose"),
-    **dict.fromkeys(("runs", "status", "logs", "cancel", "resume", "retry", "report", "export"), "runs"),
+    **dict.fromkeys(("runs", "status", "logs", "cancel", "resume", "retry", "mirror", "report", "export"), "runs"),
 }
 
 

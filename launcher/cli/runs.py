@@ -1,4 +1,4 @@
-"""Commands on existing runs: `launch runs`, `status`, `logs`, `cancel`, `resume`, `retry`, `export`, `report`."""
+"""Commands on existing runs: `runs`, `status`, `logs`, `cancel`, `resume`, `retry`, `mirror`, `export`, `report`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.markup import escape
 from launcher.cli.names import Parser, resolve, resolve_any
 from launcher.cli.overrides import flags_first
 from launcher.config.schema import Tracker
-from launcher.errors import EXIT_DONE, UserError
+from launcher.errors import EXIT_DONE, EXIT_FAILED, UserError
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.tracker_plan import MLFLOW_STORE
@@ -175,6 +175,17 @@ def launch_retry(arguments: list[str]) -> int:
     does = "Start a run again from step 0 under another name, with its plan and code; of a sweep, the failed runs."
     options = _restart_parser("retry", does).parse_args(arguments)
     return _restart("retry", options, {RunState.failed, RunState.lost}, control.to_retry)
+
+
+def launch_mirror(arguments: list[str]) -> int:
+    options = _parser("mirror", "Send the trackers of a run that has ended what they lack of its record.").parse_args(
+        arguments
+    )
+    paths = resolve(options.run, options.dir)
+    outcome = control.mirror_again(control.status_of(paths))
+    for title, problem in outcome:
+        print(f"{title}: {problem or 'has the whole record.'}")
+    return EXIT_FAILED if any(problem for _, problem in outcome) else EXIT_DONE
 
 
 def _restart_parser(verb: str, does: str) -> Parser:

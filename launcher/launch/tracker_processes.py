@@ -23,6 +23,7 @@ from launcher.plan.tracker_plan import TRACKER_KINDS, mirrors_of
 from launcher.process import RUN_ID
 from launcher.rundir.fencing import Attempt, Fence
 from launcher.rundir.files import read_json, write_json, write_line
+from launcher.rundir.paths import RunPaths
 
 # seconds; the record is on disk, so what is not delivered in this time can be delivered later
 GRACE_S, HURRIED_S = 60, 5
@@ -108,7 +109,7 @@ class TrackerProcesses(threading.Thread):
                 f"The process of {title} was killed {kept.deaths + 1} times in succession, last by signal {number}"
             )
             log = self._plan.paths.tracker_log(tracker)
-            self._set_problem(tracker, f"{problem}, and is not started again; see {log}.")
+            self._set_problem(tracker, f"{problem}, and is not started again; see {log}. {rest_text(self._plan.paths)}")
         else:
             kept.due = now + RESTART_PAUSES_S[kept.deaths]
             kept.deaths += 1
@@ -152,9 +153,8 @@ class TrackerProcesses(threading.Thread):
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-                sends = "`wandb sync`" if tracker is Tracker.wandb else "a resume of the run"
                 title = TRACKER_KINDS[tracker].title
-                problem = f"{title} had not taken everything {within_s} s after the end; {sends} sends the rest."
+                problem = f"{title} had not taken everything {within_s} s after the end. {rest_text(self._plan.paths)}"
                 self._set_problem(tracker, problem)
 
     def _set_problem(self, tracker: Tracker, problem: str) -> None:
@@ -164,6 +164,11 @@ class TrackerProcesses(threading.Thread):
             write_json(path, (read_json(path) or {}) | {"problem": problem})
         except (OSError, ValueError, Superseded) as error:
             write_line(f"{problem} The status cannot be written: {error}")
+
+
+def rest_text(paths: RunPaths) -> str:
+    """Return a sentence on how a tracker gets what it lacks of a run that has ended."""
+    return f"After the end of the run, `launch mirror {paths.root}` sends the rest."
 
 
 def wait_after_stop(plan: LaunchPlan) -> str:

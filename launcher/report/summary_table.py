@@ -76,9 +76,11 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
             add("best", f"none ({best['metric']} was not finite in any evaluation)")
     if summary.get("checkpoint/failed"):
         add("not saved", f"{count(summary['checkpoint/failed'], 'checkpoint')}: see the log of rank 0")
-    for title, where, _ in tracker_lines(plan.paths):
+    for title, where, problem in tracker_lines(plan.paths):
         if where:
             add(title, where)
+        if problem:
+            add("", f"incomplete: `launch status {near(plan.paths.root)}` shows why")
     mirror = read_json(plan.paths.tracker_status(Tracker.wandb)) or {}
     if mirror.get("dir") and not mirror.get("url"):
         pattern = Path(mirror["dir"]).parent / "offline-run-*"  # one per start of the run

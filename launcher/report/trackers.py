@@ -28,6 +28,7 @@ from typing import Any, Protocol
 
 from launcher.config.schema import PrecisionKind, Tracker
 from launcher.errors import EXIT_DONE, EXIT_FAILED, Superseded
+from launcher.launch.tracker_processes import rest_text
 from launcher.plan.host import without_credentials
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.tracker_plan import TRACKER_KINDS, mirrors_of
@@ -144,9 +145,11 @@ def _mirror_with_retry(plan: RunPlan, fence: Fence, tracker: Tracker, status: St
         # one that worked for a while and fails now is a new problem
         trial = 0 if mirror.delivered_any and time.monotonic() - began > WORKED_S else trial
         missing = isinstance(error, ImportError)
+        ended = missing or (trial > 0 and _ended())
         if trial or missing:
-            status.set(problem=problem_of(tracker, error))
-        if missing or (trial and _ended()):
+            problem = problem_of(tracker, error)
+            status.set(problem=f"{problem} {rest_text(plan.paths)}" if ended else problem)
+        if ended:
             return EXIT_FAILED
         # the first time at once: a scheduler that ends a job may have killed W&B's own process too
         _pause(min(LONGEST_PAUSE_S, 2**trial) if trial else 0)
@@ -220,13 +223,32 @@ class _Watch:
         self._timer.join()
 
 
+# of the text of an error: what it means to a user; the first that is found counts
+_CAUSES = (
+    (r"\b40[13]\b|UNAUTHENTICATED|PERMISSION_DENIED", "The server refuses the login"),
+    (r"(?i)NameResolution|name or service not known|getaddrinfo|name resolution", "There is no host of this name"),
+    (r"(?i)connection refused|Max retries|timed out|connection (aborted|reset)", "The server does not answer"),
+)
+
+
 def problem_of(tracker: Tracker, error: Exception) -> str:
-    """Return one line on an error of a tracker."""
+    """Return one line on an error of a tracker: what it means, where that is known, and what to do."""
     kind = TRACKER_KINDS[tracker]
     if isinstance(error, ImportError):
         return f"{error}: install it on the host of rank 0 (pip install 'launcher[{kind.extra}]')."
     text = " ".join(redacted(str(error)).split())
-    return f"{type(error).__name__}: {text[:400]}"
+    text = f"{type(error).__name__}: {text[:400]}"
+    cause = next((cause for pattern, cause in _CAUSES if re.search(pattern, text)), None)
+    if cause is None or tracker not in _REMEDIES:
+        return text
+    return f"{cause}; it is tried again, and training is not affected. {_REMEDIES[tracker]} ({text})."
+
+
+_REMEDIES = {
+    Tracker.mlflow: "Check mlflow.tracking_uri, or the variables MLFLOW_TRACKING_URI, MLFLOW_TRACKING_USERNAME with "
+    "MLFLOW_TRACKING_PASSWORD, and MLFLOW_TRACKING_TOKEN.",
+    Tracker.wandb: "Check WANDB_BASE_URL and WANDB_API_KEY, or set wandb.mode=offline.",
+}
 
 
 def redacted(text: str) -> str:

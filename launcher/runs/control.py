@@ -1,4 +1,4 @@
-"""Control of existing runs: cancel, resume, retry, wait for the end."""
+"""Control of existing runs: cancel, resume, retry, send a record to trackers, wait for the end."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from launcher.config.schema import ClusterKind
+from launcher.config.schema import ClusterKind, Tracker
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, SiteError, UserError
 from launcher.launch import local
 from launcher.launch.agent import load_plan
 from launcher.launch.slurm import client, submit
+from launcher.launch.tracker_processes import TrackerProcesses
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
+from launcher.plan.tracker_plan import TRACKER_KINDS, mirrors_of
 from launcher.rundir import history
+from launcher.rundir.fencing import Attempt, Fence
+from launcher.rundir.files import read_json
 from launcher.rundir.history import Submission
 from launcher.rundir.paths import RunPaths
 from launcher.runs.status import ACTIVE, Run, RunState, statuses_of
@@ -29,6 +33,8 @@ _LOOK_EVERY_S = 0.5
 _ASK_SLURM_EVERY_S = 2.0
 # in addition to the time that Slurm (KillWait) or the launcher (cluster.grace_s) gives the workers
 _ENDS_WITHIN_S = 60
+# limit of `launch mirror`, seconds: a long record takes a server minutes
+MIRRORS_WITHIN_S = 3600
 _EXIT_STATUS = {RunState.done: EXIT_DONE, RunState.stopped: EXIT_RESUMABLE}
 _MAY_CONTINUE = ACTIVE | {RunState.unknown}
 
@@ -214,6 +220,37 @@ def _renamed(plan: LaunchPlan, paths: RunPaths) -> LaunchPlan:
     own = {name: os.pathsep.join(map(moved, value.split(os.pathsep))) for name, value in plan.env.set.items()}
     env = dataclasses.replace(plan.env, set=own)
     return dataclasses.replace(plan, cluster=cluster, command=command, env=env)
+
+
+def mirror_again(run: Run) -> list[tuple[str, str]]:
+    """Send the trackers of a run that has ended what they lack of its record.
+
+    Returns:
+        Title and problem of each tracker; no problem: it has everything.
+
+    Raises:
+        UserError: The run is still active, or has no tracker that stores it.
+    """
+    paths = RunPaths(Path(run.dir))
+    _plan_of(paths)  # checks it
+    _require_over(run, "mirror")
+    plan = RunPlan.of_record(paths)
+    # what Prometheus shows is over
+    trackers = () if plan is None else tuple(each for each in mirrors_of(plan) if each is not Tracker.prometheus)
+    if plan is None or not trackers:
+        raise UserError(
+            f"{run.name}: has no tracker that stores it.\n  `launch resume {run.name} trackers=[wandb]` adds one."
+        )
+    fields = Fence(paths, Attempt()).newest()
+    newest = Attempt.parse(fields.pop("incarnation", "0.0"))
+    # a process of the last start may still be delivering: it stops
+    fence = Fence(paths, dataclasses.replace(newest, restart=newest.restart + 1))
+    fence.claim(**fields)
+    processes = TrackerProcesses(dataclasses.replace(plan, trackers=trackers), fence.own)
+    processes.start()
+    processes.finish(MIRRORS_WITHIN_S)
+    problems = {each: (read_json(paths.tracker_status(each)) or {}).get("problem") or "" for each in trackers}
+    return [(TRACKER_KINDS[each].title, problem) for each, problem in problems.items()]
 
 
 def _require_over(run: Run, verb: str) -> None:

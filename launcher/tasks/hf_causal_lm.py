@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -44,10 +45,6 @@ class TextRows(HfTask):
         columns, text = set(data.column_names), self._text or "text"
         if self._text is None and "messages" in columns:
             encode = self._chat
-            if "tools" in columns:
-                raise TaskError(
-                    f"{path}: chats with a column tools are not supported.\n  Write them into a column text."
-                )
         elif self._text is None and {"prompt", "completion"} <= columns:
             encode = self._completion
         else:
@@ -69,19 +66,27 @@ class TextRows(HfTask):
         return [self._sample(prompt + answer, [IGNORED] * len(prompt) + answer)]
 
     def _chat(self, example: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return a chat as the tokenizer's template writes it, with the tokens of the answers as labels."""
+        """Return a chat as the tokenizer's template writes it, with the tokens of the answers as labels.
+
+        The template writes the tools where it wants to; like the results of tools, they are not predicted.
+        """
         messages = [_message(each) for each in example["messages"]]
+        tools = _tools(example.get("tools"))
+        if tools:
+            self._require_tools_written(messages, tools)
         text, answers = "", list[range]()
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
-                prompt = self._templated(messages[:number], prompts=True)
-                longer = self._templated(messages[: number + 1], prompts=False)
+                prompt = self._templated(messages[:number], tools, prompts=True)
+                longer = self._templated(messages[: number + 1], tools, prompts=False)
                 if not (prompt.startswith(text) and longer.startswith(prompt)):
                     raise TaskError(
                         "the tokenizer's chat template writes the start of a chat differently when the chat continues, "
                         "so the place of an answer is not known.\n"
                         "  Use a template that appends, or columns prompt and completion."
                     )
+                if message.get("tool_calls"):
+                    self._require_calls_written(messages[: number + 1], tools, longer)
                 answers.append(range(len(prompt), len(longer)))
                 text = longer
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -92,10 +97,36 @@ class TextRows(HfTask):
         ]
         return [self._sample(tokens, labels)]
 
-    def _templated(self, messages: list[dict[str, Any]], *, prompts: bool) -> str:
+    def _require_tools_written(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> None:
+        """Raise TaskError if the template ignores the tools, which transformers allows."""
+        if self._templated(messages, tools, prompts=False) == self._templated(messages, None, prompts=False):
+            raise TaskError(
+                "has tools, and the tokenizer's chat template does not write them.\n"
+                "  Use a tokenizer whose template does (task.tokenizer), or leave the column tools out."
+            )
+
+    def _require_calls_written(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, text: str
+    ) -> None:
+        """Raise TaskError if the template ignores the tool calls of the last message.
+
+        Args:
+            text: ``messages`` as the template writes them.
+        """
+        *others, last = messages
+        plain = {"content": ""} | {name: value for name, value in last.items() if name != "tool_calls"}
+        if self._templated([*others, plain], tools, prompts=False) == text:
+            raise TaskError(
+                "has tool_calls, and the tokenizer's chat template does not write them.\n"
+                "  Use a tokenizer whose template does (task.tokenizer), or write the calls into content."
+            )
+
+    def _templated(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, prompts: bool) -> str:
         """Return the text of ``messages``; ``prompts``: with the beginning of an answer at the end."""
         try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompts)
+            return self.tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=prompts
+            )
         except Exception as error:  # of the template, which is code of the model's authors
             raise TaskError(f"the tokenizer's chat template: {error}") from None
 
@@ -131,7 +162,8 @@ class TextRows(HfTask):
 class HfCausalLM(TextRows):
     """Fine-tuning or training of a causal language model. An item is a predicted token; a sample is an example.
 
-    Examples are of one of three kinds, by their columns: ``messages`` (a chat; the loss is on the answers only),
+    Examples are of one of three kinds, by their columns: ``messages`` (a chat, perhaps with ``tools``; the loss is on
+    the answers only, calls of tools included),
     ``prompt`` and ``completion`` (the loss is on the completion only), or text.
 
     Args:
@@ -239,7 +271,32 @@ class HfCausalLM(TextRows):
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """Return a message of a chat without the keys that only other messages have, which a table holds as None."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-        raise UnusableExample("has messages that are not dicts with role and content")
-    return {name: value for name, value in message.items() if value is not None}
+    """Return a message of a chat without the keys that only other messages have."""
+    if not (
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and ("content" in message or message.get("tool_calls"))
+    ):
+        raise UnusableExample("has messages that are not dicts with role and content, or role and tool_calls")
+    return _without_nulls(message)
+
+
+def _tools(tools: Any) -> list[dict[str, Any]] | None:
+    """Return the tools of a chat: a list, or JSON text of one; None if there are none."""
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools or "[]")
+        except ValueError as error:
+            raise UnusableExample(f"has tools that are not JSON ({error})") from None
+    else:
+        tools = _without_nulls(tools)
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise UnusableExample("has tools that are neither a list of dicts nor JSON text of one")
+    return tools or None
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return ``value`` without the entries of dicts that are None: a table fills in the keys of its other rows."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value

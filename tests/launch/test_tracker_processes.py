@@ -81,7 +81,7 @@ def test_one_that_is_killed_starts_again_until_the_end(tmp_path: Path, started: 
     trackers.finish(0.1)
     problem = json.loads(plan.paths.tracker_status("tensorboard").read_text())["problem"]
     assert "TensorBoard had not taken everything 0.1 s after the end" in problem
-    assert "a resume of the run sends the rest" in problem
+    assert f"`launch mirror {tmp_path}` sends the rest" in problem
     assert len(started) == 2
 
 

@@ -8,11 +8,12 @@ import os
 import random
 import re
 import sqlite3
+import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,39 @@ def in_mlflow(uri: str, run_id: str) -> Steps:
             assert name not in values, f"step {metric.step}: {name} is there twice"
             values[name] = metric.value
     return dict(sorted(steps.items()))
+
+
+def wandb_records(path: Path) -> Iterator[Any]:
+    """The records of an offline run's file: a 7-byte header, then LevelDB's log format in blocks of 32 KiB."""
+    from wandb.proto import wandb_internal_pb2 as pb
+
+    data, at, whole = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        room = 32768 - at % 32768
+        if room < 7:
+            at += room
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        if at + 7 + length > len(data):
+            return  # its process was killed
+        whole = (b"" if kind in (1, 2) else whole) + data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a full record, or the last part of one
+            yield pb.Record.FromString(whole)
+
+
+def in_wandb(run: Path) -> Steps:
+    """The history in all offline files of a run. Fails if a step is there twice."""
+    steps: Steps = {}
+    for file in sorted(run.glob("wandb/offline-run-*/run-*.wandb")):
+        for record in wandb_records(file):
+            if record.HasField("history"):
+                values = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
+                step = values["step"]
+                assert step not in steps, f"step {step} is there twice"
+                numbers = {n: v for n, v in values.items() if not n.startswith("_") and not isinstance(v, str)}
+                steps[step] = {name: math.nan if value is None else value for name, value in numbers.items()}
+    return steps
 
 
 def in_trackio(database: Path) -> Steps:

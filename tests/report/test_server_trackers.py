@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import sqlite3
-import subprocess
-import sys
-from collections.abc import Iterator
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import wandb
 
 from launcher.api import typed
 from launcher.callbacks.samples import png
-from launcher.plan.host import allowed_env, batch_env
+from launcher.plan.host import batch_env
 from launcher.plan.run_plan import RunPlan
 from launcher.report.server_trackers import MlflowAdapter, WandbAdapter, mlflow_name, wandb_media
 from launcher.report.tracker_entry import StepEntry, entries_of, sample_files
 from launcher.rundir.paths import RunPaths
-from tests.helpers import make_plan
+from tests.helpers import make_plan, patience
+from tests.infra.mlflow_server import MlflowServer
 from tests.infra.runs import wait_for
 from tests.report.mirrored import (
     Growing,
     differences,
     in_mlflow,
     in_trackio,
+    in_wandb,
     kill_often,
+    mirror,
     mirror_to_the_end,
     mlflow_client,
     record_of,
@@ -67,6 +66,22 @@ def test_the_environment_says_what_the_config_does_not(
     wandb.teardown()
     ours, theirs = ({"a", "b"}, NOTES, "train", "g"), ({"theirs", "too"}, "their notes", "theirs", "all")
     assert shown == (ours if configured else theirs)
+
+
+@pytest.mark.slow
+def test_wandb_offline_continues_after_the_last_step_in_its_files(tmp_path: Path) -> None:
+    plan = saved_plan(tmp_path / "run", "wandb.mode=offline")
+    lines = [json.dumps(record_of(step)) for step in range(1, 1201)]
+    for number, end in enumerate((700, 1200)):  # several blocks of a file, in which records are divided
+        adapter = WandbAdapter(plan, {})
+        delivered = adapter.open()["delivered"]
+        assert delivered == (0, 700)[number]
+        adapter.log([*entries_of(plan, lines[:end], delivered)])
+        directory = Path(adapter._run.dir).parent
+        adapter._run.finish()
+        wandb.teardown()
+        directory.rename(f"{directory}-{number}")  # the second one in a second has such a name
+    assert differences(in_wandb(tmp_path / "run"), 1200) == []
 
 
 def test_a_job_of_slurm_s_takes_them_along() -> None:
@@ -173,47 +188,69 @@ def test_a_server_out_of_reach_is_reported_and_later_gets_everything(tmp_path: P
     assert differences(in_mlflow(status["dir"], status["run_id"]), 5, mlflow=True) == []
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[str]:
-    """A real MLflow server with a database; its URI."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [
-        sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
-        "--backend-store-uri", f"sqlite:///{tmp_path}/mlflow.db", "--artifacts-destination", f"{tmp_path}/artifacts",
-    ]  # fmt: skip
-    with (tmp_path / "server.log").open("ab") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=allowed_env(os.environ, ("*",)))
-    uri = f"http://127.0.0.1:{port}"
+class Refusing(BaseHTTPRequestHandler):
+    """Server that accepts no login."""
 
-    def answers() -> bool:
-        with socket.socket() as client:
-            return client.connect_ex(("127.0.0.1", port)) == 0
+    def do_GET(self) -> None:
+        self.send_response(401)
+        self.end_headers()
+        self.wfile.write(b"You are not authenticated.")
 
-    try:
-        wait_for(answers, "MLflow's server", 120)
-        yield uri
-    finally:
-        for child in psutil.Process(process.pid).children(recursive=True):
-            child.kill()
-        process.kill()
-        process.wait()
+    do_POST = do_GET
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cause", ["The server refuses the login", "There is no host of this name"])
+def test_why_a_server_takes_nothing_is_said(cause: str, tmp_path: Path) -> None:
+    plan = mlflow_plan(tmp_path / "runs" / "run")
+    Growing(plan).add(5)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        host = f"127.0.0.1:{server.server_port}" if "login" in cause else "no-such-host.invalid:5000"
+        env = {"MLFLOW_TRACKING_URI": f"http://{host}", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+        assert mirror_to_the_end(plan, "mlflow", env=env) == 1
+        server.shutdown()
+    problem = status_of(plan, "mlflow")["problem"]
+    assert problem.startswith(f"{cause}; it is tried again, and training is not affected.")
+    assert host.partition(":")[0] in problem
+    assert mirror_to_the_end(plan, "mlflow") == 0
+    status = status_of(plan, "mlflow")
+    assert status["problem"] is None
+    assert differences(in_mlflow(status["dir"], status["run_id"]), 5, mlflow=True) == []
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_thirty_kills_before_a_real_server(server: str, tmp_path: Path) -> None:
-    """Needs the package mlflow, with its server."""
-    plan = mlflow_plan(tmp_path / "runs" / "run", f"mlflow.tracking_uri={server}", SAMPLES)
-    with_samples(plan, 2)
-    steps = kill_often(plan, "mlflow", 30)
-    status = status_of(plan, "mlflow")
-    assert status["url"] == f"{server}/#/experiments/1/runs/{status['run_id']}"
-    assert differences(in_mlflow(server, status["run_id"]), steps, mlflow=True) == []
-    client = mlflow_client(server)
-    assert client.get_run(status["run_id"]).info.status == "FINISHED"
-    samples = {artifact.path for artifact in client.list_artifacts(status["run_id"], "samples/step_000002")}
-    assert samples == {"samples/step_000002/face.png", "samples/step_000002/story.txt"}
+def test_a_real_server_that_comes_and_goes(tmp_path: Path) -> None:
+    """Needs the package mlflow, with its server, which is down at the start, and dies in the middle."""
+    with MlflowServer(tmp_path) as server:
+        plan = mlflow_plan(tmp_path / "runs" / "run", f"mlflow.tracking_uri={server.uri}", SAMPLES)
+        with_samples(plan, 2)
+        growing = Growing(plan)
+        growing.add(20)
+        process = mirror(plan, "mlflow", env={"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"})
+        wait_for(lambda: status_of(plan, "mlflow").get("problem"), "a problem")
+        assert status_of(plan, "mlflow")["problem"].startswith("The server does not answer")
+        server.start()
+        wait_for(lambda: status_of(plan, "mlflow").get("run_id"), "the run", 120)
+        growing.start()
+        wait_for(lambda: not status_of(plan, "mlflow")["problem"], "a delivery", 120)
+        server.kill()
+        wait_for(lambda: status_of(plan, "mlflow").get("problem"), "a problem", 120)
+        growing.stop()
+        server.start()
+        process.communicate(timeout=patience(120))  # the end of the run
+        assert process.returncode == 0, plan.paths.tracker_log("mlflow").read_text()
+        status = status_of(plan, "mlflow")
+        assert (status["problem"], status["delivered"]) == (None, growing.step)
+        assert status["url"] == f"{server.uri}/#/experiments/1/runs/{status['run_id']}"
+        assert differences(in_mlflow(server.uri, status["run_id"]), growing.step, mlflow=True) == []
+        samples = {
+            each.path for each in mlflow_client(server.uri).list_artifacts(status["run_id"], "samples/step_000002")
+        }
+        assert samples == {"samples/step_000002/face.png", "samples/step_000002/story.txt"}
 
 
 @pytest.mark.nightly

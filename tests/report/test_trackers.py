@@ -209,7 +209,8 @@ def test_a_tracker_that_stays_away_is_reported_and_given_up_at_the_end(
     failing.errors = [OSError("https://me:hunter22@there with s3cr3t\n  does not answer")] * 2
     assert run_mirror(plan, monkeypatch) == (1, 2)
     problem = status_of(plan, "tensorboard")["problem"]
-    assert problem == "OSError: https://***@there with *** does not answer"
+    rest = f"After the end of the run, `launch mirror {tmp_path}` sends the rest."
+    assert problem == f"OSError: https://***@there with *** does not answer {rest}"
     failing.errors = []
     assert run_mirror(plan, monkeypatch) == (0, 1)
     assert failing.stored == [1, 2, 3]
@@ -243,7 +244,7 @@ def test_an_end_that_always_fails_is_given_up(
 
     monkeypatch.setattr(failing, "finish", fail)
     assert run_mirror(plan, monkeypatch) == (1, 2)
-    assert status_of(plan, "tensorboard")["problem"] == "OSError: no end"
+    assert status_of(plan, "tensorboard")["problem"].startswith("OSError: no end ")
 
 
 def test_a_missing_package_is_not_tried_again(
@@ -273,3 +274,25 @@ def test_a_tracker_that_does_not_return_is_reported(tmp_path: Path, monkeypatch:
     with trackers._Watch(trackers.Tracker.tensorboard, status):
         wait_for(lambda: status.fields.get("problem"), "the report")
     assert status.fields["problem"] == "TensorBoard has not answered for 0.01 s; it is still being tried."
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("API request to endpoint /api failed with error code 401 != 200.", "The server refuses the login; "),
+        (
+            "HTTPConnectionPool: Max retries exceeded (NameResolutionError: Failed to resolve)",
+            "There is no host of this",
+        ),
+        (
+            "HTTPConnectionPool: Max retries exceeded (NewConnectionError: [Errno 111] Connection refused)",
+            "The server does not",
+        ),
+    ],
+)
+def test_a_problem_says_what_is_wrong_and_what_to_check(text: str, cause: str) -> None:
+    problem = trackers.problem_of(trackers.Tracker.mlflow, RuntimeError(text))
+    assert problem.startswith(cause)
+    assert "MLFLOW_TRACKING_PASSWORD" in problem
+    assert problem.endswith(f" (RuntimeError: {text}).")
+    assert trackers.problem_of(trackers.Tracker.tensorboard, RuntimeError(text)) == f"RuntimeError: {text}"

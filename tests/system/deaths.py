@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sysconfig
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +41,10 @@ class Chaos:
 
     Args:
         deaths: number of deaths.
-        only: kinds of death; empty: all.
+        only: kinds of death; empty: all. In each round, each of them once, in random order.
+        last: kind that ends each round.
+        job: overrides of the run.
+        env: variables that the run's `launch` gets in addition.
         done: kind, step and description of each death so far.
         problems: descriptions of what went wrong.
         damaged: number of checkpoints that were damaged.
@@ -51,6 +54,9 @@ class Chaos:
     deaths: int
     rng: random.Random
     only: Collection[str] = ()
+    last: str = ""
+    job: Sequence[str] = JOB
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
     done: list[tuple[str, int, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     damaged: int = 0
@@ -65,11 +71,16 @@ class Chaos:
     def start(self, *words: str) -> subprocess.Popen[bytes]:
         with (self.directory / "launch.log").open("ab") as log:
             return warm.Popen(
-                launch_command(*words), cwd=self.directory, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                launch_command(*words),
+                cwd=self.directory,
+                env=os.environ | self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
             )
 
     def resume(self) -> None:
-        self.job = self.start("resume", "--quiet", "chaos")
+        self.process = self.start("resume", "--quiet", "chaos")
         self.began = time.monotonic()
 
     def run_id(self) -> str:
@@ -82,8 +93,8 @@ class Chaos:
         return self.of_command("launcher.launch.agent")
 
     def worker(self) -> int | None:
-        worker = workers_of(self.run_id()).get(self.rng.randrange(2))
-        return None if worker is None else worker.pid
+        workers = workers_of(self.run_id())
+        return workers[self.rng.choice(sorted(workers))].pid if workers else None
 
     def loader(self) -> int | None:
         """A child of a worker that has loaded its code: torch's own helpers are none."""
@@ -105,7 +116,7 @@ class Chaos:
         """Return True if ``condition`` became true before the run ended. Raises TimeoutError if the run hangs."""
         end = time.monotonic() + WAIT_S
         while not condition():
-            if self.job.poll() is not None:
+            if self.process.poll() is not None:
                 return bool(condition())
             if time.monotonic() > end:
                 raise TimeoutError(f"waited {WAIT_S} s for {what}, at step {self.step}")
@@ -128,7 +139,7 @@ class Chaos:
         return f"{signal.Signals(number).name} to {getattr(victim, '__name__', 'launch')}"
 
     def launch(self) -> int | None:
-        return self.job.pid if self.job.poll() is None else None
+        return self.process.pid if self.process.poll() is None else None
 
     def tree(self) -> str:
         self.kill(self.launch)
@@ -146,7 +157,7 @@ class Chaos:
     def damage(self) -> str:
         """Kill everything, then damage the newest checkpoint if there is an older one."""
         did = self.tree()
-        self.job.wait()
+        self.process.wait()
         checkpoints = self.paths.committed_checkpoints()
         if len(checkpoints) < 2:
             return did
@@ -175,7 +186,7 @@ class Chaos:
     def while_starting(self) -> str:
         """Kill everything, and again at a random time of the start that follows."""
         did = self.tree()
-        self.job.wait()
+        self.process.wait()
         self.resume()
         pause = self.rng.uniform(0.1, 4)
         time.sleep(pause)
@@ -203,12 +214,12 @@ class Chaos:
     # -- the sequence of deaths
 
     def run(self) -> None:
-        self.job = self.start("train", *JOB, "run.name=chaos", f"train.steps={self.steps}", "--quiet")
+        self.process = self.start("train", *self.job, "run.name=chaos", f"train.steps={self.steps}", "--quiet")
         self.began = time.monotonic()
         kinds = {kind: act for kind, act in self.kinds().items() if kind in self.only or not self.only}
         order: list[str] = []
         while len(order) < self.deaths:  # all kinds equally often
-            order += self.rng.sample(list(kinds), len(kinds))
+            order += sorted(self.rng.sample(list(kinds), len(kinds)), key=lambda kind: kind == self.last)
         for number, kind in enumerate(order[: self.deaths]):
             at = self.step
             left = max(1, (self.steps // 2 - STEPS_PER_DEATH - at) // (self.deaths - number))
@@ -227,25 +238,25 @@ class Chaos:
             print(f"{number + 1:4d}  step {at:5d}  {kind}: {did}", flush=True)
             if not by_itself:
                 self.settle(kind)
-        while self.job.wait(WAIT_S) != 0:
+        while self.process.wait(WAIT_S) != 0:
             self.resume_after_failure("towards the end")
 
     def settle(self, kind: str) -> None:
         """Resume the run if `launch` did not survive the death."""
         if kind in ("two in a row", "in a save", "at the start"):
             before = RecordLines.of(self.paths.metrics)
-            ended = lambda: self.job.poll() is not None or RecordLines.of(self.paths.metrics).file != before.file  # noqa: E731
+            ended = lambda: self.process.poll() is not None or RecordLines.of(self.paths.metrics).file != before.file  # noqa: E731
             self.wait(ended, "what follows a death")
-            if self.job.poll() is None:
+            if self.process.poll() is None:
                 return
-        self.job.wait(WAIT_S)
+        self.process.wait(WAIT_S)
         if (read_json(self.paths.summary) or {}).get("verdict") != "done":
             # at once, like a user who does not check for processes that are still saving
             self.resume()
 
     def resume_after_failure(self, when: str) -> None:
         """Record that the run ended when it should not have, and resume it."""
-        status = self.job.returncode
+        status = self.process.returncode
         if (read_json(self.paths.summary) or {}).get("verdict") == "done":
             raise RuntimeError(f"the run was over at step {self.step}, {len(self.done)} deaths after its start")
         self.problems.append(f"`launch` ended with status {status} {when}")

@@ -53,6 +53,30 @@ def test_a_run_is_the_same_in_all_and_one_out_of_reach_disturbs_none(launch: Lau
     assert [*stored] == [*range(1, 15)]
 
 
+def test_what_a_tracker_lacks_at_the_end_is_sent_by_a_command(launch: Launch, tmp_path: Path) -> None:
+    away = {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+    there = {"MLFLOW_TRACKING_URI": str(tmp_path / "mlruns")}
+    done = launch("train", *SMALL, *ALONE, "trackers=[mlflow]", env=away)
+    assert done.returncode == 0, done.stderr
+    assert "incomplete" in done.stdout
+    run = tmp_path / "runs" / "w"
+    problem = json.loads((run / "mlflow.json").read_text())["problem"]
+    assert f"`launch mirror {run}` sends the rest" in problem
+    still = launch("mirror", "w", env=away)
+    assert still.returncode == 1, still.stderr
+    assert "MLflow: The server does not answer" in still.stdout
+    written = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for _ in range(2):  # the second time, nothing is missing
+        sent = launch("mirror", "w", env=there)
+        assert sent.returncode == 0, sent.stderr
+        assert sent.stdout.endswith("MLflow: has the whole record.\n")
+        stored = in_mlflow(there["MLFLOW_TRACKING_URI"], json.loads((run / "mlflow.json").read_text())["run_id"])
+        assert [*stored] == [*range(1, 13)]
+        assert [step["train/loss"] for step in stored.values()] == [record["train/loss"] for record in written]
+    none = launch("mirror", "nothing")
+    assert none.returncode == 2
+
+
 def test_what_cannot_work_is_refused_before_anything_starts(launch: Launch, tmp_path: Path) -> None:
     for override in ("trackers=[neptune]", "trackers=[prometheus]"):
         refused = launch("train", *SMALL, override)
