@@ -33,7 +33,13 @@ from launcher.config.choices import (
     Sync,
     Tracker,
 )
-from launcher.config.precision_group import Parameters, PrecisionConfig, PrecisionKind
+from launcher.config.choices import (
+    Parameters as Parameters,
+)
+from launcher.config.choices import (
+    PrecisionKind as PrecisionKind,
+)
+from launcher.config.precision_group import PrecisionConfig
 from launcher.config.tracker_groups import (
     MlflowConfig,
     PrometheusConfig,

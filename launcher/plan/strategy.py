@@ -28,8 +28,13 @@ from launcher.plan.sync_policy import POLICIES, SHARDED, Collective, Layout, tra
 from launcher.quantities import seconds_text
 
 CONFIGURED = "as configured"  # reason for a sync policy that the user chose
-ITEM_BYTES = {PrecisionKind.auto: 4, PrecisionKind.fp32: 4, PrecisionKind.bf16: 2, PrecisionKind.fp16: 2,
-              PrecisionKind.float8: 2}
+ITEM_BYTES = {
+    PrecisionKind.auto: 4,
+    PrecisionKind.fp32: 4,
+    PrecisionKind.bf16: 2,
+    PrecisionKind.fp16: 2,
+    PrecisionKind.float8: 2,
+}
 
 
 def job_lines(plan: RunPlan) -> dict[str, str]:

@@ -14,8 +14,8 @@ from launcher.config.schema import BatchConfig, Config, PrecisionKind, ScheduleK
 from launcher.errors import ConfigError, UserError
 from launcher.launch.planner import emulation_notes, require_secrets, site_of, with_predictions
 from launcher.plan import windows
-from launcher.plan.float8 import require_float8
 from launcher.plan.batch import Batch
+from launcher.plan.float8 import require_float8
 from launcher.plan.gpus import require_at_hand
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import LaunchPlan

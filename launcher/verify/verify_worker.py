@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from launcher.config.schema import Compress, ShortWindow
+from launcher.config.schema import Compress, PrecisionKind, ShortWindow
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.strategy import job_lines
 from launcher.plan.sync_policy import SHARDED

@@ -1,14 +1,14 @@
 """Float8 layers of a model: which ones, and the change of their class.
 
-``precision=float8`` is bf16 with linear layers that multiply in float8. Such a layer stays the same object with the same
-parameters, hooks and names; only its class changes. The module does not import torchao before a layer is changed.
+``precision=float8`` is bf16 with linear layers that multiply in float8. Such a layer stays the same object with the
+same parameters, hooks and names; only its class changes. torchao is not imported before a layer is changed.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import nn
@@ -104,7 +104,7 @@ _KNOWN_MESSAGES = {
 def _without_known_messages() -> Iterator[None]:
     """Return a context in which the messages that torchao logs whenever it is imported are not shown."""
 
-    def filter_of(pattern: re.Pattern[str]):  # noqa: ANN202
+    def filter_of(pattern: re.Pattern[str]) -> Callable[[logging.LogRecord], bool]:
         return lambda record: pattern.search(record.getMessage()) is None
 
     filters = {name: filter_of(pattern) for name, pattern in _KNOWN_MESSAGES.items()}

@@ -45,7 +45,7 @@ class Float8Layer(Float8Linear):
         object.__setattr__(twin, "__dict__", copy.deepcopy(self.__dict__, memo))
         return twin
 
-    def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ARG002
+    def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as the class before the change: a saved model needs neither torchao nor the launcher."""
         return copyreg._reconstructor, (self.plain, object, None), self.__dict__  # pyright: ignore
 
@@ -60,7 +60,8 @@ def float8_class(plain: type[nn.Linear], recipe: str, emulate: bool) -> type[Flo
     """
     made = Float8LinearConfig.from_recipe_name(recipe)
     # a product in float8 that sums over tokens needs a multiple of 16 of them
-    sums_tokens = made.cast_config_input_for_grad_weight.scaling_type is not ScalingType.DISABLED
+    of_inputs: Any = made.cast_config_input_for_grad_weight
+    sums_tokens = of_inputs.scaling_type is not ScalingType.DISABLED
     config = dataclasses.replace(made, emulate=emulate, pad_inner_dim=sums_tokens)
     products = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
     settings = {
