@@ -179,6 +179,29 @@ def test_a_compiled_block_is_one_graph_with_the_same_numbers() -> None:
         torch.testing.assert_close(own, wanted, rtol=2**-7, atol=2**-7 * wanted.abs().max().item())
 
 
+@pytest.mark.filterwarnings("ignore")  # of transformers and peft
+def test_frozen_layers_under_adapters_of_peft() -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    base: Any = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, **shape))
+    model: Any = get_peft_model(base, LoraConfig(r=16, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    names = list(float8_layers(model, ["lora_"]))
+    assert len(names) == 7, names
+    assert any(name.endswith("q_proj.base_layer") for name in names)
+    assert not any("lora_" in name or "lm_head" in name for name in names)
+    set_float8(model, emulated())
+    with in_bf16():
+        loss = model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss
+    loss.backward()
+    trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert len(trained) == 2
+    assert all(gradient is not None for gradient in trained.values())
+    assert trained[next(name for name in trained if "lora_B" in name)].abs().sum() > 0
+    assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+
+
 def test_no_layer_and_no_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="no layer of the model can be computed in float8"):
         set_float8(nn.Sequential(nn.Linear(30, 64)), emulated())
