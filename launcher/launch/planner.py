@@ -33,7 +33,7 @@ from launcher.errors import ConfigError, SiteError, UserError
 from launcher.plan import host
 from launcher.plan.batch import AUTO
 from launcher.plan.callback_plan import require_variables, solve_callbacks
-from launcher.plan.float8 import require_float8
+from launcher.plan.float8_support import require_float8
 from launcher.plan.gpus import find_gpu
 from launcher.plan.host import Partition, Site, allowed_env, batch_env
 from launcher.plan.initial_weights import InitialWeights, find_weights

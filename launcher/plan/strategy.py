@@ -19,7 +19,7 @@ from launcher.config.schema import (
 from launcher.errors import ConfigError
 from launcher.plan import host
 from launcher.plan.batch import Batch
-from launcher.plan.float8 import require_units
+from launcher.plan.float8_support import require_units
 from launcher.plan.gpus import find_gpu
 from launcher.plan.launch_plan import ClusterPlan
 from launcher.plan.memory_limit import excess_bytes, needed_bytes

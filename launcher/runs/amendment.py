@@ -15,7 +15,7 @@ from launcher.errors import ConfigError, UserError
 from launcher.launch.planner import emulation_notes, require_secrets, site_of, with_predictions
 from launcher.plan import windows
 from launcher.plan.batch import Batch
-from launcher.plan.float8 import require_float8
+from launcher.plan.float8_support import require_float8
 from launcher.plan.gpus import require_at_hand
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import LaunchPlan

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from launcher.config.schema import Device, PrecisionKind
 from launcher.errors import ConfigError
 from launcher.plan import host
-from launcher.plan.float8 import no_units
+from launcher.plan.float8_support import no_units
 from launcher.plan.run_plan import PrecisionPlan, RunPlan
 from launcher.process import die_with_parent
 from launcher.rundir.files import write_json

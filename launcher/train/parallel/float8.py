@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from launcher.config.schema import PrecisionKind
 from launcher.errors import ConfigError
-from launcher.plan.float8 import INSTALL, no_layers
+from launcher.plan.float8_support import INSTALL, no_layers
 from launcher.plan.run_plan import PrecisionPlan
 from launcher.train.parallel.mixed_precision import matmul_parameters
 

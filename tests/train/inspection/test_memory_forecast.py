@@ -91,7 +91,8 @@ def test_free_memory_is_the_least_of_host_and_cgroups(
 def test_memory_is_what_was_predicted(ranks: int, extra: str, launch: Launch, tmp_path: Path) -> None:
     said = launch("plan", "--json", *JOB, f"cluster.workers_per_node={ranks}", *extra.split())
     plan = RunPlan.from_json(said.stdout)
-    assert not [note for note in plan.notes if "emulates" not in note and "float8" not in note]
+    usual = ("emulates", "float8", "busy machine")
+    assert not [note for note in plan.notes if not any(words in note for words in usual)]
     (tmp_path / "plan.json").write_text(json.dumps(dataclasses.asdict(plan)))
     lines = torchrun(WORKER, [str(tmp_path / "plan.json")], ranks, tmp_path).splitlines()
     peaks = json.loads(lines[-1])

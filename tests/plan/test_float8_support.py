@@ -11,7 +11,7 @@ import pytest
 from launcher.config.schema import Device, PrecisionKind
 from launcher.errors import ConfigError
 from launcher.plan import host
-from launcher.plan.float8 import require_float8
+from launcher.plan.float8_support import require_float8
 from launcher.plan.gpus import GPUS, find_gpu
 from launcher.plan.roofline import Operator, OperatorKind, Roofline
 from launcher.plan.run_plan import RunPlan
