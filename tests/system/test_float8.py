@@ -24,7 +24,7 @@ JOB = (
 EMULATED = ("precision=float8", "precision.float8_emulate=true")
 
 
-def test_it_resumes_bit_by_bit_and_exports_what_bf16_does(tmp_path: Path) -> None:
+def test_it_exports_what_bf16_does_and_resumes_in_bf16(tmp_path: Path) -> None:
     whole = launch("train", *JOB, *EMULATED, "train.steps=4", "run.name=whole", cwd=tmp_path)
     assert whole.returncode == 0, whole.stdout + whole.stderr
     assert "float8 (rowwise_with_gw_hp, emulated), else bf16" in whole.stdout
