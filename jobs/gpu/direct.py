@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jobs.gpu.registry import Environment, check, need_cuda
+from jobs.gpu.registry import Environment, Skip, check, need_cuda
 
 
 def _joined(environment: Environment, *overrides: str) -> tuple[Any, Any]:
@@ -251,3 +251,52 @@ def device_facts(environment: Environment) -> str:
     native = torch.cuda.is_bf16_supported(including_emulation=False)
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return f"{name}, {memory / 2**30:.0f} GiB, bf16 {'native' if native else 'emulated'}, NCCL {nccl}"
+
+
+@check("float8 layers", seconds=180)
+def float8(environment: Environment) -> str:
+    """Compare a linear layer in float8, forward and backward, with products of operands rounded by hand, in fp64."""
+    from importlib.util import find_spec
+
+    import torch
+
+    from launcher.config.schema import PrecisionKind
+    from launcher.plan.run_plan import PrecisionPlan
+    from launcher.train.parallel.float8 import set_float8
+
+    if find_spec("torchao") is None:
+        raise Skip("torchao is not installed")
+    if environment.on_gpu and torch.cuda.get_device_capability() < (8, 9):
+        raise Skip("this GPU has no float8 units")
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(256, 512, device=environment.device)
+    set_float8(layer, PrecisionPlan(kind=PrecisionKind.float8, float8_emulate=not environment.on_gpu))
+    x = (torch.randn(100, 256) * torch.logspace(-3, 2, 100)[:, None]).to(environment.device).requires_grad_()
+    gradient = torch.randn(100, 512, device=environment.device).bfloat16()
+    with torch.autocast(environment.device, torch.bfloat16):
+        outputs = layer(x)
+    outputs.backward(gradient)
+    weight, inputs = layer.weight.detach().bfloat16(), x.detach().bfloat16()
+    wanted = {
+        "outputs": _rounded(inputs, 1) @ _rounded(weight, 1).T + layer.bias.detach().bfloat16(),
+        "gradient of inputs": _rounded(gradient, 1) @ _rounded(weight, None),
+        "gradient of weights": gradient.double().T @ inputs.double(),
+        "gradient of the bias": gradient.double().sum(0),
+    }
+    found = (outputs.detach(), x.grad, layer.weight.grad, layer.bias.grad)
+    for (name, expected), actual in zip(wanted.items(), found, strict=True):
+        _assert_close(actual, expected, 2**-7, name)
+    return "outputs and gradients are those of operands rounded by hand"
+
+
+def _rounded(values: Any, dim: int | None) -> Any:
+    """Return ``values`` rounded to float8 (e4m3), whose largest number is 448, with a scale that is a power of two.
+
+    Args:
+        dim: numbers along it share a scale; None: all do.
+    """
+    import torch
+
+    largest = values.double().abs().amax() if dim is None else values.double().abs().amax(dim, keepdim=True)
+    scale = torch.exp2(torch.floor(torch.log2(448 / largest)))
+    return (values.float() * scale.float()).to(torch.float8_e4m3fn).double() / scale

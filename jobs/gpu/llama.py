@@ -16,7 +16,7 @@ PUBLISHED_8B = 10_471
 STEPS = 12
 JOB = (
     "task._target_=launcher.tasks.llama.Llama", "task.eval_samples=1", "train.eval_every=0", "checkpoint.enabled=false",
-    "strategy=single", "precision=bf16", f"train.steps={STEPS}", "optimizer.lr=1e-4", "batch.on_oom=shrink",
+    "strategy=single", f"train.steps={STEPS}", "optimizer.lr=1e-4", "batch.on_oom=shrink",
 )  # fmt: skip
 # on a CPU, only to run the code of the check
 TINY = (
@@ -63,9 +63,23 @@ def _predicted_bytes(environment: Environment, micro_size: int) -> int | None:
     return next((forecast.peak_bytes for forecast in forecasts if forecast.sync is plan.strategy.sync), None)
 
 
-def _throughput(environment: Environment, size: str) -> str:
+def _require_float8() -> None:
+    """Raise Skip if this GPU does not multiply in float8, or not fast."""
+    import torch
+
+    if find_spec("torchao") is None or not _compiles():
+        raise Skip("torchao, triton or a C compiler is not installed")
+    if torch.cuda.get_device_capability() < (8, 9):
+        raise Skip("this GPU has no float8 units")
+
+
+def _throughput(environment: Environment, size: str, precision: str) -> str:
     """Measure tokens/s and the model FLOPs utilisation, and compare the memory peak with the predicted one."""
-    settings = SETTINGS[size]
+    settings = (*SETTINGS[size], f"precision={precision}")
+    if precision == "float8" and environment.on_gpu:
+        _require_float8()
+    elif precision == "float8":
+        settings += ("precision.float8_emulate=true",)
     if environment.on_gpu:
         _require_memory(size, settings)
         shape = ("task.seq_len=4096", f"train.compile={'true' if _compiles() else 'false'}")
@@ -93,7 +107,8 @@ def _throughput(environment: Environment, size: str) -> str:
 
 
 for _size in SETTINGS:
-    check(f"llama {_size}", seconds=500, alone=True)(partial(_throughput, size=_size))
+    for _precision, _name in (("bf16", f"llama {_size}"), ("float8", f"llama {_size}, float8")):
+        check(_name, seconds=500, alone=True)(partial(_throughput, size=_size, precision=_precision))
 
 
 @check("llama documents", seconds=180)

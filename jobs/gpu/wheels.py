@@ -20,19 +20,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 # oldest last: pip uses the first that a package provides
 PLATFORMS = tuple(f"manylinux{suffix}_x86_64" for suffix in ("_2_28", "_2_27", "_2_17", "2014", "_2_12", "_2_5", "1"))
-MAX_BYTES = 60 * 2**20
+MAX_BYTES = 63 * 2**20
 SOURCE_ONLY = ("antlr4-python3-runtime",)  # published without a wheel, so one is built here
 
 
 def needed(python: str) -> list[str]:
-    """Return the pinned requirements, NAME==VERSION, of the launcher without torch."""
+    """Return the pinned requirements, NAME==VERSION, of the launcher and of precision=float8, without torch."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
     lines = (line.partition("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines())
     pinned = {canonicalize_name(name): exact for name, _, exact in (line.partition("==") for line in lines if line)}
     environment = {"python_version": python, "python_full_version": f"{python}.0", "extra": ""}
-    waiting = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    waiting = [*project["dependencies"], *project["optional-dependencies"]["float8"]]
     versions: dict[str, str] = {"pip": version("pip")}
     while waiting:
         requirement = Requirement(waiting.pop())

@@ -56,6 +56,13 @@ class PrecisionKind(StrEnum):
     fp32 = "fp32"
     bf16 = "bf16"
     fp16 = "fp16"
+    float8 = "float8"
+
+
+class Float8Recipe(StrEnum):
+    rowwise_with_gw_hp = "rowwise_with_gw_hp"
+    rowwise = "rowwise"
+    tensorwise = "tensorwise"
 
 
 class Parameters(StrEnum):

@@ -15,7 +15,9 @@ from launcher.errors import ConfigError, did_you_mean
 # keys of earlier versions that a run's config.yaml may contain -> their replacement
 RETIRED_KEYS = {"run.calibrate": "run.calibrate_s replaced it: seconds at most; run.calibrate_s=0 leaves it out."}
 # names that other programs use for an option, which do not resemble it
-_OTHER_NAMES = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
+_OTHER_NAMES = {
+    "float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32", "fp8": "float8"
+}  # fmt: skip
 # forms of lists whose elements are no single values
 _LIST_FORMS = {
     "batch.ramp": " of lists: [[100, 16], [200, 32]]",

@@ -25,8 +25,6 @@ from launcher.config.choices import (
     OnNonfinite,
     OnOom,
     OptimizerKind,
-    Parameters,
-    PrecisionKind,
     Predict,
     Recompute,
     ScheduleKind,
@@ -35,6 +33,13 @@ from launcher.config.choices import (
     Sync,
     Tracker,
 )
+from launcher.config.choices import (
+    Parameters as Parameters,
+)
+from launcher.config.choices import (
+    PrecisionKind as PrecisionKind,
+)
+from launcher.config.precision_group import PrecisionConfig
 from launcher.config.tracker_groups import (
     MlflowConfig,
     PrometheusConfig,
@@ -134,26 +139,6 @@ class StrategyConfig:
     """blocks: recompute the activations inside the model's repeated blocks in the backward pass."""
     cpu_offload: bool = False
     """fsdp, hsdp on GPUs: keep parameters, gradients and optimizer state in host memory between uses."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrecisionConfig:
-    """Number formats of the parameters and of the forward and backward passes."""
-
-    kind: PrecisionKind = PrecisionKind.auto
-    """fp32, or autocast to bf16 or fp16 (with loss scaling). auto: bf16 if every worker's device computes it without
-    emulation, else fp32; decided once for a run."""
-    init_scale: float | None = None
-    """fp16: first loss scale."""
-    reduce_dtype: PrecisionKind | None = None
-    """fsdp, hsdp: format in which gradients are summed between ranks. Default: fp32."""
-    growth_interval: int | None = None
-    """fp16: steps without overflow after which the scale doubles."""
-    parameters: Parameters = Parameters.fp32
-    """Trained parameters that model() returns in bf16 or fp16. fp32: convert them; keep: they stay, and their
-    gradients and optimizer state have that format too. Frozen parameters stay, except with precision=fp32."""
-    tf32: bool = False
-    """GPUs: use TF32 for fp32 matrix products and convolutions; it rounds their inputs to 10 mantissa bits."""
 
 
 @dataclass(frozen=True, kw_only=True)

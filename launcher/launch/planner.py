@@ -33,6 +33,7 @@ from launcher.errors import ConfigError, SiteError, UserError
 from launcher.plan import host
 from launcher.plan.batch import AUTO
 from launcher.plan.callback_plan import require_variables, solve_callbacks
+from launcher.plan.float8_support import require_float8
 from launcher.plan.gpus import find_gpu
 from launcher.plan.host import Partition, Site, allowed_env, batch_env
 from launcher.plan.initial_weights import InitialWeights, find_weights
@@ -137,6 +138,7 @@ def _solve_job(config: Config, once: Once, *, starts: bool) -> tuple[RunPlan, Co
         unknown = _solve_any_task(config, site, run)
     cluster = unknown.cluster
     require_trackers(config, os.environ, site.cwd)  # the values are in their bounds
+    require_float8(config, cluster)
     if cluster.gpu is None and config.precision.kind is PrecisionKind.auto and cluster.kind is ClusterKind.local:
         site = dataclasses.replace(site, bf16=once(_format_support, PrecisionKind.bf16, cluster.device)[0])
     initial = once(initial_weights, config, site.cwd)

@@ -38,6 +38,7 @@ class Gpu:
         memory_gb_s: bandwidth of the memory, in 10^9 bytes per second.
         fp32, tf32, bf16, fp16: dense peaks in TFLOP/s: fp32 outside of tensor cores; bf16 and fp16 accumulated in fp32;
             None if the device has no such units. Figures that a data sheet states with sparsity are halved.
+        fp8: dense peak in float8 in TFLOP/s, accumulated in fp32; None if the device has no such units.
         pcie_gb_s, nvlink_gb_s: rates of the GPU's PCIe and NVLink connections, both directions together, in 10^9 bytes
             per second; ``nvlink_gb_s`` only if NVLink connects all GPUs of a host, not just pairs.
         nic_gbit: network adapter per GPU, in Gbit/s and each direction, in the maker's own system of this GPU: DGX-1
@@ -56,6 +57,7 @@ class Gpu:
     pcie_gb_s: int
     nvlink_gb_s: int | None = None
     nic_gbit: int | None = None
+    fp8: float | None = None
 
     @property
     def usable_bytes(self) -> int:
@@ -69,7 +71,8 @@ class Gpu:
             tf32: fp32 matrix products and convolutions run in TF32.
         """
         fp32 = self.tf32 or self.fp32 if tf32 else self.fp32
-        tera = {PrecisionKind.fp32: fp32, PrecisionKind.bf16: self.bf16}.get(precision, self.fp16)
+        narrow = {PrecisionKind.bf16: self.bf16, PrecisionKind.float8: self.fp8}
+        tera = {PrecisionKind.fp32: fp32, **narrow}.get(precision, self.fp16)
         return None if tera is None else tera * 1e12
 
 
@@ -98,25 +101,25 @@ GPUS = (
     Gpu("RTX A6000", "a6000", 48, 768, 38.7, 77.4, 154.8, 154.8, 64),
     Gpu("GeForce RTX 3090", "rtx3090", 24, 936, 35.6, 35.6, 71, 71, 64),
     # NVIDIA L4, L40 and L40S data sheets (2023)
-    Gpu("L4", "l4", 24, 300, 30.3, 60, 121, 121, 64),
-    Gpu("L40", "l40", 48, 864, 90.5, 90.5, 181.05, 181.05, 64),
-    Gpu("L40S", "l40s", 48, 864, 91.6, 183, 362.05, 362.05, 64),
+    Gpu("L4", "l4", 24, 300, 30.3, 60, 121, 121, 64, fp8=242.5),
+    Gpu("L40", "l40", 48, 864, 90.5, 90.5, 181.05, 181.05, 64, fp8=362),
+    Gpu("L40S", "l40s", 48, 864, 91.6, 183, 362.05, 362.05, 64, fp8=733),
     # NVIDIA Ada GPU Architecture white papers (2022, 2023)
-    Gpu("GeForce RTX 4090", "rtx4090", 24, 1008, 82.6, 82.6, 165.2, 165.2, 64),
-    Gpu("RTX 6000 Ada Generation", "rtx6000ada", 48, 960, 91.1, 182.1, 364.2, 364.2, 64),
+    Gpu("GeForce RTX 4090", "rtx4090", 24, 1008, 82.6, 82.6, 165.2, 165.2, 64, fp8=330.3),
+    Gpu("RTX 6000 Ada Generation", "rtx6000ada", 48, 960, 91.1, 182.1, 364.2, 364.2, 64, fp8=728.5),
     # NVIDIA H100 Tensor Core GPU Architecture white paper (2023), table 2; NVL: H100 data sheet (2024)
-    Gpu("H100 80GB HBM3", "h100", 80, 3350, 66.9, 494.7, 989.4, 989.4, 128, 900, 400),
-    Gpu("H100 PCIe", "h100-pcie", 80, 2000, 51.2, 378, 756, 756, 128),
-    Gpu("H100 NVL", "h100-nvl", 94, 3900, 60, 417.5, 835.5, 835.5, 128),
+    Gpu("H100 80GB HBM3", "h100", 80, 3350, 66.9, 494.7, 989.4, 989.4, 128, 900, 400, fp8=1978.9),
+    Gpu("H100 PCIe", "h100-pcie", 80, 2000, 51.2, 378, 756, 756, 128, fp8=1513),
+    Gpu("H100 NVL", "h100-nvl", 94, 3900, 60, 417.5, 835.5, 835.5, 128, fp8=1670.5),
     # NVIDIA H200 Tensor Core GPU data sheet (2024); GH200 Grace Hopper Superchip data sheet (2024)
-    Gpu("H200", "h200", 141, 4800, 67, 494.5, 989.5, 989.5, 128, 900, 400),
-    Gpu("H200 NVL", "h200-nvl", 141, 4800, 60, 417.5, 835.5, 835.5, 128),
-    Gpu("GH200 480GB", "gh200", 96, 4000, 67, 494.5, 989.5, 989.5, 128),
+    Gpu("H200", "h200", 141, 4800, 67, 494.5, 989.5, 989.5, 128, 900, 400, fp8=1979),
+    Gpu("H200 NVL", "h200-nvl", 141, 4800, 60, 417.5, 835.5, 835.5, 128, fp8=1670.5),
+    Gpu("GH200 480GB", "gh200", 96, 4000, 67, 494.5, 989.5, 989.5, 128, fp8=1979),
     # NVIDIA Blackwell Architecture data sheet (2024), HGX B200 and GB200 per GPU
-    Gpu("B200", "b200", 180, 7700, 75, 1100, 2250, 2250, 128, 1800, 400),
-    Gpu("GB200", "gb200", 186, 8000, 80, 1250, 2500, 2500, 128, 1800, 400),
+    Gpu("B200", "b200", 180, 7700, 75, 1100, 2250, 2250, 128, 1800, 400, fp8=4500),
+    Gpu("GB200", "gb200", 186, 8000, 80, 1250, 2500, 2500, 128, 1800, 400, fp8=5000),
     # NVIDIA RTX Blackwell GPU Architecture white paper (2025), appendix A
-    Gpu("GeForce RTX 5090", "rtx5090", 32, 1792, 104.8, 104.8, 209.5, 209.5, 128),
+    Gpu("GeForce RTX 5090", "rtx5090", 32, 1792, 104.8, 104.8, 209.5, 209.5, 128, fp8=419),
 )
 BY_NAME = {gpu.name: gpu for gpu in GPUS if gpu.name is not None}
 BY_DEVICE_NAME = {gpu.device_name: gpu for gpu in GPUS}

@@ -277,6 +277,8 @@ _UNITS = {
     PrecisionKind.fp16: (("avx512_fp16", "amx_fp16", "avx_ne_convert"), "AVX512_CORE_FP16"),
 }
 NARROW = tuple(_UNITS)
+# least compute capability of GPUs with units: torch's rule for bf16; CUDA programming guide, tensor cores
+_CAPABILITIES = {PrecisionKind.bf16: 8.0, PrecisionKind.float8: 8.9}
 _AVX512_CORE = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 
 
@@ -289,7 +291,9 @@ def computes(kind: PrecisionKind, device: Device, env: Mapping[str, str]) -> boo
         env: the workers' environment: oneDNN reads from it which instructions it may use.
     """
     if device is Device.cuda:
-        return True if kind is PrecisionKind.fp16 else _gpus_compute_bf16()
+        return True if kind is PrecisionKind.fp16 else _gpus_have(_CAPABILITIES[kind])
+    if kind is PrecisionKind.float8:
+        return False
     if platform.machine() != "x86_64":
         return None
     return _cpu_computes(kind, cpu_flags(), env)
@@ -335,12 +339,12 @@ def device_model(device: Device, proc: Path = Path("/proc")) -> str:
 
 
 @cache
-def _gpus_compute_bf16() -> bool | None:
-    """Return whether compute capability is at least 8.0 (torch's rule); None if GPUs differ or cannot be queried."""
+def _gpus_have(least: float) -> bool | None:
+    """Return whether compute capability is at least ``least``; None if GPUs differ or cannot be queried."""
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
-        native = {float(capability) >= 8.0 for capability in answer.split()}
+        native = {float(capability) >= least for capability in answer.split()}
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
     return native.pop() if len(native) == 1 else None

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
+from launcher.config.choices import Float8Recipe
 from launcher.config.schema import (
     CheckpointConfig,
     MlflowConfig,
@@ -76,6 +77,7 @@ class TaskPlan:
         frozen_parameters, frozen_unit_parameters: parameters without gradient (whole model, within shard units).
         in_eval_mode: outermost modules that ``model()`` returns in eval mode; an empty name is the model itself.
         narrow_parameters: trained parameters that ``model()`` returns in bf16 or fp16.
+        float8_layers: linear layers in float8, and all; None without precision=float8.
         group_parameters: trained parameters in no group of the optimizer, and in each group.
         own_optimizer, own_schedule, own_order: the task has a method of that name, which is used.
         eval_sets: names of the held-out data sets, "" for a single one; empty: there is none; None: not known.
@@ -99,6 +101,7 @@ class TaskPlan:
     frozen_unit_parameters: int = 0
     in_eval_mode: tuple[str, ...] = ()
     narrow_parameters: int | None = None
+    float8_layers: tuple[int, ...] | None = None
     group_parameters: tuple[int, ...] | None = None
     own_optimizer: bool = False
     own_schedule: bool = False
@@ -174,6 +177,8 @@ class PrecisionPlan(PrecisionConfig):
     reduce_dtype: PrecisionKind = PrecisionKind.fp32
     init_scale: float = 65536.0
     growth_interval: int = 2000
+    float8_recipe: Float8Recipe = Float8Recipe.rowwise_with_gw_hp
+    float8_exclude: list[str] = field(default_factory=lambda: ["lora_"])
     reason: str = ""
 
 
@@ -277,7 +282,10 @@ class RunPlan(LaunchPlan):
 
     absent: ClassVar[Absent] = {
         StrategyPlan: {"kind_reason": ""},
-        PrecisionPlan: {"reason": "", "parameters": Parameters.fp32, "tf32": False},
+        PrecisionPlan: {
+            "reason": "", "parameters": Parameters.fp32, "tf32": False, "float8_emulate": False, "float8_exclude": [],
+            "float8_recipe": Float8Recipe.rowwise_with_gw_hp,
+        },
         # earlier versions scaled lr only
         OptimizerPlan: {
             "base_betas": None, "base_eps": None, "reference_batch": None, "target": None, "arguments": {},

@@ -26,6 +26,7 @@ from launcher.plan.batch import Batch, batch_notes, solve_batch, solve_largest, 
 from launcher.plan.callback_plan import profile_notes, solve_callbacks
 from launcher.plan.checkpoint_plan import best_notes, solve_checkpoint
 from launcher.plan.data_shards import solve_data_shards
+from launcher.plan.float8_support import float8_notes
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import PLAN_FORMAT, ClusterPlan, RunInfo, node_range
 from launcher.plan.optimizer_plan import require_target, solve_optimizer
@@ -236,6 +237,7 @@ def _on_cluster(
             *_notes(schedule, steps, epoch, batch, optimizer),
             *_unit_notes(strategy, task),
             *_precision_notes(precision, strategy),
+            *float8_notes(precision, task.float8_layers, compiles=config.train.compile),
             *_norm_notes(batch, task),
             *_loss_notes(batch, task),
             *task.data_notes,

@@ -19,6 +19,7 @@ from launcher.config.schema import (
 from launcher.errors import ConfigError
 from launcher.plan import host
 from launcher.plan.batch import Batch
+from launcher.plan.float8_support import require_units
 from launcher.plan.gpus import find_gpu
 from launcher.plan.launch_plan import ClusterPlan
 from launcher.plan.memory_limit import excess_bytes, needed_bytes
@@ -27,7 +28,13 @@ from launcher.plan.sync_policy import POLICIES, SHARDED, Collective, Layout, tra
 from launcher.quantities import seconds_text
 
 CONFIGURED = "as configured"  # reason for a sync policy that the user chose
-ITEM_BYTES = {PrecisionKind.auto: 4, PrecisionKind.fp32: 4, PrecisionKind.bf16: 2, PrecisionKind.fp16: 2}
+ITEM_BYTES = {
+    PrecisionKind.auto: 4,
+    PrecisionKind.fp32: 4,
+    PrecisionKind.bf16: 2,
+    PrecisionKind.fp16: 2,
+    PrecisionKind.float8: 2,
+}
 
 
 def job_lines(plan: RunPlan) -> dict[str, str]:
@@ -173,8 +180,11 @@ def solve_precision(
     Raises:
         ConfigError: an option that has no effect with this precision, strategy or device.
     """
-    if config.reduce_dtype is PrecisionKind.auto:
-        raise ConfigError("precision.reduce_dtype", "auto", "is not allowed.", "Use fp32, bf16 or fp16; null is fp32.")
+    if config.reduce_dtype in (PrecisionKind.auto, PrecisionKind.float8):
+        raise ConfigError(
+            "precision.reduce_dtype", config.reduce_dtype, "is not allowed.", "Use fp32, bf16 or fp16; null is fp32."
+        )
+    require_units(config, cluster)
     kind, reason, device = config.kind, "", "this machine"
     if cluster.gpu is not None:
         bf16, device = find_gpu(cluster.gpu).bf16 is not None, cluster.gpu.upper()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self, cast
 
-from launcher.config.schema import Balance, ClusterKind, Config, Device, OptimizerConfig, ScheduleConfig
+from launcher.config.schema import Balance, ClusterKind, Config, Device, OptimizerConfig, PrecisionKind, ScheduleConfig
 from launcher.errors import ConfigError, TaskError
 from launcher.plan.forecast_cache import ContentCache
 from launcher.plan.gpus import OVERHEAD_BYTES, find_gpu
@@ -24,7 +24,7 @@ from launcher.plan.links import links_of
 from launcher.plan.memory_limit import full_notes
 from launcher.plan.optimizer_plan import parameter_groups
 from launcher.plan.past_runs import PastRuns
-from launcher.plan.run_plan import Forecast, RunPlan, TaskPlan
+from launcher.plan.run_plan import Forecast, PrecisionPlan, RunPlan, TaskPlan, extended
 from launcher.plan.step_forecast import Trace, with_steps
 from launcher.plan.strategy import with_forecasts, with_memory
 from launcher.plan.sync_policy import SHARDED
@@ -55,6 +55,7 @@ class InspectionRequest:
         balance: may need the lengths of the samples.
         callbacks: as configured; they are checked and not constructed.
         initial: weights that must fit the model.
+        float8_exclude: linear layers that stay in bf16; None without precision=float8.
     """
 
     task: dict[str, Any]
@@ -66,13 +67,16 @@ class InspectionRequest:
     balance: Balance
     callbacks: list[dict[str, Any]]
     initial: InitialWeights | None = None
+    float8_exclude: list[str] | None = None
 
     @classmethod
     def of(cls, config: Config, import_from: str, initial: InitialWeights | None = None) -> Self:
+        precision = extended(PrecisionPlan, config.precision)
         return cls(
             task=config.task, import_from=import_from, shards=config.strategy.kind in SHARDED, seed=config.train.seed,
             optimizer=config.optimizer, schedule=config.schedule, balance=config.batch.balance,
             callbacks=config.callbacks, initial=initial,
+            float8_exclude=precision.float8_exclude if precision.kind is PrecisionKind.float8 else None,
         )  # fmt: skip
 
     @property
@@ -106,6 +110,7 @@ def describe_task(request: InspectionRequest, *, starts: bool = True) -> TaskPla
             "task._target_", target, "is not set.", "Name the task's class: task._target_=my_tasks.MyTask."
         )
     checks = any((optimizer.target, request.schedule.target, optimizer.groups, request.callbacks, request.initial))
+    checks = checks or request.float8_exclude is not None
     if target.startswith(_WITH_FACTS) and not checks:
         try:
             task = load_task(target, params, [])

@@ -146,6 +146,9 @@ def precision_text(precision: PrecisionPlan) -> str:
     if precision.kind is PrecisionKind.auto:
         return "auto: bf16 if every worker's device computes it natively, else fp32; decided at the start"
     tf32 = ", TF32 for what is in fp32" if precision.tf32 else ""
+    if precision.kind is PrecisionKind.float8:
+        emulated = ", emulated" if precision.float8_emulate else ""
+        return f"float8 ({precision.float8_recipe.value}{emulated}), else bf16{tf32}"
     return precision.kind.value + (f" ({precision.reason})" if precision.reason else "") + tf32
 
 

@@ -15,6 +15,7 @@ from launcher.errors import ConfigError, UserError
 from launcher.launch.planner import emulation_notes, require_secrets, site_of, with_predictions
 from launcher.plan import windows
 from launcher.plan.batch import Batch
+from launcher.plan.float8_support import require_float8
 from launcher.plan.gpus import require_at_hand
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import LaunchPlan
@@ -111,6 +112,7 @@ def replan(paths: RunPaths, old: RunPlan, overrides: Sequence[str], *, force: bo
         plan = _solved(config, old, site, touched, at)
         plan = with_reason(plan, old.strategy.kind_reason) if keeps_strategy else plan
     require_trackers(config, os.environ, old.cluster.cwd)
+    require_float8(config, plan.cluster)
     if keeps_precision:
         plan = plan.with_precision(old.precision.kind, old.precision.reason)
     _require_something_to_do(plan, old, at, done=done)

@@ -79,6 +79,10 @@ class GPT(nn.Module):
                 scale = (2 * depth) ** -0.5 if name.endswith(("out.weight", "down.weight")) else 1.0
                 nn.init.normal_(parameter, std=0.02 * scale)
 
+    def get_output_embeddings(self) -> nn.Linear:
+        """Return the head, which stays in bf16 with precision=float8."""
+        return self.head
+
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.bytes(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:

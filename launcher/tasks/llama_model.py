@@ -229,6 +229,10 @@ class LlamaModel(nn.Module):
         if shape.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
+    def get_output_embeddings(self) -> nn.Linear:
+        """Return the head, which stays in bf16 with precision=float8."""
+        return self.lm_head
+
     def forward(
         self,
         tokens: Tensor,

@@ -24,6 +24,7 @@ from launcher.train.engine.loss_terms import sum_of_means
 from launcher.train.engine.oom import is_out_of_memory
 from launcher.train.engine.preserved_state import SavedState
 from launcher.train.parallel.batchnorm import freeze
+from launcher.train.parallel.float8 import set_float8
 from launcher.train.precision import Precision
 from launcher.verify.accumulated import EngineRun
 from launcher.verify.comparison import Gradient
@@ -87,6 +88,7 @@ class Reference:
                 if value.dtype != tensor.dtype:
                     tensor.data = tensor.data.to(value.dtype)
                 tensor.copy_(value)
+        set_float8(self.model, self.plan.precision)
         for name, module in self.model.named_modules():
             module.training = self.run.training[name]
         self.precision = Precision(self.plan.precision, self.device)

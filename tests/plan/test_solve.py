@@ -282,7 +282,14 @@ EARLY = json.loads(Path(__file__).with_name("early_plan.json").read_text())
 # parts of the plan that extend config groups, and what a key means that an early plan lacks
 LATER_KEYS: dict[str, dict[str, Any]] = {
     "strategy": {"kind_reason": ""},
-    "precision": {"reason": "", "parameters": "fp32", "tf32": False},
+    "precision": {
+        "reason": "",
+        "parameters": "fp32",
+        "tf32": False,
+        "float8_recipe": "rowwise_with_gw_hp",
+        "float8_exclude": [],
+        "float8_emulate": False,
+    },
     "optimizer": {
         "base_betas": None,
         "base_eps": None,

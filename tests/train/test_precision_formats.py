@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -11,9 +12,11 @@ import pytest
 import torch
 
 from launcher.config.schema import PrecisionKind
-from launcher.train.precision import is_native, slowdown
+from launcher.errors import ConfigError
+from launcher.train.precision import is_native, resolve_precision, slowdown
+from launcher.train.world import World
 from tests.conftest import Launch
-from tests.helpers import torchrun
+from tests.helpers import make_plan, torchrun
 from tests.infra.runs import OWN, PROJECT, summary
 
 CPU = torch.device("cpu")
@@ -48,6 +51,15 @@ def test_formats_of_this_cpu() -> None:
     onednn = torch.ops.mkldnn
     assert is_native(PrecisionKind.bf16, CPU) <= onednn._is_mkldnn_bf16_supported()
     assert slowdown(PrecisionKind.bf16, CPU) > 0
+
+
+def test_workers_without_float8_units_refuse_it() -> None:
+    """Where the device is known to the workers only, as on Slurm."""
+    plan, alone = make_plan("precision=float8", "precision.float8_emulate=true"), World(rank=0, size=1, local_rank=0)
+    assert resolve_precision(plan, alone, CPU) == plan
+    plan = dataclasses.replace(plan, precision=dataclasses.replace(plan.precision, float8_emulate=False))
+    with pytest.raises(ConfigError, match="precision=float8: the device of rank 0 has no float8 units"):
+        resolve_precision(plan, alone, CPU)
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from launcher.train.optimizers import as_one, trained_parameters
 from launcher.train.parallel.base import Parallel, ShardUnits
 from launcher.train.parallel.batchnorm import Norms
 from launcher.train.parallel.deferred_init import Recipe, build_deferred
+from launcher.train.parallel.float8 import set_float8
 from launcher.train.parallel.init_recorder import NotDeferrable
 from launcher.train.parallel.replicas import require_same_structure, share_model, share_values
 from launcher.train.parallel.shard_units import find_units, require_parameters
@@ -136,6 +137,7 @@ def build_parallel(
     if isinstance(optimizer, Sequence):
         optimizer = as_one(optimizer)
     _set_formats(model, optimizer if isinstance(optimizer, Optimizer) else None, plan, world)
+    set_float8(model, plan.precision)
     if not isinstance(optimizer, Optimizer):
         parallel = wrap(model, plan, device, shard_units, recipe, compile_units)
         if values is not None:

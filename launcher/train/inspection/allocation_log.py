@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._tools.common_utils import get_untyped_storages
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
 # DTensor's derivation of a result's shape: it runs the operator on tensors of the whole size, once for each shape in a
 # process, on fake tensors in a real job too
 _DERIVE = "_propagate_tensor_meta_non_cached"
+
+
+_is_wrapper = functools.cache(is_traceable_wrapper_subclass_type)
 
 
 class AllocationLog(TorchDispatchMode):
@@ -93,8 +95,8 @@ class AllocationLog(TorchDispatchMode):
         super().__exit__(*error)  # pyright: ignore[reportArgumentType]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind is DTensor for kind in types):
-            return NotImplemented  # DTensor then calls the operator on its local tensors
+        if any(map(_is_wrapper, types)):
+            return NotImplemented  # the class, such as DTensor, then calls the operator on the tensors inside
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # half of all calls; takes a tenth of the time
         result = func(*args, **(kwargs or {}))

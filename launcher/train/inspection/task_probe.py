@@ -65,6 +65,7 @@ def probe(request: InspectionRequest) -> dict[str, Any]:
         "target": request.target,
         "params": request.params | (fixed() if (fixed := getattr(task, "fixed_arguments", None)) is not None else {}),
         **_sizes(model, task, shards=request.shards),
+        "float8_layers": _float8_layers(model, request.float8_exclude),
         "in_eval_mode": in_eval_mode(model),
         "eval_sets": tuple(held_out),
         "window_loss": has_window_loss(task),
@@ -125,6 +126,17 @@ def _sizes(model: nn.Module, task: Task, *, shards: bool) -> dict[str, int]:
         "matmul_parameters": sum(p.numel() for p in multiplied),
         "unit_matmul_parameters": sum(p.numel() for p in multiplied if p in in_units),
     }
+
+
+def _float8_layers(model: nn.Module, exclude: list[str] | None) -> tuple[int, int] | None:
+    """Return the numbers of linear layers in float8 and of all; None without precision=float8."""
+    if exclude is None:
+        return None
+    from torch.nn import Linear
+
+    from launcher.train.parallel.float8 import float8_layers
+
+    return len(float8_layers(model, exclude)), sum(isinstance(module, Linear) for module in model.modules())
 
 
 def near_misses(task: Task) -> list[str]:

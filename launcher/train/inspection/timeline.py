@@ -44,7 +44,10 @@ _SCATTERS = {_aten.scatter, _aten.scatter_, _aten.scatter_add, _aten.scatter_add
 # operators that do not read what they write to
 _OVERWRITE = {_aten.copy_, _aten.fill_, _aten.zero_, _aten._foreach_copy_, _aten._foreach_zero_}
 _SUMS = (_aten.addmm, _aten.baddbmm)  # the factors of these follow the sum that the product is added to
-_FORMATS = {torch.bfloat16: PrecisionKind.bf16, torch.float16: PrecisionKind.fp16}
+_FORMATS = {
+    torch.bfloat16: PrecisionKind.bf16, torch.float16: PrecisionKind.fp16,
+    torch.float8_e4m3fn: PrecisionKind.float8, torch.float8_e5m2: PrecisionKind.float8,
+}  # fmt: skip
 _EVENTS: tuple[Collective | Mark, ...] = (*Collective, *Mark)
 
 

@@ -92,7 +92,8 @@ def matmul_parameters(model: nn.Module) -> dict[nn.Parameter, tuple[nn.Module, s
         # torch's attention uses the weights of its output layer directly, without calling the layer
         own = isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
         for name, parameter in module.named_parameters(recurse=False):
-            if type(module).forward in _MULTIPLIES and name in ("weight", "bias") and not own:
+            multiplies = type(module).forward in _MULTIPLIES or getattr(type(module), "in_float8", False)
+            if multiplies and name in ("weight", "bias") and not own:
                 used.setdefault(parameter, (module, name))  # torch's FSDP knows a tied one by its first place
             else:
                 others.add(parameter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from launcher.config.schema import PrecisionKind, Sync
 from launcher.plan.replay import Mark
@@ -17,6 +19,9 @@ from launcher.plan.run_plan import Forecast, RunPlan
 from launcher.plan.sync_policy import POLICIES, Collective
 from launcher.train.inspection.memory_forecast import tracing
 from launcher.train.inspection.timeline import Stretch, TimelineRecorder, operator_numbers
+from launcher.train.measure.flops import without_memory
+from launcher.train.parallel.float8 import set_float8
+from tests.helpers import make_plan
 from tests.train.inspection.test_repeated_blocks import GPT, plan_of
 
 
@@ -136,3 +141,21 @@ def test_a_product_of_widened_factors_runs_in_the_narrow_format() -> None:
     (stretch,) = record(widened)
     formats = [op.dtype for op in stretch.operators if op.kind is OperatorKind.product]
     assert formats == [PrecisionKind.bf16, PrecisionKind.fp32]
+
+
+def test_products_in_float8_are_counted_once_and_as_such() -> None:
+    layer = nn.Linear(64, 64)
+    set_float8(layer, dataclasses.replace(make_plan("precision=bf16").precision, kind=PrecisionKind.float8))
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        twin = without_memory(layer, fake)
+
+        def passes(a: torch.Tensor, _: torch.Tensor) -> None:
+            with torch.autocast("cpu", torch.bfloat16):
+                outputs = twin(fake.from_tensor(a).requires_grad_())
+            outputs.sum().backward()
+
+        (stretch,) = record(passes)
+    products = [op for op, number in stretch.operators.items() for _ in range(number) if op.kind.value == "product"]
+    assert [(op.dtype.value, op.flops) for op in products] == [
+        (kind, 2 * 64**3) for kind in ("float8", "float8", "bf16")
+    ]

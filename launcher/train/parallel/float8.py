@@ -1,0 +1,117 @@
+"""Float8 layers of a model: which ones, and the change of their class.
+
+``precision=float8`` is bf16 with linear layers that multiply in float8. Such a layer stays the same object with the
+same parameters, hooks and names; only its class changes. torchao is not imported before a layer is changed.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from launcher.config.schema import PrecisionKind
+from launcher.errors import ConfigError
+from launcher.plan.float8_support import INSTALL, no_layers
+from launcher.plan.run_plan import PrecisionPlan
+from launcher.train.parallel.mixed_precision import matmul_parameters
+
+# torch's float8 products need sizes that are multiples of this (torch._scaled_mm)
+MULTIPLE = 16
+
+
+def float8_layers(model: nn.Module, exclude: Sequence[str]) -> dict[str, nn.Linear]:
+    """Return the layers that can be computed in float8, by name.
+
+    A layer must compute what nn.Linear does, with a weight that only linear and convolution layers use. The output head
+    (``get_output_embeddings`` of the model or of a part of it) is not among them: its rounding errors reach the loss
+    directly.
+
+    Args:
+        exclude: regular expressions of the names of layers that stay as they are.
+    """
+    multiplied, heads = matmul_parameters(model), _heads(model)
+    found: dict[str, nn.Linear] = {}
+    excluded: set[nn.Module] = set()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if any(re.search(pattern, name) for pattern in exclude):
+            excluded.add(module)
+        plain = _plain_class(module)
+        is_linear = issubclass(plain, nn.Linear) and plain.forward is nn.Linear.forward
+        if not is_linear or "forward" in vars(module) or module in heads:
+            continue
+        weight = module._parameters.get("weight")  # not an attribute that a parametrization computes
+        fits = weight is not None and weight in multiplied and not any(size % MULTIPLE for size in weight.shape)
+        if fits and isinstance(module, nn.Linear) and module not in found.values():
+            found[name] = module
+    return {name: module for name, module in found.items() if module not in excluded}
+
+
+def _plain_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a layer before it was changed to float8."""
+    return getattr(type(module), "plain", type(module))
+
+
+def _heads(model: nn.Module) -> set[nn.Module]:
+    heads: set[nn.Module] = set()
+    for module in model.modules():
+        method = getattr(module, "get_output_embeddings", None)
+        try:
+            head = method() if callable(method) else None
+        except NotImplementedError:  # transformers: a model without a head
+            head = None
+        if isinstance(head, nn.Module):
+            heads.update(head.modules())
+    return heads
+
+
+def set_float8(model: nn.Module, precision: PrecisionPlan) -> None:
+    """Let the model's layers compute in float8 if the precision is, and otherwise as they did before.
+
+    Raises:
+        ConfigError: no layer can be computed in float8, or torchao cannot be imported.
+    """
+    for module in model.modules():
+        if _plain_class(module) is not type(module):
+            module.__class__ = _plain_class(module)
+    if precision.kind is not PrecisionKind.float8:
+        return
+    layers = float8_layers(model, precision.float8_exclude)
+    if not layers:
+        raise no_layers(precision.float8_exclude)
+    try:
+        with _disable_current_modes(), _without_known_messages():  # constants of torchao must be real tensors
+            from launcher.train.parallel.float8_linear import float8_class
+    except ImportError as error:
+        raise ConfigError("precision", "float8", f"torchao cannot be imported: {error}.", INSTALL) from None
+    for layer in layers.values():
+        layer.__class__ = float8_class(type(layer), precision.float8_recipe.value, precision.float8_emulate)
+
+
+# what torchao 0.18 logs when it is imported: libraries with kernels for other machines and formats, which float8
+# training does not use, and its use of a function of torch that is deprecated since torch 2.13
+_KNOWN_MESSAGES = {
+    "torchao": re.compile("Failed to load .*_C.*[.]so|Skipping import of cpp extensions"),
+    "torch.utils._pytree": re.compile(r"register_constant\(\) on Enum subclasses is deprecated"),
+}
+
+
+@contextmanager
+def _without_known_messages() -> Iterator[None]:
+    """Return a context in which the messages that torchao logs whenever it is imported are not shown."""
+
+    def filter_of(pattern: re.Pattern[str]) -> Callable[[logging.LogRecord], bool]:
+        return lambda record: pattern.search(record.getMessage()) is None
+
+    filters = {name: filter_of(pattern) for name, pattern in _KNOWN_MESSAGES.items()}
+    for name, each in filters.items():
+        logging.getLogger(name).addFilter(each)
+    try:
+        yield
+    finally:
+        for name, each in filters.items():
+            logging.getLogger(name).removeFilter(each)

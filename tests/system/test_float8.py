@@ -1,0 +1,93 @@
+"""`precision=float8` as a job: what is refused, resume bit by bit, export, verify, and changes when a run resumes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from launcher.plan.run_plan import RunPlan
+from tests.helpers import launch
+from tests.infra.checkpoints import assert_same_tensors
+from tests.infra.runs import records
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+SHAPE = (
+    "task=llama", "task.width=64", "task.depth=2", "task.heads=4", "task.kv_heads=2", "task.ffn=96", "task.vocab=256",
+    "task.seq_len=32", "task.eval_samples=4",
+)  # fmt: skip
+JOB = (
+    *SHAPE, "wandb.mode=disabled", "run.calibrate_s=0", "batch.global_size=8", "batch.micro_size=2",
+    "cluster.workers_per_node=2", "strategy=fsdp", "strategy.sync=boundary", "train.predict=never",
+)  # fmt: skip
+EMULATED = ("precision=float8", "precision.float8_emulate=true")
+
+
+def test_it_exports_what_bf16_does_and_resumes_in_bf16(tmp_path: Path) -> None:
+    whole = launch("train", *JOB, *EMULATED, "train.steps=4", "run.name=whole", cwd=tmp_path)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    assert "float8 (rowwise_with_gw_hp, emulated), else bf16" in whole.stdout
+    assert "14 of 15 linear layers compute in float8, all else in bf16." in whole.stdout
+    for words in ("Failed to load", "register_constant", "Warning", "deprecated"):
+        assert words not in whole.stdout + whole.stderr
+    half = launch("train", *JOB, *EMULATED, "train.steps=2", "schedule=constant", "run.name=half", cwd=tmp_path)
+    assert half.returncode == 0, half.stdout + half.stderr
+    resumed = launch("resume", "half", "train.steps=4", "precision=bf16", "precision.float8_emulate=null", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "precision=bf16 instead of float8" in resumed.stdout
+    runs = tmp_path / "runs"
+    names: list[dict[str, object]] = []
+    for run in ("whole", "half"):
+        done = launch("export", run, "--to", f"export-{run}", cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        tensors = load_file(tmp_path / f"export-{run}" / "model.safetensors")
+        names.append({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
+        assert len(records(runs / run)) == 4
+    assert names[0] == names[1]
+
+
+def test_a_resumed_run_is_the_one_that_was_not_stopped(tmp_path: Path) -> None:
+    constant = ("schedule=constant", "schedule.warmup_steps=0", "checkpoint.every=2")
+    assert launch("train", *JOB, *EMULATED, *constant, "train.steps=4", "run.name=whole", cwd=tmp_path).returncode == 0
+    assert launch("train", *JOB, *EMULATED, *constant, "train.steps=2", "run.name=half", cwd=tmp_path).returncode == 0
+    done = launch("resume", "half", "train.steps=4", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = tmp_path / "runs"
+    assert_same_tensors(*(runs / name / "checkpoints" / "step_000004" for name in ("half", "whole")))
+
+
+def test_what_cannot_run_is_one_message(tmp_path: Path) -> None:
+    for overrides, words in (
+        (("precision=float8",), "precision=float8: a CPU has no float8 units"),
+        ((*EMULATED, "precision.float8_exclude=[proj]"), "no layer of the model can be computed in float8"),
+    ):
+        done = launch("train", *JOB, *overrides, cwd=tmp_path)
+        assert done.returncode == 2
+        assert words in done.stderr
+        assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_verify_finds_the_gradient_of_one_big_batch(tmp_path: Path) -> None:
+    done = launch("verify", *JOB, *EMULATED, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "in float8 " in done.stdout
+    assert "Verdict: exact." in done.stdout
+
+
+def test_a_plan_for_a_gpu_that_is_not_at_hand(tmp_path: Path) -> None:
+    gpu = ("strategy=fsdp", "cluster.workers_per_node=8", "train.compile=true", "batch.micro_size=4")
+    shape = ("task=llama", "task.size=1b", "task.seq_len=512", "wandb.mode=disabled", "optimizer.lr=1e-4")
+    seconds = list[float]()
+    memory = list[str]()
+    for precision in ("bf16", "float8"):
+        done = launch("plan", *shape, *gpu, "cluster.gpu=h200", f"precision={precision}", "--json", cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        plan = RunPlan.from_json(done.stdout)
+        forecast = plan.strategy.forecast
+        assert forecast is not None
+        assert forecast.step is not None
+        seconds.append(forecast.step.step_s)
+        memory.append(str(forecast.peak_bytes))
+    assert 0.4 < seconds[1] / seconds[0] < 1, (seconds, memory)

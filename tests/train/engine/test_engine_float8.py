@@ -1,0 +1,27 @@
+"""precision=float8: every strategy and sync policy has the gradient of one big batch with torchao's own layers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import torchrun
+
+WORKER = Path(__file__).parent / "float8_worker.py"
+
+
+@pytest.mark.slow
+def test_all_strategies_and_micro_batches_have_one_gradient(tmp_path: Path) -> None:
+    seen = json.loads(torchrun(WORKER, [], 4, tmp_path).splitlines()[-1])
+    cases = {name: result for name, result in seen.items() if isinstance(result, dict)}
+    assert len(cases) == 10
+    assert seen["bf16"] > 0.02, "or float8 would not show"
+    for name, result in cases.items():
+        assert result["error"] < 2**-8, (name, result)
+        assert result["outputs"], (name, "an evaluation computes in float8, too")
+        assert result["dtypes"] == ["torch.float32"], name
+    for micro in (1, 4, 8):
+        assert seen[f"micro {micro}"] < 2**-8
+    assert seen["excluded"] > 0.01, "layers that are left out are in bf16"
