@@ -31,7 +31,7 @@ from launcher.errors import EXIT_DONE, EXIT_FAILED, Superseded
 from launcher.launch.tracker_processes import rest_text
 from launcher.plan.host import without_credentials
 from launcher.plan.run_plan import RunPlan
-from launcher.plan.tracker_plan import TRACKER_KINDS, mirrors_of
+from launcher.plan.tracker_plan import TRACKER_KINDS, mirrors_of, mlflow_uri
 from launcher.report import file_trackers, server_trackers
 from launcher.report.tracker_entry import StepEntry, entries_of
 from launcher.rundir.fencing import Attempt, Fence
@@ -147,7 +147,7 @@ def _mirror_with_retry(plan: RunPlan, fence: Fence, tracker: Tracker, status: St
         missing = isinstance(error, ImportError)
         ended = missing or (trial > 0 and _ended())
         if trial or missing:
-            problem = problem_of(tracker, error)
+            problem = problem_of(tracker, error, plan)
             status.set(problem=f"{problem} {rest_text(plan.paths)}" if ended else problem)
         if ended:
             return EXIT_FAILED
@@ -231,7 +231,7 @@ _CAUSES = (
 )
 
 
-def problem_of(tracker: Tracker, error: Exception) -> str:
+def problem_of(tracker: Tracker, error: Exception, plan: RunPlan) -> str:
     """Return one line on an error of a tracker: what it means, where that is known, and what to do."""
     kind = TRACKER_KINDS[tracker]
     if isinstance(error, ImportError):
@@ -241,7 +241,8 @@ def problem_of(tracker: Tracker, error: Exception) -> str:
     cause = next((cause for pattern, cause in _CAUSES if re.search(pattern, text)), None)
     if cause is None or tracker not in _REMEDIES:
         return text
-    return f"{cause}; it is tried again, and training is not affected. {_REMEDIES[tracker]} ({text})."
+    server = f" ({without_credentials(mlflow_uri(plan, os.environ))})" if tracker is Tracker.mlflow else ""
+    return f"{cause}{server}; it is tried again, and training is not affected. {_REMEDIES[tracker]} ({text})."
 
 
 _REMEDIES = {

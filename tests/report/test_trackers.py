@@ -279,7 +279,10 @@ def test_a_tracker_that_does_not_return_is_reported(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("text", "cause"),
     [
-        ("API request to endpoint /api failed with error code 401 != 200.", "The server refuses the login; "),
+        (
+            "API request to endpoint /api failed with error code 401 != 200.",
+            "The server refuses the login (/nowhere/mlruns); ",
+        ),
         (
             "HTTPConnectionPool: Max retries exceeded (NameResolutionError: Failed to resolve)",
             "There is no host of this",
@@ -291,8 +294,8 @@ def test_a_tracker_that_does_not_return_is_reported(tmp_path: Path, monkeypatch:
     ],
 )
 def test_a_problem_says_what_is_wrong_and_what_to_check(text: str, cause: str) -> None:
-    problem = trackers.problem_of(trackers.Tracker.mlflow, RuntimeError(text))
+    problem = trackers.problem_of(trackers.Tracker.mlflow, RuntimeError(text), make_plan())
     assert problem.startswith(cause)
     assert "MLFLOW_TRACKING_PASSWORD" in problem
     assert problem.endswith(f" (RuntimeError: {text}).")
-    assert trackers.problem_of(trackers.Tracker.tensorboard, RuntimeError(text)) == f"RuntimeError: {text}"
+    assert trackers.problem_of(trackers.Tracker.tensorboard, RuntimeError(text), make_plan()) == f"RuntimeError: {text}"
