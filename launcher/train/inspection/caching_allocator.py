@@ -4,10 +4,10 @@ The names in parentheses are those of c10/cuda/CUDACachingAllocator.cpp in torch
 sizes are the constants of c10/core/AllocatorConfig.h, lines 16 to 25 and 340. Not modelled: the options
 max_split_size_mb, roundup_power2_divisions and garbage_collection_threshold, which are off by default.
 
-A block belongs to the stream in which it was allocated, and so does its segment: no allocation of another stream gets it
-(get_free_block compares the streams of blocks; find_expandable_block those of segments). It is free as soon as nothing
-refers to it, because FSDP2 and DDP do not call ``record_stream``, after which a block is free only when the other stream
-has passed an event; FSDP2 makes the streams wait for each other instead.
+A block belongs to the stream in which it was allocated, and so does its segment: no allocation of another stream gets
+it (get_free_block compares the streams of blocks; find_expandable_block those of segments). It is free as soon as
+nothing refers to it: FSDP2 lets its streams wait for each other, and does not call ``record_stream``, which would delay
+that until another stream has passed an event.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def _segment_bytes(size: int) -> int:
 def reserved_peak(events: Iterable[tuple[int, int]], *, expandable: bool = False, capacity: int | None = None) -> int:
     """Return the most bytes that the allocator reserves for ``events``.
 
-    A trace has sizes and no identities: a free ends the newest allocation of its size and stream, as backward passes do.
+    A trace has sizes and no identities: a free ends the newest allocation of its size and stream, as in a backward pass.
 
     Args:
         events: bytes of each allocation (positive) and each free (negative), and the number of its stream, in order.

@@ -146,7 +146,9 @@ class Fusion:
                 for number in {**first.read, **other.read}
             }
             self._makers |= dict.fromkeys(other.results, first)
-        self._open |= dict.fromkeys([*numbers, *itertools.chain(*((*each.read, *each.results) for each in others))], first)
+        self._open |= dict.fromkeys(
+            [*numbers, *itertools.chain(*((*each.read, *each.results) for each in others))], first
+        )
         return first
 
     def _use(self, number: int) -> None:

@@ -27,7 +27,7 @@ from launcher.loss import Loss
 from launcher.plan.replay import Mark, Span
 from launcher.plan.roofline import Operator, OperatorKind, Roofline
 from launcher.plan.sync_policy import Collective
-from launcher.train.inspection.fusion import Fusion, FusedOperator, bytes_of
+from launcher.train.inspection.fusion import FusedOperator, Fusion, bytes_of
 from launcher.train.inspection.repeated_blocks import BlockRun, difference
 from launcher.train.measure.comm_meter import Meter
 

@@ -137,7 +137,9 @@ def test_what_the_forward_pass_saves_is_written_and_the_backward_pass_reads_it()
     found = operators(trained, sums, trained=True)
     ones = (0, 1)
     assert traffic(found) == [ones, (2, 2), (3, 2)], "the output itself is read by nothing"
-    assert sum(map(sum, traffic(found))) < sum(map(sum, traffic(operators(trained, sums, trained=True, compiled=False))))
+    assert sum(map(sum, traffic(found))) < sum(
+        map(sum, traffic(operators(trained, sums, trained=True, compiled=False)))
+    )
 
 
 def test_a_recomputed_module_is_fused_in_both_passes() -> None:
@@ -153,7 +155,9 @@ def test_a_recomputed_module_is_fused_in_both_passes() -> None:
 
 UNARY = [torch.exp, torch.sin, torch.relu, torch.neg, lambda x: x.sum(-1, keepdim=True), lambda x: x.t()]
 BINARY = [torch.add, torch.mul, torch.matmul]
-STEPS = st.lists(st.tuples(st.integers(0, len(UNARY) + len(BINARY) - 1), st.integers(), st.integers()), min_size=1, max_size=12)
+STEPS = st.lists(
+    st.tuples(st.integers(0, len(UNARY) + len(BINARY) - 1), st.integers(), st.integers()), min_size=1, max_size=12
+)
 
 
 @given(STEPS)
