@@ -191,7 +191,8 @@ def _segment_bytes(size: int) -> int:
 def reserved_peak(events: Iterable[tuple[int, int]], *, expandable: bool = False, capacity: int | None = None) -> int:
     """Return the most bytes that the allocator reserves for ``events``.
 
-    A trace has sizes and no identities: a free ends the newest allocation of its size and stream, as in a backward pass.
+    A trace has sizes and no identities: a free ends the newest allocation of its size and stream, as backward passes
+    do.
 
     Args:
         events: bytes of each allocation (positive) and each free (negative), and the number of its stream, in order.

@@ -5,18 +5,18 @@ The rule:
 - Operators of a compiled module that run between two that are not fused, and that share a tensor, become one operator.
   It reads each tensor from outside once, and writes each result once that anything outside reads later: another
   operator, the backward pass, a collective, the optimizer. All other results never reach memory.
-- Not fused are matrix products, convolutions, attention, writes to indices (scatter), collectives, and what runs outside
-  of compiled modules: autograd's accumulation, clipping, the optimizer. The forward pass of a module and its backward
-  pass are compiled apart, so what the former saves for the latter is written and read.
+- Not fused are matrix products, convolutions, attention, writes to indices (scatter), collectives, and what runs
+  outside of compiled modules: autograd's accumulation, clipping, the optimizer. The forward pass of a module and its
+  backward pass are compiled apart, so what the former saves for the latter is written and read.
 
 Sources: TorchInductor fuses pointwise operators and reductions that read what another one writes, or the same tensor
-(torch/_inductor/scheduler.py, ``Scheduler.can_fuse`` and ``score_fusion_memory``; Ansel et al., "PyTorch 2: Faster Machine
-Learning Through Dynamic Python Bytecode Transformation and Graph Compilation", 2024). It leaves products and attention to
-libraries unless it is told to tune templates (``max_autotune``, off by default).
+(torch/_inductor/scheduler.py, ``Scheduler.can_fuse`` and ``score_fusion_memory``; Ansel et al., "PyTorch 2: Faster
+Machine Learning Through Dynamic Python Bytecode Transformation and Graph Compilation", 2024). It leaves products and
+attention to libraries unless it is told to tune templates (``max_autotune`` in torch/_inductor/config.py, off).
 
-Left out, each of which goes the other way than another: compiled code computes some results again in the backward pass
-instead of saving them, and moves operators past products to others that they can be fused with; it does not fuse
-operators whose loops differ too much, and reads a row twice that a reduction cannot hold.
+Not in the rule: compiled code computes some results again in the backward pass instead of saving them, and moves
+operators past products, which makes it faster; it does not fuse operators whose loops differ too much, and reads a row
+twice that does not fit into a reduction's registers, which makes it slower.
 """
 
 from __future__ import annotations
@@ -146,9 +146,8 @@ class Fusion:
                 for number in {**first.read, **other.read}
             }
             self._makers |= dict.fromkeys(other.results, first)
-        self._open |= dict.fromkeys(
-            [*numbers, *itertools.chain(*((*each.read, *each.results) for each in others))], first
-        )
+            numbers = [*numbers, *other.read, *other.results]
+        self._open |= dict.fromkeys(numbers, first)
         return first
 
     def _use(self, number: int) -> None:

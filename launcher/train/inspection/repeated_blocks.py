@@ -50,8 +50,9 @@ class BlockRun:
 
 @dataclass(frozen=True)
 class BlockTrace:
-    """Trace of a model: its allocations and frees (``event_of``), and payload bytes of each kind of collective. Frees without an allocation between them are sorted, and so are allocations: this does not change the
-    peak, and their order may be accidental, as in autocast's cache of weights.
+    """Trace of a model: its allocations and frees (``event_of``), and payload bytes of each kind of collective. Frees
+    without an allocation between them are sorted, and so are allocations: this does not change the peak, and their
+    order may be accidental, as in autocast's cache of weights.
 
     Attributes:
         timeline: of the last window; see ``timeline.py``.
