@@ -38,7 +38,7 @@ def allocated(sync: Sync, *overrides: str) -> dict[int, int]:
     seen: Counter[int] = Counter()
 
     def read(_: object, events: Iterable[tuple[int, int]]) -> int:
-        seen.update({stream: 0 for stream in range(4)})
+        seen.update(dict.fromkeys(range(4), 0))
         for size, stream in events:
             seen[stream] += max(0, size)
         return 0
