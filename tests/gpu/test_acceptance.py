@@ -109,7 +109,7 @@ class Recorded(Environment):
     [
         name
         for name, check in CHECKS.items()
-        if module_of(check) in (checks.__name__, llama.__name__) and name != "llama documents"
+        if module_of(check) in (checks.__name__, llama.__name__, memory.__name__) and name != "llama documents"
     ],
 )
 def test_each_check_gives_keys_that_exist(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
