@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobs.gpu import acceptance, checks, llama, wheels
+from jobs.gpu import acceptance, checks, llama, memory, wheels
 from jobs.gpu.registry import CHECKS, ROOT, Check, Environment
 from jobs.gpu.tasks import Nested, Words
 from tests.helpers import make_plan, patience
