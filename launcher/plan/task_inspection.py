@@ -34,6 +34,8 @@ from launcher.task import load_task
 
 # tasks whose description is arithmetic, except where facts() returns None
 _WITH_FACTS = ("launcher.tasks.bytes_gpt.", "launcher.tasks.digits.", "launcher.tasks.llama.")
+# note of a plan with train.compile
+COMPILED_NOTE = "The memory is predicted for the model without the compiler (train.compile), which usually needs more."
 
 
 _FORECAST = "launcher.train.inspection.memory_forecast"
@@ -276,6 +278,8 @@ def weigh_memory(plan: RunPlan, *, choose: bool, measures: bool = False, recall:
     if note:
         plan = plan.with_notes([note])
     plan = plan.with_notes(time_notes)
+    if plan.train.compile and any(forecast.peak_bytes is not None for forecast in forecasts):
+        plan = plan.with_notes([COMPILED_NOTE])
     if not forecasts:
         return plan
     if choose and not problem and memory is not None:

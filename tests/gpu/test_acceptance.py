@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobs.gpu import acceptance, checks, llama, wheels
+from jobs.gpu import acceptance, checks, llama, memory, wheels
 from jobs.gpu.registry import CHECKS, ROOT, Check, Environment
 from jobs.gpu.tasks import Nested, Words
 from tests.helpers import make_plan, patience
@@ -110,7 +110,7 @@ class Recorded(Environment):
     [
         name
         for name, check in CHECKS.items()
-        if module_of(check) in (checks.__name__, llama.__name__) and name != "llama documents"
+        if module_of(check) in (checks.__name__, llama.__name__, memory.__name__) and name != "llama documents"
     ],
 )
 def test_each_check_gives_keys_that_exist(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

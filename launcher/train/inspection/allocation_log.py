@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,39 @@ from torch.utils._pytree import tree_leaves
 # DTensor's derivation of a result's shape: it runs the operator on tensors of the whole size, once for each shape in a
 # process, on fake tensors in a real job too
 _DERIVE = "_propagate_tensor_meta_non_cached"
+# Events are numbers, so that traces can be compared and extended: the bytes times this, plus the number of the stream
+STREAMS = 16
+
+
+def event_of(size: int, stream: int) -> int:
+    """Return the event of an allocation (positive ``size``), or a free, of a block of a stream."""
+    return size * STREAMS + (stream if size > 0 else -stream)
+
+
+def sizes_and_streams(events: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Return the bytes of each allocation (positive) and each free (negative), and the number of its stream."""
+    for event in events:
+        size, stream = divmod(abs(event), STREAMS)
+        yield (size if event > 0 else -size), stream
+
+
+class _StreamNumbers:
+    """Numbers of a device's streams, in the order in which they are first used; 0 is the default one.
+
+    ``torch.cpu`` has streams that do nothing, which code for any device sets like those of a GPU. So torch itself says
+    in which stream each allocation of a trace is, on a CPU too.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._current: Callable[[], Any] = getattr(torch, device.type).current_stream
+        self._numbers: dict[Any, int] = {self._current(): 0}
+
+    def current(self) -> int:
+        """Return the number of the current stream."""
+        number = self._numbers.setdefault(self._current(), len(self._numbers))
+        if number >= STREAMS:
+            raise NotImplementedError(f"more than {STREAMS} streams allocate memory")
+        return number
 
 
 _is_wrapper = functools.cache(is_traceable_wrapper_subclass_type)
@@ -31,21 +64,29 @@ class AllocationLog(TorchDispatchMode):
 
     Args:
         rounding: bytes of which an allocation has a multiple.
+        streams: whether the streams of allocations are told apart; otherwise all are those of the default stream.
         ran: is called with each operator, its arguments and its result.
 
     Attributes:
-        events: bytes of each allocation (positive) and each free (negative), in order.
+        events: each allocation and each free, in order (``event_of``).
         operators: number of operators that ran.
     """
 
     def __init__(
-        self, device: torch.device, rounding: int = 1, ran: Callable[[Any, Any, Any, Any], None] | None = None
+        self,
+        device: torch.device,
+        rounding: int = 1,
+        ran: Callable[[Any, Any, Any, Any], None] | None = None,
+        *,
+        streams: bool = False,
     ) -> None:
         super().__init__()
         self._ran = ran
         self._rounding = rounding
         self._type = device.type
-        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._streams = _StreamNumbers(device) if streams else None
+        # reference, bytes and stream
+        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
         self.events: list[int] = []
         self.operators = 0
         self._resize = torch.UntypedStorage.resize_
@@ -61,16 +102,22 @@ class AllocationLog(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, size = id(storage), -(-storage.size() // self._rounding) * self._rounding
-        reference, before = self._storages.get(key, (None, 0))
+        reference, before, stream = self._storages.get(key, (None, 0, 0))
+        if size > before and self._streams is not None:  # a storage that grows is allocated anew
+            self._record(-before, stream)
+            before, stream = 0, self._streams.current()
         if reference is None:
             reference = weakref.ref(storage, functools.partial(self._forget, key))
-        self._storages[key] = reference, size
-        if size != before:
-            self.events.append(size - before)
+        self._storages[key] = reference, size, stream
+        self._record(size - before, stream)
 
     def _forget(self, key: int, _: Any) -> None:
-        if size := self._storages.pop(key)[1]:
-            self.events.append(-size)
+        _, size, stream = self._storages.pop(key)
+        self._record(-size, stream)
+
+    def _record(self, size: int, stream: int) -> None:
+        if size:
+            self.events.append(event_of(size, stream))
 
     def __enter__(self) -> AllocationLog:
         def resize(storage: torch.UntypedStorage, size: int) -> None:  # FSDP frees and gathers units by this

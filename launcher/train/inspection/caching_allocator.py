@@ -1,9 +1,13 @@
 """Model of torch's caching allocator for CUDA: the memory that it reserves for a sequence of allocations and frees.
 
 The names in parentheses are those of c10/cuda/CUDACachingAllocator.cpp in torch 2.13, ``DeviceCachingAllocator``; the
-sizes are the constants of c10/core/AllocatorConfig.h, lines 16 to 25 and 340. Not modelled: blocks of several streams,
-which do not share memory, and the options max_split_size_mb, roundup_power2_divisions and
-garbage_collection_threshold, which are off by default.
+sizes are the constants of c10/core/AllocatorConfig.h, lines 16 to 25 and 340. Not modelled: the options
+max_split_size_mb, roundup_power2_divisions and garbage_collection_threshold, which are off by default.
+
+A block belongs to the stream in which it was allocated, and so does its segment: no allocation of another stream gets
+it (get_free_block compares the streams of blocks; find_expandable_block those of segments). It is free as soon as
+nothing refers to it: FSDP2 lets its streams wait for each other, and does not call ``record_stream``, which would delay
+that until another stream has passed an event.
 """
 
 from __future__ import annotations
@@ -64,10 +68,10 @@ class _Pool:
 
 
 class CachingAllocator:
-    """Allocator of one device and one stream.
+    """Allocator of one device.
 
     Args:
-        expandable: the option expandable_segments: each pool has one segment, which grows at its end.
+        expandable: the option expandable_segments: each pool of a stream has one segment, which grows at its end.
         capacity: bytes that the device has; None: without limit. With it, cached segments are given back before memory
             runs out. Not for expandable segments, where ``reserved_peak`` says whether the memory suffices.
 
@@ -79,18 +83,19 @@ class CachingAllocator:
 
     def __init__(self, *, expandable: bool = False, capacity: int | None = None) -> None:
         self._expandable, self._capacity = expandable, capacity
-        self._pools = {small: _Pool(small) for small in (True, False)}
+        self._pools: dict[tuple[int, bool], _Pool] = {}  # by stream, and whether it is that of small blocks
         self._next_address = 0
         self.reserved = self.reserved_peak = self.allocated = self.allocated_peak = 0
 
-    def allocate(self, size: int) -> MemoryBlock:
-        """Return a block of at least ``size`` bytes (malloc).
+    def allocate(self, size: int, stream: int = 0) -> MemoryBlock:
+        """Return a block of at least ``size`` bytes for a stream (malloc).
 
         Raises:
             DeviceFull: it would exceed the capacity.
         """
         size = max(MIN_BLOCK, -(-size // MIN_BLOCK) * MIN_BLOCK)  # round_size
-        pool = self._pools[size <= SMALL]
+        small = size <= SMALL
+        pool = self._pools.setdefault((stream, small), _Pool(small))
         block = self._best_fit(pool, size)
         if block is None:
             block = self._grown(pool, size) if self._expandable else self._segment(pool, size)
@@ -183,32 +188,33 @@ def _segment_bytes(size: int) -> int:
     return LARGE_SEGMENT if size < LEAST_OWN else -(-size // ROUND_LARGE) * ROUND_LARGE
 
 
-def reserved_peak(events: Iterable[int], *, expandable: bool = False, capacity: int | None = None) -> int:
+def reserved_peak(events: Iterable[tuple[int, int]], *, expandable: bool = False, capacity: int | None = None) -> int:
     """Return the most bytes that the allocator reserves for ``events``.
 
-    A trace has sizes and no identities: a free ends the newest allocation of its size, as backward passes do.
+    A trace has sizes and no identities: a free ends the newest allocation of its size and stream, as backward passes
+    do.
 
     Args:
-        events: bytes of each allocation (positive) and each free (negative), in order.
+        events: bytes of each allocation (positive) and each free (negative), and the number of its stream, in order.
         expandable: see ``CachingAllocator``.
         capacity: bytes of the device, to see whether they suffice if cached segments are given back. If they do not,
             the result is what would be reserved without a limit, which is more.
     """
     allocator = CachingAllocator(expandable=expandable, capacity=None if expandable else capacity)
-    blocks: dict[int, list[MemoryBlock]] = {}
+    blocks: dict[tuple[int, int], list[MemoryBlock]] = {}
     events = [*events]
     try:
-        for size in events:
+        for size, stream in events:
             if size > 0:
-                blocks.setdefault(size, []).append(allocator.allocate(size))
+                blocks.setdefault((size, stream), []).append(allocator.allocate(size, stream))
             else:
-                allocator.free(blocks[-size].pop())
+                allocator.free(blocks[-size, stream].pop())
     except DeviceFull:
         return reserved_peak(events)
     return allocator.reserved_peak
 
 
-def reserved_by(plan: RunPlan, events: Iterable[int]) -> int | None:
+def reserved_by(plan: RunPlan, events: Iterable[tuple[int, int]]) -> int | None:
     """Return ``reserved_peak`` for the device of ``plan``; None on CPUs, which do not have this allocator."""
     if plan.cluster.device is not Device.cuda:
         return None

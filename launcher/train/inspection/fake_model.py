@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.utils._pytree import tree_map
 
 from launcher.config.schema import Compress, Parameters, Sync
@@ -23,7 +25,10 @@ from launcher.plan.host import free_host_bytes
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import Collective, reduces
 from launcher.task import Task, build_model
+from launcher.train.engine import build
+from launcher.train.inspection.fusion import Fusion
 from launcher.train.inspection.repeated_blocks import IrregularModel
+from launcher.train.parallel import ddp
 from launcher.train.parallel.base import Parallel, trained
 
 # fraction of the free host memory that a model may take whose construction needs real values
@@ -114,6 +119,24 @@ def problem_text(error: Exception) -> str:
         return "the size of a tensor in the model or its loss depends on values (a boolean mask, nonzero(), ...)"
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+@contextmanager
+def buildable_without_memory(whole: nn.Module, fusion: Fusion) -> Iterator[None]:
+    """Return a context in which strategies are built around a model on fake tensors. Nothing is compiled: ``fusion``
+    fuses the operators of the modules that would be.
+
+    Args:
+        whole: the whole model, of which the one that is wrapped may be a shortened copy.
+    """
+    with (
+        patch.object(torch.utils, "swap_tensors", set_data),
+        patch.object(_fsdp_param, "_chunk_with_empty", OwnChunk),
+        patch.object(ddp, "Ddp", functools.partial(Replica, whole=whole)),
+        patch.object(build, "compile_forward", fusion.compile),
+        patch.object(nn.Module, "compile", lambda module: fusion.compile([module])),
+    ):
+        yield
 
 
 @contextmanager

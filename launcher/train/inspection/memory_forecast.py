@@ -9,7 +9,6 @@ writes one JSON object for each to the file named on the command line, a line ea
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gc
 import json
 import logging
@@ -20,13 +19,11 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map
 
@@ -42,18 +39,17 @@ from launcher.process import die_with_parent
 from launcher.task import Task, first_batch, load_task, train_data
 from launcher.train.context import ContextSource
 from launcher.train.engine.build import build_parallel
-from launcher.train.inspection.allocation_log import AllocationLog
+from launcher.train.inspection.allocation_log import AllocationLog, sizes_and_streams
 from launcher.train.inspection.block_calls import BlockCalls
 from launcher.train.inspection.caching_allocator import reserved_by
 from launcher.train.inspection.dependencies import Dependencies
 from launcher.train.inspection.fake_model import (
     NotPredictable,
-    OwnChunk,
     Replica,
     autocast_of_cuda,
+    buildable_without_memory,
     model_without_memory,
     problem_text,
-    set_data,
 )
 from launcher.train.inspection.fake_windows import run_fake_windows
 from launcher.train.inspection.remedies import find_remedy
@@ -69,7 +65,6 @@ from launcher.train.inspection.repeated_blocks import (
 )
 from launcher.train.inspection.timeline import Stretch, TimelineRecorder, timed_spans, whole_timeline
 from launcher.train.measure.flops import time_limit
-from launcher.train.parallel import ddp
 from launcher.train.parallel.base import ShardUnits
 from launcher.train.parallel.fsdp import mesh_of
 from launcher.train.parallel.shard_units import find_units
@@ -138,16 +133,16 @@ class Tracer:
 
     def __init__(self, plan: RunPlan, task: Task, batch: Any, device: torch.device, *, shorten: bool) -> None:
         self._task, self._batch, self._device = task, batch, device
-        self._fuses = plan.train.compile
         self.timelines: dict[Sync, Sequence[Stretch]] = {}
         self.items: float | None = None
-        self._plan = dataclasses.replace(plan, train=dataclasses.replace(plan.train, compile=False))
+        self._plan = plan
         self.operators = 0
         self.irregular: Exception | None = None
         self._least, self._regular = SHORTEST_BLOCKS[0], False
         self._until = time.process_time() + LIMIT_S  # CPU time, so that a loaded host decides like an idle one
         self._runs: list[BlockRun] = []
         self._units: list[str] = []
+        self._compiled: list[str] = []  # modules that the task's compile_units names
         self._whole = self._fake_model(FakeTensorMode(allow_non_fake_inputs=True))
         if shorten:
             self._runs = block_runs(self._whole)
@@ -159,8 +154,10 @@ class Tracer:
             except Exception as error:
                 self.irregular = error
             strategy, shard_units = plan.strategy, getattr(task, "shard_units", None)
+            names = {module: name for name, module in self._whole.named_modules()}
+            if plan.train.compile and (compile_units := getattr(task, "compile_units", None)) is not None:
+                self._compiled = [names[unit] for unit in compile_units(self._whole) if unit in names]
             if strategy.kind in SHARDED or strategy.recompute is Recompute.blocks:
-                names = {module: name for name, module in self._whole.named_modules()}
                 units = find_units(self._whole, None if shard_units is None else shard_units(self._whole))
                 self._units = [names[unit] for unit in units]
 
@@ -252,7 +249,7 @@ class Tracer:
             wire_bytes=layout.wire(payload),
             wire_s=None,
             peak_bytes=trace.peak if known else None,
-            reserved_bytes=reserved_by(self._plan, trace.events) if known else None,
+            reserved_bytes=reserved_by(self._plan, sizes_and_streams(trace.events)) if known else None,
         )
 
     def _from_shortened(self, plan: RunPlan) -> BlockTrace:
@@ -283,10 +280,13 @@ class Tracer:
                 return trace
 
     def _shortened(self, plan: RunPlan, real: dict[BlockRun, int]) -> BlockTrace:
-        fake, recorder = FakeTensorMode(allow_non_fake_inputs=True), TimelineRecorder(fuses=self._fuses)
+        fake, recorder = FakeTensorMode(allow_non_fake_inputs=True), TimelineRecorder()
         log = self._log(recorder)
         short = StandIns(self._whole, fake, self._device, real, log)
-        trace, error = self._trace(plan, short.model, fake, log, recorder, lambda _: short.named(self._units))
+        compile_units = (lambda _: short.named(self._compiled)) if self._compiled else None
+        trace, error = self._trace(
+            plan, short.model, fake, log, recorder, lambda _: short.named(self._units), compile_units
+        )
         if error is not None:
             raise error
         short.check()
@@ -294,13 +294,14 @@ class Tracer:
 
     def _log(self, recorder: TimelineRecorder) -> AllocationLog:
         on_gpu = self._plan.cluster.device is Device.cuda
-        return AllocationLog(self._device, ALLOCATION_BYTES if on_gpu else 1, recorder.ran)
+        return AllocationLog(self._device, ALLOCATION_BYTES if on_gpu else 1, recorder.ran, streams=on_gpu)
 
     def _whole_trace(self, plan: RunPlan) -> tuple[BlockTrace, str | None]:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         model = self._fake_model(fake)
-        recorder, shard_units = TimelineRecorder(fuses=self._fuses), getattr(self._task, "shard_units", None)
-        trace, error = self._trace(plan, model, fake, self._log(recorder), recorder, shard_units)
+        recorder, shard_units = TimelineRecorder(), getattr(self._task, "shard_units", None)
+        compile_units = getattr(self._task, "compile_units", None)
+        trace, error = self._trace(plan, model, fake, self._log(recorder), recorder, shard_units, compile_units)
         if isinstance(error, LauncherError):  # the same error would occur in the job
             raise error
         return trace, None if error is None else problem_text(error)
@@ -313,16 +314,16 @@ class Tracer:
         log: AllocationLog,
         recorder: TimelineRecorder,
         shard_units: ShardUnits | None,
+        compile_units: ShardUnits | None,
     ) -> tuple[BlockTrace, Exception | None]:
-        """Return the trace of the windows, and the exception that they raised."""
+        """Return the trace of the windows, and the exception that they raised. Nothing is compiled: ``recorder`` fuses
+        the operators of the modules that would be."""
         task, device = self._task, self._device
         with fake:
-            with (
-                patch.object(torch.utils, "swap_tensors", set_data),
-                patch.object(_fsdp_param, "_chunk_with_empty", OwnChunk),
-                patch.object(ddp, "Ddp", functools.partial(Replica, whole=self._whole)),
-            ):
-                parallel, optimizer = build_parallel(model, optimizer_of(task, plan), plan, device, shard_units)
+            with buildable_without_memory(self._whole, recorder.fusion):
+                parallel, optimizer = build_parallel(
+                    model, optimizer_of(task, plan), plan, device, shard_units, compile_units=compile_units
+                )
             log.add([*model.parameters(), *model.buffers()])
             log.add([*parallel.buckets.values()] if isinstance(parallel, Replica) else [])
             inputs = self._inputs(fake)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from launcher.train.inspection.allocation_log import AllocationLog
+from launcher.train.inspection.allocation_log import AllocationLog, sizes_and_streams
 from launcher.train.measure.flops import without_memory
 from launcher.train.parallel.mixed_precision import in_backward
 
@@ -50,9 +50,9 @@ class BlockRun:
 
 @dataclass(frozen=True)
 class BlockTrace:
-    """Trace of a model: bytes of each allocation (positive) and each free (negative), and payload bytes of each kind of
-    collective. Frees without an allocation between them are sorted, and so are allocations: this does not change the
-    peak, and their order may be accidental, as in autocast's cache of weights.
+    """Trace of a model: its allocations and frees (``event_of``), and payload bytes of each kind of collective. Frees
+    without an allocation between them are sorted, and so are allocations: this does not change the peak, and their
+    order may be accidental, as in autocast's cache of weights.
 
     Attributes:
         timeline: of the last window; see ``timeline.py``.
@@ -70,7 +70,7 @@ class BlockTrace:
     @property
     def peak(self) -> int:
         """Return the most bytes that exist at one time."""
-        return max(accumulate(self.events), default=0)
+        return max(accumulate(size for size, _ in sizes_and_streams(self.events)), default=0)
 
 
 def block_runs(model: nn.Module) -> list[BlockRun]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from launcher.loss import Loss
 from launcher.plan.replay import Mark, Span
 from launcher.plan.roofline import Operator, OperatorKind, Roofline
 from launcher.plan.sync_policy import Collective
+from launcher.train.inspection.fusion import FusedOperator, Fusion, bytes_of
 from launcher.train.inspection.repeated_blocks import BlockRun, difference
 from launcher.train.measure.comm_meter import Meter
 
@@ -79,20 +79,19 @@ class Stretch:
 class TimelineRecorder:
     """Recorder of a trace's timeline.
 
-    Args:
-        fuses: whether operators that are bound by memory count as one up to the next product: it reads what comes from
-            outside and writes what is used later, like the code that torch.compile generates.
-
     Attributes:
+        fusion: fuses the operators of compiled modules.
         stretches: recorded since the last start.
         items: items of the loss in a micro-batch; None if their number depends on values.
     """
 
-    def __init__(self, *, fuses: bool = False) -> None:
+    def __init__(self) -> None:
+        self.fusion = Fusion()
         self.stretches: list[Stretch] = []
         self.items: float | None = None
-        self._chain = _Chain() if fuses else None
         self._operators: Counter[Operator] = Counter()
+        # what they write is known at the end only
+        self._fused: list[tuple[Counter[Operator], FusedOperator]] = []
         self._active = False
 
     @contextmanager
@@ -115,21 +114,30 @@ class TimelineRecorder:
                 yield
         finally:
             self._active = False
+            for operators, fused in self._fused:
+                read, written = fused.traffic()
+                if written:  # a compiler leaves out what nothing needs
+                    operators[Operator(OperatorKind.memory, PrecisionKind.fp32, 0, read, written)] += 1
+            self._fused = []
 
     def mark(self, event: Collective | Mark, payload_bytes: int = 0) -> None:
         """End the current stretch."""
         if not self._active:
             return
-        self._close_chain()
+        self._close_fused()
         self.stretches.append(Stretch(self._operators, event, payload_bytes))
         self._operators = Counter()
 
     def ran(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Record an operator."""
         packet = function.overloadpacket
-        if not self._active or packet in _FREE or function.is_view or function.namespace not in ("aten", "fsdp"):
+        if not self._active or packet in _FREE or function.is_view:
             return
         inputs, outputs = _tensors((args, kwargs)), _tensors(result)
+        if function.namespace not in ("aten", "fsdp"):
+            self._close_fused()
+            self.fusion.use(inputs)
+            return
         formula = FLOPS.get(packet)
         if formula is None:
             self._add_memory(function, args, kwargs, inputs, outputs)
@@ -137,13 +145,14 @@ class TimelineRecorder:
         kind = OperatorKind.attention if "attention" in function.name() else OperatorKind.product
         factor = args[1] if packet in _SUMS else args[0]
         dtype = getattr(factor, "widened_from", None) or _FORMATS.get(factor.dtype, PrecisionKind.fp32)
-        self._close_chain()
-        self._count(kind, dtype, formula(*args, **kwargs, out_val=result), _bytes(inputs), _bytes(outputs))
+        self._close_fused()
+        self.fusion.use(inputs)
+        self._count(kind, dtype, formula(*args, **kwargs, out_val=result), bytes_of(inputs), bytes_of(outputs))
 
     def add_clipping(self, gradients: Sequence[Tensor]) -> None:
         """Record the norm and the scaling of gradients."""
         if self._active:
-            self._count(OperatorKind.memory, PrecisionKind.fp32, 0, 2 * _bytes(gradients), _bytes(gradients))
+            self._count(OperatorKind.memory, PrecisionKind.fp32, 0, 2 * bytes_of(gradients), bytes_of(gradients))
 
     def count_items(self, losses: Sequence[Loss]) -> None:
         """Record the items of a micro-batch's loss; those of several terms are not comparable."""
@@ -159,57 +168,31 @@ class TimelineRecorder:
             # A product of inputs that were just widened runs in the narrow format on a GPU, which sums in fp32. A CPU,
             # on which a plan for GPUs may be traced, has no such product.
             outputs[0].widened_from = _FORMATS[inputs[0].dtype]  # pyright: ignore[reportAttributeAccessIssue]
-        if packet in _LOOKUPS or packet in _SCATTERS:
-            number = outputs[0].numel() if packet in _LOOKUPS else min(each.numel() for each in inputs)
-            touched = number * inputs[0].itemsize
-            self._count(OperatorKind.memory, PrecisionKind.fp32, 0, touched, touched)
-            return
         written = _written(function, args, kwargs)
         if written and (packet in _OVERWRITE or "out" in kwargs):
             inputs = [each for each in inputs if all(each is not other for other in written)]
-        if self._chain is not None:
-            self._chain.add(inputs, written or outputs)
-        else:
-            self._count(OperatorKind.memory, PrecisionKind.fp32, 0, _bytes(inputs), _bytes(written or outputs))
+        if self._is_fused(packet):
+            self.fusion.add(inputs, written or outputs)
+            return
+        self.fusion.use(inputs)
+        read, wrote = bytes_of(inputs), bytes_of(written or outputs)
+        if packet in _LOOKUPS or packet in _SCATTERS:
+            number = outputs[0].numel() if packet in _LOOKUPS else min(each.numel() for each in inputs)
+            read = wrote = number * inputs[0].itemsize
+        self._count(OperatorKind.memory, PrecisionKind.fp32, 0, read, wrote)
 
-    def _close_chain(self) -> None:
-        if self._chain is not None and (traffic := self._chain.close()) is not None:
-            self._count(OperatorKind.memory, PrecisionKind.fp32, 0, *traffic)
+    def _is_fused(self, packet: Any) -> bool:
+        compiled = self.fusion.is_compiled() and packet not in _SCATTERS
+        if self.fusion.changed or not compiled:
+            self._close_fused()
+        return compiled
 
-
-class _Chain:
-    """Operators that a compiler fuses into one."""
-
-    def __init__(self) -> None:
-        self._read: dict[int, int] = {}
-        self._made: dict[int, tuple[weakref.ref[Any], int]] = {}
-
-    def add(self, inputs: Sequence[Tensor], written: Sequence[Tensor]) -> None:
-        for tensor in inputs:
-            if (key := id(tensor.untyped_storage())) not in self._made:
-                self._read[key] = max(_bytes([tensor]), self._read.get(key, 0))
-        for tensor in written:
-            storage = tensor.untyped_storage()
-            self._made[id(storage)] = weakref.ref(storage), _bytes([tensor])
-
-    def close(self) -> tuple[int, int] | None:
-        """Return the bytes read and written by the fused operator, and start the next one; None if there is none.
-        Results that nothing refers to any more were only needed inside."""
-        if not self._made:
-            return None
-        written = sum(size for reference, size in self._made.values() if reference() is not None)
-        traffic = sum(self._read.values()), written
-        self._read, self._made = {}, {}
-        return traffic
+    def _close_fused(self) -> None:
+        self._fused += [(self._operators, each) for each in self.fusion.close()]
 
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _bytes(tensors: Sequence[Tensor]) -> int:
-    """Return the bytes of tensors in memory; one that repeats a smaller tensor has only those of that one."""
-    return sum(min(each.numel() * each.itemsize, each.untyped_storage().nbytes()) for each in tensors)
 
 
 def _written(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -29,8 +30,13 @@ from tests.helpers import make_plan
 KIB = 2**10
 
 
+def reserved(events: Sequence[int], **options: Any) -> int:
+    """Return what is reserved for events of the default stream."""
+    return reserved_peak([(size, 0) for size in events], **options)
+
+
 @pytest.mark.parametrize(
-    ("events", "reserved"),
+    ("events", "expected"),
     [
         ([], 0),
         ([1], 2 * MIB),
@@ -58,12 +64,12 @@ KIB = 2**10
         ([40 * MIB, -40 * MIB, 20 * MIB, 18 * MIB, -18 * MIB, -20 * MIB, 40 * MIB], 40 * MIB),
     ],
 )
-def test_by_hand(events: list[int], reserved: int) -> None:
-    assert reserved_peak(events) == reserved
+def test_by_hand(events: list[int], expected: int) -> None:
+    assert reserved(events) == expected
 
 
 @pytest.mark.parametrize(
-    ("events", "reserved"),
+    ("events", "expected"),
     [
         ([1], 2 * MIB),
         ([MIB + 1], 20 * MIB),
@@ -75,22 +81,54 @@ def test_by_hand(events: list[int], reserved: int) -> None:
         ([6 * MIB, 8 * MIB, 7 * MIB, -6 * MIB, 5 * MIB, 19 * MIB], 40 * MIB),
     ],
 )
-def test_expandable_segments_by_hand(events: list[int], reserved: int) -> None:
-    assert reserved_peak(events, expandable=True) == reserved
+def test_expandable_segments_by_hand(events: list[int], expected: int) -> None:
+    assert reserved(events, expandable=True) == expected
 
 
 def test_cached_segments_are_given_back_before_memory_runs_out() -> None:
     events = [30 * MIB, -30 * MIB, 40 * MIB]
-    assert reserved_peak(events) == 70 * MIB
-    assert reserved_peak(events, capacity=60 * MIB) == 40 * MIB
-    assert reserved_peak(events, capacity=39 * MIB) == 70 * MIB, "it does not fit, and says so"
+    assert reserved(events) == 70 * MIB
+    assert reserved(events, capacity=60 * MIB) == 40 * MIB
+    assert reserved(events, capacity=39 * MIB) == 70 * MIB, "it does not fit, and says so"
     # one live block keeps its whole segment
     held = [30 * MIB, -30 * MIB, 4 * MIB, 40 * MIB]
-    assert reserved_peak(held, capacity=69 * MIB) == 70 * MIB > 69 * MIB
+    assert reserved(held, capacity=69 * MIB) == 70 * MIB > 69 * MIB
     allocator = CachingAllocator(capacity=2 * MIB)
     allocator.allocate(SMALL)
     with pytest.raises(DeviceFull):
         allocator.allocate(SMALL + 1)
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_streams_share_no_memory(expandable: bool) -> None:
+    size = 40 * MIB
+    freed = [(size, 1), (-size, 1)]
+    assert reserved_peak([*freed, (size, 1)], expandable=expandable) == size
+    assert reserved_peak([*freed, (size, 2)], expandable=expandable) == 2 * size
+    # a small block takes a segment of its own in each stream, and frees return to the stream of the allocation
+    small = [(1, 0), (1, 1), (1, 2), (-1, 1), (1, 1)]
+    assert reserved_peak(small, expandable=expandable) == 3 * SMALL_SEGMENT
+
+
+def test_two_gathers_in_flight_by_hand() -> None:
+    """Units of 60 MiB are gathered in stream 1, one while the one before is still there, and copied in stream 0: stream
+    1 keeps both buffers, and stream 0 the parameters of one unit, which the next unit gets."""
+    unit = 60 * MIB
+    events = [(unit, 1), (unit, 0)]
+    for _ in range(3):
+        events += [(unit, 1), (-unit, 1), (-unit, 0), (unit, 0)]
+    assert reserved_peak(events) == 3 * unit
+    assert reserved_peak([(size, 0) for size, _ in events]) == 3 * unit
+    # the gradients that stream 0 allocates afterwards find only what stream 0 has freed
+    events += [(-unit, 1), (-unit, 0), (unit, 0), (unit, 0)]
+    assert reserved_peak(events) == 4 * unit
+    assert reserved_peak([(size, 0) for size, _ in events]) == 3 * unit
+
+
+def test_segments_of_all_streams_are_given_back_before_memory_runs_out() -> None:
+    events = [(40 * MIB, 1), (-40 * MIB, 1), (40 * MIB, 0)]
+    assert reserved_peak(events, capacity=80 * MIB) == 80 * MIB
+    assert reserved_peak(events, capacity=79 * MIB) == 40 * MIB
 
 
 class Reference:
@@ -202,7 +240,7 @@ def test_the_option_of_the_environment(env: Mapping[str, str], expected: bool) -
 
 
 def test_which_plans_have_reserved_bytes() -> None:
-    events = [30 * MIB, -30 * MIB, 31 * MIB]
+    events = [(30 * MIB, 0), (-30 * MIB, 0), (31 * MIB, 0)]
     assert reserved_by(make_plan(), events) is None
     assert reserved_by(make_plan("cluster.gpu=h100"), events) == 62 * MIB
 

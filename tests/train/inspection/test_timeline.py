@@ -17,6 +17,7 @@ from launcher.plan.replay import Mark
 from launcher.plan.roofline import OperatorKind
 from launcher.plan.run_plan import Forecast, RunPlan
 from launcher.plan.sync_policy import POLICIES, Collective
+from launcher.train.inspection.allocation_log import AllocationLog
 from launcher.train.inspection.memory_forecast import tracing
 from launcher.train.inspection.timeline import Stretch, TimelineRecorder, operator_numbers
 from launcher.train.measure.flops import without_memory
@@ -98,11 +99,9 @@ def test_a_timeline_from_a_shortened_model_is_that_of_the_whole_one(words: str) 
             assert events.count(Mark.wait) == events.count(Collective.all_gather)
 
 
-def record(function: object, *, fuses: bool = False) -> list[Stretch]:
+def record(function: object) -> list[Stretch]:
     """Return the timeline of a function that is called with two matrices of 64 x 64."""
-    from launcher.train.inspection.allocation_log import AllocationLog
-
-    recorder = TimelineRecorder(fuses=fuses)
+    recorder = TimelineRecorder()
     a, b = torch.zeros(64, 64), torch.zeros(64, 64)
     with AllocationLog(torch.device("cpu"), ran=recorder.ran), recorder.recording():
         function(a, b)  # pyright: ignore[reportCallIssue]
@@ -121,15 +120,6 @@ def test_bytes_of_operators() -> None:
     index = torch.zeros(5, dtype=torch.long)
     (stretch,) = record(lambda a, _: nn.functional.embedding(index, a))
     assert [(op.read_bytes, op.written_bytes) for op in stretch.operators] == [(4 * 5 * 64, 4 * 5 * 64)]
-
-
-def test_compiled_operators_read_and_write_once() -> None:
-    size = 4 * 64 * 64
-    kept: list[torch.Tensor] = []
-    (stretch,) = record(lambda a, b: kept.append((a.exp() + b).sin()), fuses=True)
-    assert [(op.read_bytes, op.written_bytes) for op in stretch.operators] == [(2 * size, size)]
-    (stretch,) = record(lambda a, b: kept.append((a.exp() + b).sin()))
-    assert sum(number * (op.read_bytes + op.written_bytes) for op, number in stretch.operators.items()) == 7 * size
 
 
 def test_a_product_of_widened_factors_runs_in_the_narrow_format() -> None:
