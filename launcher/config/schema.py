@@ -19,12 +19,15 @@ from launcher.config.choices import (
     ClusterKind,
     Compress,
     Device,
+    Float8Recipe,
     LrScaling,
     Norm,
     OnError,
     OnNonfinite,
     OnOom,
     OptimizerKind,
+    Parameters,
+    PrecisionKind,
     Predict,
     Recompute,
     ScheduleKind,
@@ -33,13 +36,7 @@ from launcher.config.choices import (
     Sync,
     Tracker,
 )
-from launcher.config.choices import (
-    Parameters as Parameters,
-)
-from launcher.config.choices import (
-    PrecisionKind as PrecisionKind,
-)
-from launcher.config.precision_group import PrecisionConfig
+from launcher.config.run_groups import RunConfig, SweepConfig
 from launcher.config.tracker_groups import (
     MlflowConfig,
     PrometheusConfig,
@@ -139,6 +136,36 @@ class StrategyConfig:
     """blocks: recompute the activations inside the model's repeated blocks in the backward pass."""
     cpu_offload: bool = False
     """fsdp, hsdp on GPUs: keep parameters, gradients and optimizer state in host memory between uses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Number formats of the parameters and of the forward and backward passes."""
+
+    kind: PrecisionKind = PrecisionKind.auto
+    """fp32, or autocast to bf16 or fp16 (with loss scaling), or float8: bf16, with linear layers whose products are
+    computed in float8 by torchao. auto: bf16 if every worker's device computes it without emulation, else fp32; decided
+    once for a run."""
+    init_scale: float | None = None
+    """fp16: first loss scale."""
+    reduce_dtype: PrecisionKind | None = None
+    """fsdp, hsdp: format in which gradients are summed between ranks. Default: fp32."""
+    growth_interval: int | None = None
+    """fp16: steps without overflow after which the scale doubles."""
+    parameters: Parameters = Parameters.fp32
+    """Trained parameters that model() returns in bf16 or fp16. fp32: convert them; keep: they stay, and their
+    gradients and optimizer state have that format too. Frozen parameters stay, except with precision=fp32."""
+    tf32: bool = False
+    """GPUs: use TF32 for fp32 matrix products and convolutions; it rounds their inputs to 10 mantissa bits."""
+    float8_recipe: Float8Recipe | None = None
+    """float8: what shares a scale. rowwise_with_gw_hp: the numbers of a token, and the gradient of weights is computed
+    in bf16, so that no number depends on the other tokens of a micro-batch; rowwise, tensorwise: faster, and the
+    gradient depends on how samples are divided into micro-batches. Default: rowwise_with_gw_hp."""
+    float8_exclude: list[str] | None = None
+    """float8: regular expressions; a linear layer whose name contains a match stays in bf16. Default: [lora_], the
+    adapters of PEFT."""
+    float8_emulate: bool = False
+    """float8: round to float8 and multiply in fp32, on any device: slow, for tests."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,35 +337,6 @@ class CheckpointConfig:
     on_error: OnError = OnError.stop
     """If a checkpoint cannot be written. stop: the run ends as failed; continue: training continues, and the next due
     checkpoint is tried."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """Name and directory of the run, calibration."""
-
-    name: str | None = None
-    """Name of its directory. Default: the task's name, the time and four random characters."""
-    dir: str = "runs"
-    """Parent of the run directories."""
-    calibrate_s: float | None = None
-    """Maximum seconds of the calibration before training, which measures the first window's micro-batches with
-    sync=every, with the job's own policy and without communication: the speed-up and the exposed communication.
-    0: never. Default: 15, and no more than a tenth of the predicted run time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SweepConfig:
-    """Many runs from one command (-m)."""
-
-    name: str | None = None
-    """Name of its directory, and W&B group. Default: the task's name and a digest of the command, so that the same
-    command continues the same sweep."""
-    at_once: int | None = None
-    """slurm: cells of one array that run at the same time. Default: no limit."""
-    objective: str | None = None
-    """Result that a sweeper which learns from results, such as Optuna's, receives for a cell: a number in its
-    summary.json, such as eval/accuracy; or best, the best value of checkpoint.best. Default: eval/loss if there is
-    one, else train/loss."""
 
 
 @dataclass(kw_only=True)

@@ -35,7 +35,7 @@ from launcher.task import load_task
 # tasks whose description is arithmetic, except where facts() returns None
 _WITH_FACTS = ("launcher.tasks.bytes_gpt.", "launcher.tasks.digits.", "launcher.tasks.llama.")
 # note of a plan with train.compile
-COMPILED_NOTE = "The memory is predicted for the model without the compiler (train.compile), which usually needs more."
+COMPILED_NOTE = "The predicted memory is that of the model without train.compile; compiled code usually needs less."
 
 
 _FORECAST = "launcher.train.inspection.memory_forecast"

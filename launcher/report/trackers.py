@@ -147,8 +147,8 @@ def _mirror_with_retry(plan: RunPlan, fence: Fence, tracker: Tracker, status: St
         missing = isinstance(error, ImportError)
         ended = missing or (trial > 0 and _ended())
         if trial or missing:
-            problem = problem_of(tracker, error, plan)
-            status.set(problem=f"{problem} {rest_text(plan.paths)}" if ended else problem)
+            then = rest_text(plan.paths) if ended else "It is tried again, and training is not affected."
+            status.set(problem=f"{problem_of(tracker, error, plan)} {then}")
         if ended:
             return EXIT_FAILED
         # the first time at once: a scheduler that ends a job may have killed W&B's own process too
@@ -223,7 +223,7 @@ class _Watch:
         self._timer.join()
 
 
-# of the text of an error: what it means to a user; the first that is found counts
+# pattern of an error's text, and what it means; the first that matches counts
 _CAUSES = (
     (r"\b40[13]\b|UNAUTHENTICATED|PERMISSION_DENIED", "The server refuses the login"),
     (r"(?i)NameResolution|name or service not known|getaddrinfo|name resolution", "There is no host of this name"),
@@ -237,12 +237,12 @@ def problem_of(tracker: Tracker, error: Exception, plan: RunPlan) -> str:
     if isinstance(error, ImportError):
         return f"{error}: install it on the host of rank 0 (pip install 'launcher[{kind.extra}]')."
     text = " ".join(redacted(str(error)).split())
-    text = f"{type(error).__name__}: {text[:400]}"
+    text = f"{type(error).__name__}: {text[:400].rstrip('.')}"
     cause = next((cause for pattern, cause in _CAUSES if re.search(pattern, text)), None)
     if cause is None or tracker not in _REMEDIES:
-        return text
+        return f"{text}."
     server = f" ({without_credentials(mlflow_uri(plan, os.environ))})" if tracker is Tracker.mlflow else ""
-    return f"{cause}{server}; it is tried again, and training is not affected. {_REMEDIES[tracker]} ({text})."
+    return f"{cause}{server}. {_REMEDIES[tracker]} ({text})."
 
 
 _REMEDIES = {

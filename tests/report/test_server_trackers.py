@@ -205,7 +205,7 @@ class Refusing(BaseHTTPRequestHandler):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cause", ["The server refuses the login", "There is no host of this name"])
-def test_why_a_server_takes_nothing_is_said(cause: str, tmp_path: Path) -> None:
+def test_the_cause_of_a_refusal_and_what_to_check_are_reported(cause: str, tmp_path: Path) -> None:
     plan = mlflow_plan(tmp_path / "runs" / "run")
     Growing(plan).add(5)
     with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
@@ -215,7 +215,9 @@ def test_why_a_server_takes_nothing_is_said(cause: str, tmp_path: Path) -> None:
         assert mirror_to_the_end(plan, "mlflow", env=env) == 1
         server.shutdown()
     problem = status_of(plan, "mlflow")["problem"]
-    assert problem.startswith(f"{cause} (http://{host}); it is tried again, and training is not affected.")
+    assert problem.startswith(f"{cause} (http://{host}). Check mlflow.tracking_uri")
+    assert problem.endswith("sends the rest.")
+    assert "tried again" not in problem, "the run is over"
     assert mirror_to_the_end(plan, "mlflow") == 0
     status = status_of(plan, "mlflow")
     assert status["problem"] is None

@@ -210,7 +210,7 @@ def test_a_tracker_that_stays_away_is_reported_and_given_up_at_the_end(
     assert run_mirror(plan, monkeypatch) == (1, 2)
     problem = status_of(plan, "tensorboard")["problem"]
     rest = f"After the end of the run, `launch mirror {tmp_path}` sends the rest."
-    assert problem == f"OSError: https://***@there with *** does not answer {rest}"
+    assert problem == f"OSError: https://***@there with *** does not answer. {rest}"
     failing.errors = []
     assert run_mirror(plan, monkeypatch) == (0, 1)
     assert failing.stored == [1, 2, 3]
@@ -244,7 +244,7 @@ def test_an_end_that_always_fails_is_given_up(
 
     monkeypatch.setattr(failing, "finish", fail)
     assert run_mirror(plan, monkeypatch) == (1, 2)
-    assert status_of(plan, "tensorboard")["problem"].startswith("OSError: no end ")
+    assert status_of(plan, "tensorboard")["problem"].startswith("OSError: no end. ")
 
 
 def test_a_missing_package_is_not_tried_again(
@@ -281,7 +281,7 @@ def test_a_tracker_that_does_not_return_is_reported(tmp_path: Path, monkeypatch:
     [
         (
             "API request to endpoint /api failed with error code 401 != 200.",
-            "The server refuses the login (/nowhere/mlruns); ",
+            "The server refuses the login (/nowhere/mlruns). ",
         ),
         (
             "HTTPConnectionPool: Max retries exceeded (NameResolutionError: Failed to resolve)",
@@ -297,5 +297,6 @@ def test_a_problem_says_what_is_wrong_and_what_to_check(text: str, cause: str) -
     problem = trackers.problem_of(trackers.Tracker.mlflow, RuntimeError(text), make_plan())
     assert problem.startswith(cause)
     assert "MLFLOW_TRACKING_PASSWORD" in problem
-    assert problem.endswith(f" (RuntimeError: {text}).")
-    assert trackers.problem_of(trackers.Tracker.tensorboard, RuntimeError(text), make_plan()) == f"RuntimeError: {text}"
+    shown = f"RuntimeError: {text.removesuffix('.')}"
+    assert problem.endswith(f" ({shown}).")
+    assert trackers.problem_of(trackers.Tracker.tensorboard, RuntimeError(text), make_plan()) == f"{shown}."

@@ -28,7 +28,7 @@ def event_of(size: int, stream: int) -> int:
 
 
 def sizes_and_streams(events: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Return the bytes of each allocation (positive) and each free (negative), and the number of its stream."""
+    """Yield the bytes of each allocation (positive) and each free (negative), and the number of its stream."""
     for event in events:
         size, stream = divmod(abs(event), STREAMS)
         yield (size if event > 0 else -size), stream
@@ -37,8 +37,7 @@ def sizes_and_streams(events: Iterable[int]) -> Iterator[tuple[int, int]]:
 class _StreamNumbers:
     """Numbers of a device's streams, in the order in which they are first used; 0 is the default one.
 
-    ``torch.cpu`` has streams that do nothing, which code for any device sets like those of a GPU. So torch itself says
-    in which stream each allocation of a trace is, on a CPU too.
+    A trace on a CPU has them too: ``torch.cpu`` has streams that do nothing, and FSDP2 sets those of any device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -64,7 +63,7 @@ class AllocationLog(TorchDispatchMode):
 
     Args:
         rounding: bytes of which an allocation has a multiple.
-        streams: whether the streams of allocations are told apart; otherwise all are those of the default stream.
+        streams: record the stream of each allocation; otherwise all have the default stream.
         ran: is called with each operator, its arguments and its result.
 
     Attributes:

@@ -73,8 +73,6 @@ class Fusion:
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self._region: int | None = None
-        self._changed = False
         self._open: dict[int, FusedOperator] = {}  # by the storages that they read or compute
         self._makers: dict[int, FusedOperator] = {}  # of each storage that a fused operator has computed
 
@@ -95,21 +93,17 @@ class Fusion:
                 self._starts.append(start)
                 self._ends.append(torch.autograd._get_sequence_nr())
 
-    def is_compiled(self) -> bool:
-        """Return whether the operator that has just run is one of a compiled module. What was added so far must be
-        closed if it is not one of the same call, or of the backward pass of the same call."""
-        region = self._running
-        if region is None and (node := torch._C._current_autograd_node()) is not None:
-            number = node._sequence_nr()
-            place = bisect_right(self._starts, number) - 1
-            region = -1 - place if place >= 0 and number < self._ends[place] else None
-        self._changed, self._region = region != self._region, region
-        return region is not None
-
-    @property
-    def changed(self) -> bool:
-        """Return whether the latest ``is_compiled`` was asked in another call of a module than the one before."""
-        return self._changed
+    def current_pass(self) -> int | None:
+        """Return the number of the forward or backward pass of a compiled module that the operator which has just run
+        belongs to; None if it belongs to none."""
+        if self._running is not None:
+            return self._running
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return None
+        number = node._sequence_nr()
+        place = bisect_right(self._starts, number) - 1
+        return -1 - place if place >= 0 and number < self._ends[place] else None
 
     def add(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Add an operator that can be fused."""

@@ -92,6 +92,7 @@ class TimelineRecorder:
         self._operators: Counter[Operator] = Counter()
         # what they write is known at the end only
         self._fused: list[tuple[Counter[Operator], FusedOperator]] = []
+        self._pass: int | None = None  # of the compiled module whose operators are being fused
         self._active = False
 
     @contextmanager
@@ -182,10 +183,11 @@ class TimelineRecorder:
         self._count(OperatorKind.memory, PrecisionKind.fp32, 0, read, wrote)
 
     def _is_fused(self, packet: Any) -> bool:
-        compiled = self.fusion.is_compiled() and packet not in _SCATTERS
-        if self.fusion.changed or not compiled:
+        current = None if packet in _SCATTERS else self.fusion.current_pass()
+        if current is None or current != self._pass:
             self._close_fused()
-        return compiled
+        self._pass = current
+        return current is not None
 
     def _close_fused(self) -> None:
         self._fused += [(self._operators, each) for each in self.fusion.close()]

@@ -18,7 +18,7 @@ from launcher.config.schema import PrecisionKind
 from launcher.errors import ConfigError
 from launcher.plan.float8_support import INSTALL, no_layers
 from launcher.plan.run_plan import PrecisionPlan
-from launcher.train.parallel.mixed_precision import matmul_parameters
+from launcher.train.parallel.mixed_precision import class_before_float8, matmul_parameters
 
 # torch's float8 products need sizes that are multiples of this (torch._scaled_mm)
 MULTIPLE = 16
@@ -40,7 +40,7 @@ def float8_layers(model: nn.Module, exclude: Sequence[str]) -> dict[str, nn.Line
     for name, module in model.named_modules(remove_duplicate=False):
         if any(re.search(pattern, name) for pattern in exclude):
             excluded.add(module)
-        plain = _plain_class(module)
+        plain = class_before_float8(module)
         is_linear = issubclass(plain, nn.Linear) and plain.forward is nn.Linear.forward
         if not is_linear or "forward" in vars(module) or module in heads:
             continue
@@ -49,11 +49,6 @@ def float8_layers(model: nn.Module, exclude: Sequence[str]) -> dict[str, nn.Line
         if fits and isinstance(module, nn.Linear) and module not in found.values():
             found[name] = module
     return {name: module for name, module in found.items() if module not in excluded}
-
-
-def _plain_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a layer before it was changed to float8."""
-    return getattr(type(module), "plain", type(module))
 
 
 def _heads(model: nn.Module) -> set[nn.Module]:
@@ -76,8 +71,8 @@ def set_float8(model: nn.Module, precision: PrecisionPlan) -> None:
         ConfigError: no layer can be computed in float8, or torchao cannot be imported.
     """
     for module in model.modules():
-        if _plain_class(module) is not type(module):
-            module.__class__ = _plain_class(module)
+        if class_before_float8(module) is not type(module):
+            module.__class__ = class_before_float8(module)
     if precision.kind is not PrecisionKind.float8:
         return
     layers = float8_layers(model, precision.float8_exclude)

@@ -12,23 +12,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torchao.float8.config import Float8LinearConfig, ScalingType
-from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
 
 
-class Float8Layer(Float8Linear):
+class Float8Layer(nn.Linear):
     """Linear layer that multiplies in float8 where autocast would multiply in a narrow format.
 
     torchao's own layer does not know autocast of a CPU, and rounds a weight in fp32 without the step over bf16 that
     FSDP's gathers and autocast take: strategies would then compute different functions.
 
     Attributes:
-        in_float8: for mixed_precision.py: parameters are used in narrow products only.
-        plain: class of the layer before the change.
+        class_before_float8: class of the layer before the change.
+        float8_config: settings of torchao. Not ``config``, which layers of the user's may have themselves.
+        float8_products: settings of the three products.
     """
 
-    in_float8 = True
-    plain: type[nn.Linear]
+    class_before_float8: type[nn.Linear]
+    float8_config: Float8LinearConfig
+    float8_products: LinearMMConfig
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         device = input.device.type
@@ -36,7 +38,7 @@ class Float8Layer(Float8Linear):
             return functional.linear(input, self.weight, self.bias)
         dtype = torch.get_autocast_dtype(device)
         rows, weight = input.to(dtype).reshape(-1, input.shape[-1]), self.weight.to(dtype)
-        product: Any = matmul_with_hp_or_float8_args.apply(rows, weight.t(), self.linear_mm_config, self.config)
+        product: Any = matmul_with_hp_or_float8_args.apply(rows, weight.t(), self.float8_products, self.float8_config)
         product = product.reshape(*input.shape[:-1], product.shape[-1])
         return product if self.bias is None else product + self.bias.to(dtype)
 
@@ -47,7 +49,7 @@ class Float8Layer(Float8Linear):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as the class before the change: a saved model needs neither torchao nor the launcher."""
-        return copyreg._reconstructor, (self.plain, object, None), self.__dict__  # pyright: ignore
+        return copyreg._reconstructor, (self.class_before_float8, object, None), self.__dict__  # pyright: ignore
 
 
 @functools.cache
@@ -65,10 +67,10 @@ def float8_class(plain: type[nn.Linear], recipe: str, emulate: bool) -> type[Flo
     config = dataclasses.replace(made, emulate=emulate, pad_inner_dim=sums_tokens)
     products = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
     settings = {
-        "config": config,
-        "linear_mm_config": LinearMMConfig(
+        "class_before_float8": plain,
+        "float8_config": config,
+        "float8_products": LinearMMConfig(
             *(ScaledMMConfig(emulate, each.use_fast_accum, False, config.pad_inner_dim) for each in products)
         ),
-        "plain": plain,
     }
     return type(f"Float8{plain.__name__}", (Float8Layer, plain), settings)

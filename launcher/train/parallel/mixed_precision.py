@@ -83,6 +83,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def class_before_float8(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a layer, or the one that it had before float8.py changed it."""
+    return getattr(type(module), "class_before_float8", type(module))
+
+
 def matmul_parameters(model: nn.Module) -> dict[nn.Parameter, tuple[nn.Module, str]]:
     """Return the parameters that only linear and convolution layers use, each with one such layer and its name
     there."""
@@ -92,8 +97,7 @@ def matmul_parameters(model: nn.Module) -> dict[nn.Parameter, tuple[nn.Module, s
         # torch's attention uses the weights of its output layer directly, without calling the layer
         own = isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
         for name, parameter in module.named_parameters(recurse=False):
-            multiplies = type(module).forward in _MULTIPLIES or getattr(type(module), "in_float8", False)
-            if multiplies and name in ("weight", "bias") and not own:
+            if class_before_float8(module).forward in _MULTIPLIES and name in ("weight", "bias") and not own:
                 used.setdefault(parameter, (module, name))  # torch's FSDP knows a tied one by its first place
             else:
                 others.add(parameter)

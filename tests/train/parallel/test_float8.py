@@ -34,7 +34,13 @@ def in_bf16() -> torch.autocast:
 
 
 class Projection(nn.Linear):
-    """Subclass that computes what nn.Linear does."""
+    """Subclass that computes what nn.Linear does, with attributes whose names torchao uses as well."""
+
+    plain = True
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.config = self.linear_mm_config = "of the user's"
 
 
 class Doubled(nn.Linear):
