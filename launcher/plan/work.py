@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config.schema import ClusterKind, Device, Sync
+from launcher.plan.forecast import PREDICTIONS
 from launcher.plan.forecast_cache import ContentCache
 from launcher.plan.gpus import CONTEXT_BYTES
 from launcher.plan.host import allowed_env, free_host_bytes, shares_gpus, visible_gpus
@@ -33,7 +34,7 @@ FULL_SHARE = 0.8  # of the free memory that the ranks may be predicted to need
 # variables of the workers that change how fast they compute
 _SPEED_ENV = (
     "OMP_*", "MKL_*", "ONEDNN_*", "DNNL_*", "ATEN_*", "KMP_*", "GOMP_*", "OPENBLAS_*", "CUDA_*", "CUBLAS_*", "NVIDIA_*",
-    "NCCL_*", "GLOO_*", "PYTORCH_*", "TORCHINDUCTOR_*", "TRITON_*", "LD_PRELOAD", "LAUNCHER_SHARE_GPU",
+    "NCCL_*", "GLOO_*", "PYTORCH_*", "TORCH*", "TRITON_*", "LD_PRELOAD", "LAUNCHER_SHARE_GPU",
 )  # fmt: skip
 
 
@@ -241,10 +242,7 @@ def _key(plan: RunPlan, policies: Sequence[Sync], ranks: int) -> dict[str, Any]:
     """Return everything that a measurement depends on, besides the files that it reads."""
     fields = json.loads(plan.to_json())
     strategy, batch, train, cluster = fields["strategy"], fields["batch"], fields["train"], fields["cluster"]
-    for name in (
-        "sync", "sync_reason", "rehearses", "forecasts", "memory_bytes", "payload_bytes", "payload_bytes_every",
-        "wire_bytes", "wire_bytes_every",
-    ):  # fmt: skip
+    for name in ("sync", *PREDICTIONS):
         del strategy[name]
     alone = plan.cluster.nodes > 1
     # replicas on other hosts change nothing for a rank that is alone

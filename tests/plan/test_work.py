@@ -175,6 +175,20 @@ def real_plan(task: str, samples: int, *overrides: str, **params: Any) -> RunPla
     return dataclasses.replace(with_cluster(plan, import_from=(str(ROOT),), cwd=str(ROOT)), task=described)
 
 
+def test_a_process_that_ends_before_it_has_read_a_long_plan_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring_processes, "MODULE", "launcher.no_such_module")
+    plan = make_plan().with_notes(["a long note " * 10**5])
+    answers = measuring_processes.run_ranks(plan, [Sync.every], 1, 1.0)
+    assert answers == [{"problem": "a process that measured it ended with status 1"}]
+
+
+def test_a_variable_that_changes_how_torch_computes_is_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan("cluster.workers_per_node=2")
+    before = work._key(plan, [Sync.every], 2)
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    assert work._key(plan, [Sync.every], 2) != before
+
+
 def test_what_a_busy_machine_took_is_kept_until_it_is_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
