@@ -74,12 +74,6 @@ class Work:
     collectives: bool
     notes: tuple[str, ...] = ()
 
-    @property
-    def policies(self) -> dict[Sync, tuple[Seconds, Seconds]]:
-        """Windows of ``accumulation`` micro-batches with their collectives: first + second * accumulation. Empty for
-        several hosts."""
-        return {sync: _line(sizes) for sync, sizes in self.windows.items()} if self.collectives else {}
-
     def of_window(self, sync: Sync, accumulation: int) -> Seconds | None:
         """Return the time of a window of ``accumulation`` micro-batches, with or without collectives as in ``windows``.
         None if the policy was not measured."""
@@ -111,13 +105,6 @@ def _on_line(sizes: Mapping[int, Seconds], accumulation: int) -> Seconds:
     if accumulation > long:  # on a busy machine the longer windows may have been the faster ones
         value = max(value, sizes[long].value)
     return _with_error(value, half)
-
-
-def _line(sizes: Mapping[int, Seconds]) -> tuple[Seconds, Seconds]:
-    short, long = sorted(sizes)[-2:]
-    each = (sizes[long].value - sizes[short].value) / (long - short)
-    half = math.hypot(*(sizes[size].value * sizes[size].error for size in (short, long))) / (long - short)
-    return _on_line(sizes, 0), _with_error(each, half)
 
 
 def _with_error(value: float, half: float) -> Seconds:

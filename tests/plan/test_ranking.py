@@ -113,6 +113,7 @@ def test_the_shorter_windows_of_a_ramp_count_as_in_the_plan_of_one_cell() -> Non
     whole = RunForecast.of(one.plan)
     assert whole is not None
     assert whole.total_s is not None
+    assert one.hours is not None
     assert one.hours == pytest.approx(whole.total_s / 3600)
     assert one.hours < 0.5
 

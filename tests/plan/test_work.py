@@ -58,17 +58,14 @@ def test_a_window_of_any_size_follows_from_those_that_were_measured(
     assert found is not None
     assert found.value == pytest.approx(first + each * accumulation)
     assert found.error >= 0.01
-    line = worked(windows).policies[Sync.every]
-    assert line[0].value + line[1].value * accumulation == pytest.approx(found.value)
-    assert worked(windows, collectives=False).policies == {}
     assert worked(windows).of_window(Sync.boundary, accumulation) is None
 
 
-def worked(windows: dict[int, Seconds], *, collectives: bool = True) -> Work:
+def worked(windows: dict[int, Seconds]) -> Work:
     part = Seconds(value=1.0, error=0.1)
     return Work(
         forward=part, backward=part, optimizer=part, window=part, windows={Sync.every: windows},
-        collectives=collectives, notes=("a note",),
+        collectives=True, notes=("a note",),
     )  # fmt: skip
 
 
@@ -224,7 +221,7 @@ def test_ranks_measure_each_policy_and_the_result_is_kept(tmp_path: Path, monkey
     found, why = measure_work(plan, policies, budget_s=0.1)
     assert found is not None, why
     assert found.collectives
-    assert found.policies.keys() == set(policies)
+    assert found.windows.keys() == set(policies)
     assert all(seconds.value > 0 for sizes in found.windows.values() for seconds in sizes.values())
     assert min(found.forward.value, found.backward.value, found.optimizer.value) > 0
     assert found.notes == ()
