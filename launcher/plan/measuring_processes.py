@@ -36,7 +36,7 @@ def run_ranks(plan: RunPlan, policies: Sequence[Sync], ranks: int, budget_s: flo
     """
     alone = plan.cluster.nodes > 1
     cwd = plan.cluster.cwd if Path(plan.cluster.cwd).is_dir() else None
-    processes: list[subprocess.Popen[str]] = []
+    processes: list[subprocess.Popen[bytes]] = []
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server((HOST, 0), backlog=max(128, ranks)))
         files = [stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8")) for _ in range(ranks)]
@@ -54,26 +54,25 @@ def run_ranks(plan: RunPlan, policies: Sequence[Sync], ranks: int, budget_s: flo
                 # the ranks meet in the store that process 0 serves
                 "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0,
             }  # fmt: skip
+            question = stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8"))
+            json.dump(request, question)
+            question.seek(0)
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", MODULE, f"/dev/fd/{file.fileno()}", str(os.getpid())],
                 env=environment_of(plan) | {name: str(value) for name, value in of_rank.items()},
                 cwd=cwd,
-                stdin=subprocess.PIPE,
+                stdin=question,  # no pipe, which a process that ends early breaks and a long plan fills
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                text=True,
                 start_new_session=True,  # Ctrl-C reaches only this process, which kills the others
                 pass_fds=(file.fileno(), *(() if number else (listener.fileno(),))),
             )
             processes.append(process)
-            assert process.stdin is not None
-            with process.stdin as stdin:
-                stdin.write(json.dumps(request))
         return _collect(processes, files, TIMEOUT_S + (COMPILER_S if plan.train.compile else 0.0))
 
 
 def _collect(
-    processes: Sequence[subprocess.Popen[str]], files: Sequence[IO[str]], limit_s: float
+    processes: Sequence[subprocess.Popen[bytes]], files: Sequence[IO[str]], limit_s: float
 ) -> list[dict[str, Any]]:
     """Wait for the answers of all processes, or for one that has failed."""
     end, answers = time.monotonic() + limit_s, dict[int, dict[str, Any]]()
@@ -94,7 +93,7 @@ def _collect(
     return [answers[number] for number in range(len(processes))]
 
 
-def _kill(processes: Iterable[subprocess.Popen[str]]) -> None:
+def _kill(processes: Iterable[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         process.kill()
         process.wait()

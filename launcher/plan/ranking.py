@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from launcher.errors import ConfigError
 from launcher.plan.memory_limit import excess_bytes
+from launcher.plan.run_forecast import RunForecast
 from launcher.plan.run_plan import Forecast, RunPlan
 from launcher.plan.step_time import StepTime
 from launcher.quantities import first_names
@@ -26,11 +27,10 @@ class Candidate:
     label: str
     plan: RunPlan
 
-    @functools.cached_property
+    @property
     def forecast(self) -> Forecast | None:
         """Forecast of the plan's sync policy."""
-        strategy = self.plan.strategy
-        return next((forecast for forecast in strategy.forecasts if forecast.sync is strategy.sync), None)
+        return self.plan.strategy.forecast
 
     @property
     def step(self) -> StepTime | None:
@@ -40,21 +40,24 @@ class Candidate:
     def ranks(self) -> int:
         return self.plan.batch.world_size
 
+    @functools.cached_property
+    def run(self) -> RunForecast | None:
+        """Forecast of the whole run; None if its step time is not predicted."""
+        return RunForecast.of(self.plan)
+
     @property
     def hours(self) -> float | None:
         """Hours to the end of the run; None if they are not predicted, or if the run's length is unknown."""
-        steps = self.plan.train.steps
-        return None if self.step is None or steps is None else self.step.step_s * steps / 3600
+        return None if self.run is None or self.run.total_s is None else self.run.total_s / 3600
 
     @property
     def gpu_hours(self) -> float | None:
-        return None if self.hours is None else self.hours * self.ranks
+        return None if self.run is None else self.run.gpu_hours
 
     @property
     def cost(self) -> float | None:
         """Price of the run; None without ``cluster.price_per_gpu_hour``."""
-        price = self.plan.cluster.price_per_gpu_hour
-        return None if self.gpu_hours is None or price is None else self.gpu_hours * price
+        return None if self.run is None else self.run.cost
 
     @property
     def missing_bytes(self) -> int:

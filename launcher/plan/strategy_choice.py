@@ -34,7 +34,8 @@ def choose_strategy(config: Config, plan_of: Callable[[Config], RunPlan], *, tim
     Args:
         config: has strategy=auto.
         plan_of: returns the plan of a config with one strategy, with predicted memory.
-        timed: whether plans may have a predicted time. If not, no further strategy is tried after one that fits.
+        timed: whether plans are timed. If not, a plan has a time only if an earlier one was timed, and no further
+            strategy is tried after one that fits and has no time.
 
     Raises:
         UserError: no strategy is possible.
@@ -50,7 +51,8 @@ def choose_strategy(config: Config, plan_of: Callable[[Config], RunPlan], *, tim
         if plan.batch.world_size == 1 and plan.cluster.range.fixed:
             return with_reason(plan_of(with_strategy(config, StrategyKind.single)), ONE_RANK)
         plans.append(plan)
-        if not timed and not Candidate("", plan).missing_bytes:
+        candidate = Candidate("", plan)
+        if not timed and candidate.step is None and not candidate.missing_bytes:
             break
     if not plans:
         raise next((error for error in errors if _OF_ANOTHER not in str(error)), errors[0])
@@ -79,9 +81,11 @@ def best_strategy(plans: Sequence[RunPlan]) -> RunPlan:
     if len(alike) > 1:
         names = " and ".join(f"{each.label} ({times[each]})" for each in fitting if each in alike)
         return with_reason(chosen.plan, f"the simplest of {names}, whose predicted step times cannot be told apart")
+    if len(by_time) == 1:
+        only = "is predicted to fit into memory" if len(candidates) > 1 else "is possible"
+        return with_reason(chosen.plan, f"the only one that {only}{_lacking(candidates)}")
     others = ", ".join(f"{each.label} {times[each]}" for each in by_time[1:])
-    reason = f"fastest predicted step, {times[chosen]}" + (f"; {others}" if others else "") + _lacking(candidates)
-    return with_reason(chosen.plan, reason)
+    return with_reason(chosen.plan, f"fastest predicted step, {times[chosen]}; {others}{_lacking(candidates)}")
 
 
 def with_reason(plan: RunPlan, reason: str) -> RunPlan:

@@ -16,6 +16,7 @@ from typing import Any, Protocol, Self, cast
 
 from launcher.config.schema import Balance, ClusterKind, Config, Device, OptimizerConfig, PrecisionKind, ScheduleConfig
 from launcher.errors import ConfigError, TaskError
+from launcher.plan.forecast import PREDICTIONS
 from launcher.plan.forecast_cache import ContentCache
 from launcher.plan.gpus import OVERHEAD_BYTES, find_gpu
 from launcher.plan.host import free_host_bytes, visible_gpus
@@ -26,7 +27,7 @@ from launcher.plan.optimizer_plan import parameter_groups
 from launcher.plan.past_runs import PastRuns
 from launcher.plan.run_plan import Forecast, PrecisionPlan, RunPlan, TaskPlan, extended
 from launcher.plan.step_forecast import Trace, with_steps
-from launcher.plan.strategy import with_forecasts, with_memory
+from launcher.plan.strategy import CONFIGURED, with_forecasts, with_memory
 from launcher.plan.sync_policy import SHARDED
 from launcher.plan.work import measure_work
 from launcher.rundir.files import value_from_json
@@ -318,8 +319,12 @@ def _traced_parts(plan: RunPlan) -> dict[str, Any]:
     """Return the parts of ``plan`` that its traces depend on."""
     fields = dataclasses.asdict(plan)
     kept = {name: fields[name] for name in ("task", "batch", "strategy", "precision", "optimizer")}
-    for name in ("sync", "sync_reason", "rehearses", "forecasts", "memory_bytes"):  # each policy is traced
+    for name in ("sync", *PREDICTIONS):  # each policy is traced
         del kept["strategy"][name]
+    if (
+        plan.cluster.gpu is not None
+    ):  # the settings with which the job would fit depend on the policy that the user chose
+        kept["chosen_sync"] = plan.strategy.sync if plan.strategy.sync_reason == CONFIGURED else None
     kept["train"] = {name: fields["train"][name] for name in ("seed", "compile", "clip_norm")}
     cluster = fields["cluster"]
     kept["cluster"] = {name: cluster[name] for name in ("device", "gpu", "nodes", "workers_per_node", "import_from")}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config.schema import ClusterKind, Device, Sync
+from launcher.plan.forecast import PREDICTIONS
 from launcher.plan.forecast_cache import ContentCache
 from launcher.plan.gpus import CONTEXT_BYTES
 from launcher.plan.host import allowed_env, free_host_bytes, shares_gpus, visible_gpus
@@ -33,7 +34,7 @@ FULL_SHARE = 0.8  # of the free memory that the ranks may be predicted to need
 # variables of the workers that change how fast they compute
 _SPEED_ENV = (
     "OMP_*", "MKL_*", "ONEDNN_*", "DNNL_*", "ATEN_*", "KMP_*", "GOMP_*", "OPENBLAS_*", "CUDA_*", "CUBLAS_*", "NVIDIA_*",
-    "NCCL_*", "GLOO_*", "PYTORCH_*", "TORCHINDUCTOR_*", "TRITON_*", "LD_PRELOAD", "LAUNCHER_SHARE_GPU",
+    "NCCL_*", "GLOO_*", "PYTORCH_*", "TORCH*", "TRITON_*", "LD_PRELOAD", "LAUNCHER_SHARE_GPU",
 )  # fmt: skip
 
 
@@ -73,12 +74,6 @@ class Work:
     collectives: bool
     notes: tuple[str, ...] = ()
 
-    @property
-    def policies(self) -> dict[Sync, tuple[Seconds, Seconds]]:
-        """Windows of ``accumulation`` micro-batches with their collectives: first + second * accumulation. Empty for
-        several hosts."""
-        return {sync: _line(sizes) for sync, sizes in self.windows.items()} if self.collectives else {}
-
     def of_window(self, sync: Sync, accumulation: int) -> Seconds | None:
         """Return the time of a window of ``accumulation`` micro-batches, with or without collectives as in ``windows``.
         None if the policy was not measured."""
@@ -110,13 +105,6 @@ def _on_line(sizes: Mapping[int, Seconds], accumulation: int) -> Seconds:
     if accumulation > long:  # on a busy machine the longer windows may have been the faster ones
         value = max(value, sizes[long].value)
     return _with_error(value, half)
-
-
-def _line(sizes: Mapping[int, Seconds]) -> tuple[Seconds, Seconds]:
-    short, long = sorted(sizes)[-2:]
-    each = (sizes[long].value - sizes[short].value) / (long - short)
-    half = math.hypot(*(sizes[size].value * sizes[size].error for size in (short, long))) / (long - short)
-    return _on_line(sizes, 0), _with_error(each, half)
 
 
 def _with_error(value: float, half: float) -> Seconds:
@@ -241,10 +229,7 @@ def _key(plan: RunPlan, policies: Sequence[Sync], ranks: int) -> dict[str, Any]:
     """Return everything that a measurement depends on, besides the files that it reads."""
     fields = json.loads(plan.to_json())
     strategy, batch, train, cluster = fields["strategy"], fields["batch"], fields["train"], fields["cluster"]
-    for name in (
-        "sync", "sync_reason", "rehearses", "forecasts", "memory_bytes", "payload_bytes", "payload_bytes_every",
-        "wire_bytes", "wire_bytes_every",
-    ):  # fmt: skip
+    for name in ("sync", *PREDICTIONS):
         del strategy[name]
     alone = plan.cluster.nodes > 1
     # replicas on other hosts change nothing for a rank that is alone

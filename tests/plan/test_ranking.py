@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from launcher.errors import ConfigError
 from launcher.plan.ranking import Candidate, frontier, rank
+from launcher.plan.run_forecast import RunForecast
 from launcher.plan.step_time import StepTime
 from tests.helpers import make_plan
 
@@ -105,6 +106,16 @@ def test_gpu_hours_and_cost_are_those_of_the_whole_run() -> None:
     endless = Candidate("a", stream)
     assert (endless.hours, endless.gpu_hours, endless.cost) == (None, None, None)
     assert labels(rank([endless]).frontier) == ["a"], "GPU-seconds of a step compare, too"
+
+
+def test_the_shorter_windows_of_a_ramp_count_as_in_the_plan_of_one_cell() -> None:
+    one = candidate("a", 1.8, "batch.ramp=[[10,4],[10,12]]", "batch.micro_size=1", "train.steps=1000")
+    whole = RunForecast.of(one.plan)
+    assert whole is not None
+    assert whole.total_s is not None
+    assert one.hours is not None
+    assert one.hours == pytest.approx(whole.total_s / 3600)
+    assert one.hours < 0.5
 
 
 def test_what_does_not_fit_is_named_with_its_excess_and_not_ranked() -> None:

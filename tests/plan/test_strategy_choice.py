@@ -53,6 +53,13 @@ def plan_of(kind: str, peak: int | None, step_s: float | None, error: float, mem
         ((100, 50, 60), (1.1, 3, 1), 0.1, "ddp", r"the simplest of ddp \(1.1 s\) and hsdp .* cannot be told apart"),
         ((9000, 50, 60), (0.1, 2, 1), 0.1, "hsdp", "fastest predicted step, 1 s; fsdp 2 s; ddp lacks 8.08 kB"),
         ((100, 50, 60), (None, 1, 2), 0, "ddp", "the simplest one that is predicted to fit into memory"),
+        (
+            (9000, 50, 3000),
+            (1, 2, 3),
+            0,
+            "fsdp",
+            "the only one that .* to fit into memory; ddp lacks .*; hsdp lacks .*",
+        ),
     ],
 )
 def test_the_best_strategy(
@@ -74,17 +81,18 @@ def test_without_memory_of_the_device_the_simplest_is_taken() -> None:
 class Planned:
     """Stand-in for the planner that records which strategies were tried."""
 
-    def __init__(self, peaks: dict[str, int], *overrides: str) -> None:
+    def __init__(self, peaks: dict[str, int], *overrides: str, times: dict[str, float] | None = None) -> None:
         self.config = compose(["strategy=auto", *overrides])
         self.tried: list[str] = []
-        self._peaks, self._overrides = peaks, overrides
+        self._peaks, self._overrides, self._times = peaks, overrides, times or {}
 
     def __call__(self, config: Config) -> RunPlan:
         kind = config.strategy.kind.value
         self.tried.append(kind)
         plan = make_plan(f"strategy={kind}", *self._overrides)
+        step = step_time(self._times[kind]) if kind in self._times else None
         forecasts = tuple(
-            dataclasses.replace(each, peak_bytes=self._peaks.get(kind)) for each in plan.strategy.forecasts
+            dataclasses.replace(each, peak_bytes=self._peaks.get(kind), step=step) for each in plan.strategy.forecasts
         )
         return dataclasses.replace(
             plan, strategy=dataclasses.replace(plan.strategy, forecasts=forecasts, memory_bytes=1000)
@@ -109,6 +117,26 @@ def test_no_more_strategies_are_tried_than_the_choice_needs(
     assert plan.strategy.kind.value == min(
         peaks, key=lambda kind: (peaks[kind] > 920, peaks[kind] * (peaks[kind] > 920))
     )
+
+
+@pytest.mark.parametrize(
+    ("times", "chosen", "reason"),
+    [
+        ({"ddp": 2.0, "fsdp": 1.0}, "fsdp", "fastest predicted step, 1 s; ddp 2 s"),
+        ({"ddp": 2.0}, "ddp", "the simplest one that is predicted to fit into memory"),
+    ],
+)
+def test_a_start_compares_the_times_that_an_earlier_plan_has_left(
+    times: dict[str, float], chosen: str, reason: str
+) -> None:
+    planned = Planned({"ddp": 10, "fsdp": 10}, "cluster.workers_per_node=2", times=times)
+    plan = choose_strategy(planned.config, planned, timed=False)
+    assert (plan.strategy.kind.value, plan.strategy.kind_reason) == (chosen, reason)
+
+
+def test_the_only_possible_strategy_is_not_called_the_fastest() -> None:
+    plan = best_strategy([plan_of("hsdp", 10, 1.0, 0)])
+    assert plan.strategy.kind_reason == "the only one that is possible"
 
 
 def test_one_rank_is_single() -> None:

@@ -53,3 +53,27 @@ def test_a_process_that_ends_early_leaves_the_rest_to_each_plan(
         [make_plan(f"batch.micro_size={size}") for size in (1, 2)], lambda number, _: traced.append(number)
     )
     assert traced == []
+
+
+def test_remedies_are_not_taken_from_a_plan_whose_policy_was_chosen_by_the_launcher() -> None:
+    """The traces are the same, but the settings with which the job fits are not."""
+    automatic, chosen = (
+        make_plan(
+            "strategy=fsdp",
+            "cluster=elsewhere",
+            "cluster.gpu=h100",
+            "cluster.workers_per_node=2",
+            f"strategy.sync={sync}",
+        )
+        for sync in ("auto", "gather_once")
+    )
+    assert automatic.strategy.sync is chosen.strategy.sync
+    assert task_inspection._traced_parts(automatic) != task_inspection._traced_parts(chosen)
+
+
+def test_a_trace_of_all_policies_serves_each_of_them() -> None:
+    every, boundary = (
+        make_plan("strategy=fsdp", "cluster.workers_per_node=2", "batch.accumulation=4", f"strategy.sync={sync}")
+        for sync in ("every", "boundary")
+    )
+    assert task_inspection._traced_parts(every) == task_inspection._traced_parts(boundary)

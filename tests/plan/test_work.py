@@ -58,17 +58,14 @@ def test_a_window_of_any_size_follows_from_those_that_were_measured(
     assert found is not None
     assert found.value == pytest.approx(first + each * accumulation)
     assert found.error >= 0.01
-    line = worked(windows).policies[Sync.every]
-    assert line[0].value + line[1].value * accumulation == pytest.approx(found.value)
-    assert worked(windows, collectives=False).policies == {}
     assert worked(windows).of_window(Sync.boundary, accumulation) is None
 
 
-def worked(windows: dict[int, Seconds], *, collectives: bool = True) -> Work:
+def worked(windows: dict[int, Seconds]) -> Work:
     part = Seconds(value=1.0, error=0.1)
     return Work(
         forward=part, backward=part, optimizer=part, window=part, windows={Sync.every: windows},
-        collectives=collectives, notes=("a note",),
+        collectives=True, notes=("a note",),
     )  # fmt: skip
 
 
@@ -175,6 +172,20 @@ def real_plan(task: str, samples: int, *overrides: str, **params: Any) -> RunPla
     return dataclasses.replace(with_cluster(plan, import_from=(str(ROOT),), cwd=str(ROOT)), task=described)
 
 
+def test_a_process_that_ends_before_it_has_read_a_long_plan_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring_processes, "MODULE", "launcher.no_such_module")
+    plan = make_plan().with_notes(["a long note " * 10**5])
+    answers = measuring_processes.run_ranks(plan, [Sync.every], 1, 1.0)
+    assert answers == [{"problem": "a process that measured it ended with status 1"}]
+
+
+def test_a_variable_that_changes_how_torch_computes_is_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan("cluster.workers_per_node=2")
+    before = work._key(plan, [Sync.every], 2)
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    assert work._key(plan, [Sync.every], 2) != before
+
+
 def test_what_a_busy_machine_took_is_kept_until_it_is_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,7 +221,7 @@ def test_ranks_measure_each_policy_and_the_result_is_kept(tmp_path: Path, monkey
     found, why = measure_work(plan, policies, budget_s=0.1)
     assert found is not None, why
     assert found.collectives
-    assert found.policies.keys() == set(policies)
+    assert found.windows.keys() == set(policies)
     assert all(seconds.value > 0 for sizes in found.windows.values() for seconds in sizes.values())
     assert min(found.forward.value, found.backward.value, found.optimizer.value) > 0
     assert found.notes == ()
