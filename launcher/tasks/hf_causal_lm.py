@@ -70,7 +70,7 @@ class TextRows(HfTask):
 
         The template writes the tools where it wants to; like the results of tools, they are not predicted.
         """
-        messages = [_message(each) for each in example["messages"]]
+        messages = [_message(each) for each in example["messages"] or ()]
         tools = _tools(example.get("tools"))
         if tools:
             self._require_tools_written(messages, tools)

@@ -143,7 +143,8 @@ class HfClassifier(HfTask):
 
     def _encode(self, names: list[str] | None, example: dict[str, Any]) -> list[dict[str, Any]]:
         text, label = example[self._text], example[self._label]
-        label = names[label] if names else label
+        if names and label in range(len(names)):  # datasets write -1 or null for an example without a label
+            label = names[label]
         if label not in self._classes:
             raise TaskError(f"task.label={self._label}: {label!r} is no class of {self._data}.")
         if not isinstance(text, str) or not text:

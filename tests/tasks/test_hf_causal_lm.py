@@ -115,6 +115,14 @@ def test_examples_that_cannot_be_used(llama: Path, tmp_path: Path) -> None:
         task(llama, save_lines(tmp_path / "none.jsonl", rows[1:2]), unusable="skip").train_data()
 
 
+def test_a_chat_without_messages_cannot_be_used(llama: Path, tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "Name it."}, {"role": "assistant", "content": "area"}]
+    file = save_lines(tmp_path / "chats.jsonl", [{"messages": chat}, {"messages": None}])
+    with pytest.raises(TaskError, match=r"example 1 \(counted from 0\) has no token to predict"):
+        task(llama, file).train_data()
+    assert list(task(llama, file, unusable="skip").train_data()["example"]) == [0]
+
+
 def test_tokens_are_read_from_the_cache(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = save_lines(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])
     first = task(llama, file).train_data()[:]

@@ -93,6 +93,17 @@ def test_an_unknown_class_in_the_held_out_data_is_named(bert: Path, tmp_path: Pa
         job.eval_data()
 
 
+@pytest.mark.parametrize("label", [-1, None])
+def test_an_example_without_a_label_is_refused(bert: Path, tmp_path: Path, label: int | None) -> None:
+    from datasets import ClassLabel, Dataset, Features, Value
+
+    features = Features({"text": Value("string"), "label": ClassLabel(names=["code", "prose"])})
+    rows = {"text": ["some code", "some prose", "a text"], "label": [0, 1, label]}
+    Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "rows")
+    with pytest.raises(TaskError, match=rf"example 2 \(counted from 0\): task.label=label: {label} is no class of"):
+        task(bert, tmp_path / "rows").train_data()
+
+
 def test_a_tokenizer_without_a_pad_token_is_refused(tmp_path: Path) -> None:
     directory = save_model(tmp_path / "model", "llama", pad=False)
     with pytest.raises(TaskError, match="the tokenizer has no pad token"):
