@@ -75,7 +75,7 @@ class Adapters:
             names: of the model's tensors.
 
         Raises:
-            UserError: a part of the adapter is not of the ordinary LoRA.
+            UserError: a part of the adapter is not of the ordinary LoRA, or adapts another parameter than ``weight``.
         """
         lora, base = _peft("peft.tuners.lora").LoraLayer, _peft("peft.tuners.tuners_utils").BaseTunerLayer
         wrapper = _peft("peft.utils").ModulesToSaveWrapper
@@ -100,6 +100,7 @@ class Adapters:
                 sources[name.removeprefix(PREFIX)] = name
             elif replaced[start]:
                 sources[replaced[start] + name.removeprefix(start)] = name
+        self._require_all_merged(sources)
         return sources
 
     def _require_ordinary(self, path: str, layer: Any) -> None:
@@ -113,6 +114,22 @@ class Adapters:
                 f"--merge-lora: {path} has {special[0]}, and only ordinary LoRA is merged.\n"
                 "  Leave it out, and merge with peft: PeftModel.from_pretrained(...).merge_and_unload()."
             )
+
+    def _require_all_merged(self, sources: Iterable[str]) -> None:
+        """Raise UserError if an adapter changes another parameter than ``weight``, such as those of experts (peft's
+        target_parameters) or of torch's attention: its change would be left out.
+
+        Args:
+            sources: names of the tensors of the merged model.
+        """
+        merged = set(sources)
+        for name, (path, layer) in self._layers.items():
+            # a layer of peft names its parameter if that can be another one
+            if name not in merged or getattr(layer, "parameter_name", "weight") != "weight":
+                raise UserError(
+                    f"--merge-lora: {path} does not adapt the weight of a layer, and only that is merged.\n"
+                    "  Leave it out, and merge with peft: PeftModel.from_pretrained(...).merge_and_unload()."
+                )
 
     @property
     def changed(self) -> set[str]:

@@ -85,6 +85,7 @@ class ExportedModel:
         stored = list(names)
         if self._adapters is not None and not self._merges:
             own = self._adapters.own_sources()
+            self._report_left_out({plain_name(source) for source in own.values()})
             return ExportNames({name: source for name, source in own.items() if source in stored}, stem="adapter_model")
         sources = {plain_name(name): name for name in stored}
         if self._adapters is not None:
@@ -102,6 +103,16 @@ class ExportedModel:
                 aliases[kept] = [sources[name] for name in others]
         left_out = {*tied, *(ignored or ())}
         return ExportNames({name: source for name, source in sources.items() if name not in left_out}, tied, aliases)
+
+    def _report_left_out(self, written: set[str]) -> None:
+        """Print the trained parameters that the files of peft do not hold, such as norms that the task has unfrozen."""
+        trained = [names for names, tensor in self._state.named if tensor.requires_grad]
+        if left_out := [names[0] for names in trained if written.isdisjoint(names)]:
+            print(
+                f"Not exported, because they are trained and not of the adapter: {first_names(left_out)}.\n"
+                "  --merge-lora writes them; peft's modules_to_save makes them a part of the adapter.",
+                file=sys.stderr,
+            )
 
     def _require_alike(self, kept: str, others: list[str]) -> None:
         changed = self._adapters.changed if self._adapters is not None else set[str]()
