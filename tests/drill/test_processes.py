@@ -27,6 +27,7 @@ from launcher.rundir.fencing import Attempt
 from tests.helpers import make_plan
 from tests.infra.runs import wait_for
 
+MINE = f"mine-{os.getpid()}"  # the tests may run more than once at the same time
 # an agent with two workers, one of which has a loader, and with a child of its own, such as the mirror
 WORKER = f"{AGENT_PID}=$$ RANK={{rank}} sh -c '{{command}}' &"
 LOADER = "sleep 1000 & wait"
@@ -50,33 +51,33 @@ def test_a_kill_reaches_all_processes_of_the_run_and_no_reader_of_its_log(tmp_pa
         started("tail", "-f", str(tmp_path / "log")) as tail,
         started("sleep", "1000", RANK="0", **{RUN_ID: "yours"}) as foreign,
         # a worker whose agent is gone, and the agent's id now belongs to another process
-        started("sleep", "1000", RANK="2", **{RUN_ID: "mine", AGENT_PID: str(foreign.pid)}) as orphan,
+        started("sleep", "1000", RANK="2", **{RUN_ID: MINE, AGENT_PID: str(foreign.pid)}) as orphan,
     ):
-        assert [each.pid for each in processes_of("mine")] == [orphan.pid]
-        with started("sh", str(tmp_path / "agent"), **{RUN_ID: "mine"}) as agent:
-            wait_for(lambda: len(processes_of("mine")) == 6, "the agent, its workers and their children")
-            assert workers_of("mine").keys() == {0, 1}
-            assert kill_rank("mine", 1)
-            wait_for(lambda: len(processes_of("mine")) == 5, "rank 1 to die")
-            assert not kill_rank("mine", 1), "it has ended"
-            assert kill_all("mine") == (5, [])
+        assert [each.pid for each in processes_of(MINE)] == [orphan.pid]
+        with started("sh", str(tmp_path / "agent"), **{RUN_ID: MINE}) as agent:
+            wait_for(lambda: len(processes_of(MINE)) == 6, "the agent, its workers and their children")
+            assert workers_of(MINE).keys() == {0, 1}
+            assert kill_rank(MINE, 1)
+            wait_for(lambda: len(processes_of(MINE)) == 5, "rank 1 to die")
+            assert not kill_rank(MINE, 1), "it has ended"
+            assert kill_all(MINE) == (5, [])
             assert agent.wait(10) == -signal.SIGKILL
             assert orphan.wait(10) == -signal.SIGKILL
-            assert main("mine", "all") == 1, "nothing was left to kill"
+            assert main(MINE, "all") == 1, "nothing was left to kill"
             assert [one.poll() for one in (tail, foreign)] == [None] * 2
 
 
 def test_a_worker_whose_agent_dies_meanwhile_does_not_lead_to_its_new_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker's parent becomes PID 1 or the user's systemd; simulated by a process that is not of the run."""
-    worker = f"{AGENT_PID}=$$ {RUN_ID}=mine TORCHELASTIC_RUN_ID=mine RANK=0 sleep 1000 & wait"
+    worker = f"{AGENT_PID}=$$ {RUN_ID}={MINE} TORCHELASTIC_RUN_ID={MINE} RANK=0 sleep 1000 & wait"
     with started("sh", "-c", worker) as agent, started("sleep", "1000") as init:
-        wait_for(lambda: workers_of("mine"), "the worker")
-        (worker_pid,) = [process.pid for process in workers_of("mine").values()]
+        wait_for(lambda: workers_of(MINE), "the worker")
+        (worker_pid,) = [process.pid for process in workers_of(MINE).values()]
         parents = iter([agent.pid])
         monkeypatch.setattr(psutil.Process, "ppid", lambda _: next(parents, init.pid))
-        assert [process.pid for process in processes_of("mine")] == [worker_pid]
+        assert [process.pid for process in processes_of(MINE)] == [worker_pid]
         monkeypatch.undo()
-        assert kill_all("mine")[1] == []
+        assert kill_all(MINE)[1] == []
         assert init.poll() is None
 
 
@@ -115,15 +116,15 @@ def test_what_outlives_the_workers_is_found(tmp_path: Path, monkeypatch: pytest.
 def test_processes_that_survive_sigkill_are_named(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with started("sleep", "1000", RANK="0", **{RUN_ID: "mine"}) as stuck:
+    with started("sleep", "1000", RANK="0", **{RUN_ID: MINE}) as stuck:
         # nothing ends a process that is blocked in the kernel; simulated by signals that are not sent
         monkeypatch.setattr(psutil.Process, "kill", lambda _: None)
         began = time.monotonic()
-        count, left = kill_all("mine", within_s=0.2)
+        count, left = kill_all(MINE, within_s=0.2)
         assert (count, [each.pid for each in left]) == (1, [stuck.pid])
         assert time.monotonic() > began
         assert describe_survivors(left) == f"still there after SIGKILL: process {stuck.pid} (sleep 1000)"
         monkeypatch.setattr(processes, "kill_all", lambda *_: (count, left))
-        assert main("mine", "all") == 1
+        assert main(MINE, "all") == 1
         assert str(stuck.pid) in capfd.readouterr().err
         monkeypatch.undo()
