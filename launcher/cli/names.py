@@ -98,4 +98,5 @@ def _one(word: str, places: Mapping[str, Place], where: Path) -> Place:
     verb = "runs" if is_sweep(where) else "runs --dir"
     listing = f"`launch {verb} {near(where.absolute())}` lists them." if places else f"{where} contains no run."
     hint = did_you_mean(word, names) or listing
-    raise UserError(f"{word}: there is no such run in {where}.\n  {hint} Or name its directory, or use --dir DIR.")
+    other = "A run can also be named by its directory; --dir DIR searches another directory."
+    raise UserError(f"{word}: there is no such run in {where}.\n  {hint} {other}")

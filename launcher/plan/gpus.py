@@ -135,7 +135,7 @@ def find_gpu(name: str) -> Gpu:
     if gpu is None:
         closest = did_you_mean(name, BY_NAME).capitalize()
         raise ConfigError(
-            "cluster.gpu", name, "is not in the launcher's table of GPUs.", f"{closest}It has {', '.join(BY_NAME)}."
+            "cluster.gpu", name, "is not in the launcher's table of GPUs.", f"{closest}Allowed: {', '.join(BY_NAME)}."
         )
     return gpu
 

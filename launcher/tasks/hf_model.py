@@ -49,7 +49,7 @@ class HfTask(ABC):
         packages = ["transformers", "datasets", *(["peft"] if lora is not None else [])]
         if missing := [each for each in packages if find_spec(each) is None]:
             raise TaskError(f"task={name}: {', '.join(missing)} must be installed.\n  pip install launcher[hf]")
-        _require_lora_keys({} if lora is None else lora)
+        _require_lora({} if lora is None else lora)
         self._model, self._tokenizer, self._lora = model or "", tokenizer, lora
         self._data, self._eval_data, self._held_out = data, eval_data, held_out
         self.notes: list[str] = []  # which the plan shows
@@ -261,8 +261,8 @@ def _matches(model: Any, target: str) -> bool:
     return any(name == target or name.endswith(f".{target}") for name, _ in model.named_modules())
 
 
-def _require_lora_keys(lora: dict[str, Any]) -> None:
-    """Raise TaskError if ``lora`` is no dict, or has a key that is no argument of an adapter."""
+def _require_lora(lora: dict[str, Any]) -> None:
+    """Raise TaskError if ``lora`` is no dict, or has a key or a value that no adapter has."""
     if not isinstance(lora, dict):
         raise TaskError(f"task.lora={lora}: must be a dict, such as {{r: 16, alpha: 32}}.")
     for name in lora:
@@ -270,3 +270,10 @@ def _require_lora_keys(lora: dict[str, Any]) -> None:
             raise TaskError(
                 f"task.lora.{name}: no such argument.\n  {did_you_mean(name, _LORA)}Known: {', '.join(_LORA)}."
             )
+    targets = lora.get("targets")
+    names = targets if isinstance(targets, list) else [] if targets is None else [targets]
+    if not all(isinstance(name, str) for name in names):
+        raise TaskError(f"task.lora.targets={targets}: must be a list of names of modules, or all-linear.")
+    for name in ("r", "alpha", "dropout"):
+        if not isinstance(value := lora.get(name, 0), int | float):
+            raise TaskError(f"task.lora.{name}={value}: must be a number.")

@@ -155,6 +155,8 @@ def test_the_held_out_part_is_the_same_in_every_run(llama: Path, tmp_path: Path)
         ({"held_out": 1.5}, "task.held_out=1.5"),
         ({"unusable": "drop"}, "task.unusable=drop"),
         ({"lora": {"rank": 4}}, "task.lora.rank: no such argument"),
+        ({"lora": {"targets": 5}}, "task.lora.targets=5: must be a list of names"),
+        ({"lora": {"r": "many"}}, "task.lora.r=many: must be a number"),
         ({"lora": {"r": 4, "targets": ["q_porj"]}}, "task.lora.targets=q_porj.*\n.*q_proj"),
         ({"tokenizer": "nowhere/at/all"}, "task.tokenizer=nowhere/at/all: no tokenizer: no such directory"),
         ({"tokenizer": "nowhere/tokenizer.json"}, r"no such file.\n  Name its directory: task.tokenizer=nowhere"),

@@ -68,7 +68,11 @@ def _few_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         ("Several", ["batch.accumulation=3", "train.loader_workers=1"]),
         ("Stream", ["batch.accumulation=1"]),
         ("WindowLoss", ["batch.accumulation=2"]),
-        pytest.param("Plain", ["train.compile=true", "batch.accumulation=2"], marks=pytest.mark.slow),
+        pytest.param(
+            "Plain",
+            ["train.compile=true", "batch.accumulation=2"],
+            marks=[pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")],  # imports of inductor
+        ),
     ],
 )
 def test_each_size_of_window_is_measured(task: str, overrides: list[str]) -> None:
