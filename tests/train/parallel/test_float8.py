@@ -222,6 +222,8 @@ def test_only_the_known_messages_of_the_import_are_hidden(
 ) -> None:
     from launcher.train.parallel import float8_linear  # imported before: the next import is replaced
 
+    caplog.clear()
+
     def imported(name: str) -> Any:
         logging.getLogger("torchao").warning("Failed to load /x/torchao/_C_mxfp8.abi3.so: no such symbol")
         logging.getLogger("torchao").warning("another warning")
