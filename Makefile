@@ -67,14 +67,14 @@ bench-speedup: $(VENV)/.installed-dev tools
 	for rate in 1gbit 100mbit; do \
 		$(call HOSTS,$$rate,1) jobs/bench_speedup.py --rate $$rate || exit 1; done
 
-# The engine beside other libraries, here and on the same hosts: docs/explanations/peers.md and peers.png. About 26 minutes.
-# A cell takes rounds of all contenders for this many seconds, and at least three: at 100 Mbit/s and 16 micro-batches, one
-# round takes about two minutes.
+# The engine beside other libraries, here and on the same hosts: docs/explanations/peers.md and peers.png. 20 minutes.
+# A cell takes rounds of all contenders for this many seconds, and at least three. At 100 Mbit/s, 16 micro-batches would
+# take ten minutes alone.
 PEERS = jobs/bench_peers.py measure --setting $(1) --out build/peers.jsonl --seconds $(2) --accumulation $(3)
 bench-peers: $(VENV)/.installed-peers tools
 	mkdir -p build && rm -f build/peers.jsonl
-	$(BIN)/launch run cluster.workers_per_node=2 -- $(call PEERS,one-machine,10,1 2 4 8 16) --uneven
-	$(call HOSTS,1gbit,1) $(call PEERS,1gbit,8,1 2 4 8 16)
+	$(BIN)/launch run cluster.workers_per_node=2 -- $(call PEERS,one-machine,8,1 2 4 8 16) --uneven
+	$(call HOSTS,1gbit,1) $(call PEERS,1gbit,6,1 4 16)
 	$(call HOSTS,100mbit,1) $(call PEERS,100mbit,0,1 4)
 	$(BIN)/python jobs/bench_peers.py report --results build/peers.jsonl --to docs/explanations
 
