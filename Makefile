@@ -73,7 +73,7 @@ bench-speedup: $(VENV)/.installed-dev tools
 PEERS = jobs/bench_peers.py measure --setting $(1) --out build/peers.jsonl --seconds $(2) --accumulation $(3)
 bench-peers: $(VENV)/.installed-peers tools
 	mkdir -p build && rm -f build/peers.jsonl
-	$(BIN)/launch run cluster.workers_per_node=2 -- $(call PEERS,one-machine,8,1 2 4 8 16) --uneven
+	$(BIN)/launch run cluster.workers_per_node=2 -- $(call PEERS,one-machine,20,1 2 4 8 16) --uneven
 	$(call HOSTS,1gbit,1) $(call PEERS,1gbit,6,1 4 16)
 	$(call HOSTS,100mbit,1) $(call PEERS,100mbit,0,1 4)
 	$(BIN)/python jobs/bench_peers.py report --results build/peers.jsonl --to docs/explanations
