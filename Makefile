@@ -67,15 +67,13 @@ bench-speedup: $(VENV)/.installed-dev tools
 	for rate in 1gbit 100mbit; do \
 		$(call HOSTS,$$rate,1) jobs/bench_speedup.py --rate $$rate || exit 1; done
 
-# The engine beside other libraries, here and on the same hosts: docs/explanations/peers.md and peers.png. 20 minutes.
-# A cell takes rounds of all contenders for this many seconds, and at least three. At 100 Mbit/s, 16 micro-batches would
-# take ten minutes alone.
+# The engine beside other libraries, here and on the same hosts: docs/explanations/peers.md and peers.png. 16 minutes.
+# A cell takes rounds of all contenders for this many seconds, and at least three.
 PEERS = jobs/bench_peers.py measure --setting $(1) --out build/peers.jsonl --seconds $(2) --accumulation $(3)
 bench-peers: $(VENV)/.installed-peers tools
 	mkdir -p build && rm -f build/peers.jsonl
 	$(BIN)/launch run cluster.workers_per_node=2 -- $(call PEERS,one-machine,20,1 2 4 8 16) --uneven
 	$(call HOSTS,1gbit,1) $(call PEERS,1gbit,6,1 4 16)
-	$(call HOSTS,100mbit,1) $(call PEERS,100mbit,0,1 4)
 	$(BIN)/python jobs/bench_peers.py report --results build/peers.jsonl --to docs/explanations
 
 # Predictions against what then runs, of 68 jobs, here and on shaped hosts: docs/explanations/forecasts.md. 25 minutes.
