@@ -54,7 +54,7 @@ def test_formats_of_this_cpu() -> None:
 
 
 def test_workers_without_float8_units_refuse_it() -> None:
-    """Where the device is known to the workers only, as on Slurm."""
+    """The workers check the device if only they know it, as on Slurm."""
     plan, alone = make_plan("precision=float8", "precision.float8_emulate=true"), World(rank=0, size=1, local_rank=0)
     assert resolve_precision(plan, alone, CPU) == plan
     plan = dataclasses.replace(plan, precision=dataclasses.replace(plan.precision, float8_emulate=False))

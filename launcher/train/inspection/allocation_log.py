@@ -102,7 +102,7 @@ class AllocationLog(TorchDispatchMode):
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, size = id(storage), -(-storage.size() // self._rounding) * self._rounding
         reference, before, stream = self._storages.get(key, (None, 0, 0))
-        if size > before and self._streams is not None:  # a storage that grows is allocated anew
+        if size > before and self._streams is not None:  # a storage that grows is allocated again
             self._record(-before, stream)
             before, stream = 0, self._streams.current()
         if reference is None:

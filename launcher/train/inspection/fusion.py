@@ -12,7 +12,7 @@ The rule:
 Sources: TorchInductor fuses pointwise operators and reductions that read what another one writes, or the same tensor
 (torch/_inductor/scheduler.py, ``Scheduler.can_fuse`` and ``score_fusion_memory``; Ansel et al., "PyTorch 2: Faster
 Machine Learning Through Dynamic Python Bytecode Transformation and Graph Compilation", 2024). It leaves products and
-attention to libraries unless it is told to tune templates (``max_autotune`` in torch/_inductor/config.py, off).
+attention to libraries unless it is set to tune templates (``max_autotune`` in torch/_inductor/config.py, off).
 
 Not in the rule: compiled code computes some results again in the backward pass instead of saving them, and moves
 operators past products, which makes it faster; it does not fuse operators whose loops differ too much, and reads a row
