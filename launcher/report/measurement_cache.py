@@ -42,7 +42,7 @@ Identity = list[list[int] | None]
 
 
 class MeasurementCache:
-    """What one report needs to know of its runs: read from the cache, or from their files where these have changed.
+    """Measurements of a report's runs, from the cache, or from a run's files if they have changed.
 
     Args:
         read: reads the measurements of runs.

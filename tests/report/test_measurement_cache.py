@@ -208,7 +208,7 @@ def test_a_run_that_changes_while_it_is_read(runs: list[Path], tmp_path: Path, m
 
 
 def test_reports_at_the_same_time(runs: list[Path]) -> None:
-    """Of the whole and of parts; whichever comes last, what it left is right."""
+    """Reports of all runs and of some at once: whichever is written last, the cache is right."""
     parts = [runs, runs[:2], runs[2:], runs] * 4
     with ThreadPoolExecutor(8) as pool:
         for part, data in zip(
