@@ -9,7 +9,6 @@ job's task (launcher/launch/slurm/node.py), which decides whether the job ends o
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import signal
 import sys
@@ -41,14 +40,14 @@ from launcher.process import (
 )
 from launcher.rundir import history
 from launcher.rundir.fencing import ATTEMPT, Attempt, Fence
-from launcher.rundir.files import clear_torn, read_json, write_json
+from launcher.rundir.files import clear_torn, object_from_json, read_json, write_json
 from launcher.rundir.history import HANG, Failure, failure_record
 from launcher.rundir.paths import RunPaths
 from launcher.tracebacks import users_traceback
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsSpecs
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 
 @dataclass(frozen=True)
@@ -138,6 +137,7 @@ def _run_workers(
     place = plan.cluster.place or rendezvous.ALONE
     rendezvous.register(plan, place, lambda: shield.received)
     arguments = (*plan.command, str(plan_file)) if isinstance(plan, RunPlan) else plan.command
+    error_files: dict[int, Path] = {}
     config = LaunchConfig(
         min_nodes=plan.cluster.nodes,
         max_nodes=plan.cluster.nodes,
@@ -149,7 +149,7 @@ def _run_workers(
         max_restarts=plan.cluster.max_restarts,
         signals_to_handle="SIGHUP",  # the shield takes the stop signals; the agent sees them in its monitoring loop
         shutdown_timeout=plan.cluster.grace_s,
-        logs_specs=_logs(plan.paths, first_start, watch),
+        logs_specs=_logs(plan.paths, first_start, watch, error_files),
     )
     deaths = DeathWatch()
     try:
@@ -161,7 +161,7 @@ def _run_workers(
         # a scheduler may signal every process of a job, which kills a script that has no handler
         if shield.received is not None and failed.get_first_failure()[1].exitcode == -shield.received:
             return _outcome_of_stop(plan, shield.received)
-        return _outcome_of_failure(plan, failed, deaths, watch)
+        return _outcome_of_failure(plan, failed, _reports(error_files), deaths, watch)
     except RendezvousClosedError as closed:
         return _outcome_without_rendezvous(plan, str(closed))
     if shield.received is not None:  # the workers stopped before the agent saw the signal
@@ -178,8 +178,12 @@ def _outcome_of_stop(plan: LaunchPlan, by: int) -> NodeOutcome:
     return NodeOutcome(EXIT_INTERRUPTED, {"stopped_by": signal.Signals(by).name})
 
 
-def _logs(paths: RunPaths, first: int, watch: HangWatch | NoWatch) -> LogsSpecs:
-    """Return torch's log specification. ``first``: number of the first start; torch counts from 0 in each attempt."""
+def _logs(paths: RunPaths, first: int, watch: HangWatch | NoWatch, error_files: dict[int, Path]) -> LogsSpecs:
+    """Return torch's log specification.
+
+    ``first``: number of the first start; torch counts from 0 in each attempt. ``error_files``: filled with each global
+    rank's file for its exception.
+    """
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
     class RankLogs(LogsSpecs):
@@ -190,7 +194,6 @@ def _logs(paths: RunPaths, first: int, watch: HangWatch | NoWatch) -> LogsSpecs:
 
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
             logs: dict[int, str] = {}
-            errors: dict[int, str] = {}
             # torch's counter only counts failures of this host, not restarts caused by another host
             self._start = start = self._start + 1
             if start and any(env["RANK"] == "0" for env in envs.values()):
@@ -198,11 +201,13 @@ def _logs(paths: RunPaths, first: int, watch: HangWatch | NoWatch) -> LogsSpecs:
             for local_rank, env in envs.items():
                 rank, env["TORCHELASTIC_RESTART_COUNT"] = int(env["RANK"]), str(start)
                 logs[local_rank] = str(paths.rank_log(rank, first + start))
-                errors[local_rank] = env["TORCHELASTIC_ERROR_FILE"] = str(paths.rank_error(rank, first + start))
+                error_files[rank] = paths.rank_error(rank, first + start)
+                env["TORCHELASTIC_ERROR_FILE"] = str(error_files[rank])
             ranks = {local_rank: (int(env["RANK"]), Path(logs[local_rank])) for local_rank, env in envs.items()}
             for local_rank, address in watch.begin(ranks).items():
                 envs[local_rank][PROGRESS] = address
-            return LogsDest(stdouts=logs, stderrs=dict.fromkeys(envs, ""), error_files=errors)
+            # torch's agent raises if a worker was killed while it wrote its error file: name none, read them here
+            return LogsDest(stdouts=logs, stderrs=dict.fromkeys(envs, ""), error_files=dict.fromkeys(envs, ""))
 
         @property
         def root_log_dir(self) -> str:
@@ -216,14 +221,26 @@ def _failed(record: Failure) -> NodeOutcome:
 
 
 def _outcome_of_failure(
-    plan: LaunchPlan, error: ChildFailedError, deaths: DeathWatch, watch: HangWatch | NoWatch
+    plan: LaunchPlan,
+    error: ChildFailedError,
+    reports: dict[int, ErrorReport],
+    deaths: DeathWatch,
+    watch: HangWatch | NoWatch,
 ) -> NodeOutcome:
-    """Return the outcome for the earliest failure: later ones lost their peer, or were ended by torch itself."""
-    rank, first = min(error.failures.items(), key=lambda item: _time_of_failure(item[1], deaths))
+    """Return the outcome for the earliest failure: later ones lost their peer, or were ended by torch itself.
+
+    A worker writes its report before its connections close, so before any peer can notice. A killed worker writes none:
+    the last time at which it was seen alive counts.
+    """
+    times = {
+        rank: reports[rank].at if rank in reports else deaths.time(death.pid) for rank, death in error.failures.items()
+    }
+    rank = min(times, key=times.__getitem__)
+    first, at, report = error.failures[rank], times[rank], reports.get(rank)
     if (hang := watch.hang_of(first.pid)) is not None:
-        log, at = plan.paths.newest_rank_log(rank), _time_of_failure(first, deaths)
+        log = plan.paths.newest_rank_log(rank)
         return _failed(failure_record(hang.text, log, rank=hang.rank, kind=HANG, traceback=hang.stack or None, at=at))
-    message, trace = _message_and_traceback(first)
+    message, trace = (report.message, report.traceback) if report else (_how_it_ended(first.exitcode), None)
     kind, _, text = message.partition(": ")
     if trace and isinstance(plan, RunPlan):  # a script's own frames may be few: it gets the whole traceback
         trace = users_traceback(trace)
@@ -236,7 +253,7 @@ def _outcome_of_failure(
         exit_code=first.exitcode,
         kind=kind if own_class else None,
         traceback=None if own_class else trace,  # messages of the launcher's own errors need no traceback
-        at=_time_of_failure(first, deaths),
+        at=at,
     )
     return _failed(record)
 
@@ -255,27 +272,28 @@ def _outcome_without_summary(paths: RunPaths) -> NodeOutcome:
     return _failed(failure_record(error, paths.newest_rank_log(0), exit_code=0))
 
 
-def _time_of_failure(death: ProcessFailure, deaths: DeathWatch) -> datetime:
-    """Return the time at which a worker failed.
+@dataclass(frozen=True)
+class ErrorReport:
+    """Exception of a worker, as torch's ``@record`` wrote it at ``at``."""
 
-    A worker writes its error file before its connections close, so before any peer can notice. A killed worker writes
-    nothing: the last time at which it was seen alive counts.
-    """
-    file = Path(death.error_file)
-    if death.error_file and file.exists():
-        return datetime.fromtimestamp(file.stat().st_mtime, UTC)
-    return deaths.time(death.pid)
+    message: str
+    traceback: str
+    at: datetime
 
 
-def _message_and_traceback(death: ProcessFailure) -> tuple[str, str | None]:
-    """Return the exception's message and traceback, or a description of how the process ended."""
-    file = Path(death.error_file)
-    if death.error_file and file.exists():
-        report = json.loads(file.read_text(encoding="utf-8"))["message"]
-        return report["message"], report["extraInfo"]["py_callstack"]
-    if death.exitcode < 0:
-        return f"killed by {signal.Signals(-death.exitcode).name}", None
-    return f"exited with status {death.exitcode}", None
+def _reports(error_files: dict[int, Path]) -> dict[int, ErrorReport]:
+    """Return each rank's report; none of a worker that wrote none, or was killed before it had written it whole."""
+    reports: dict[int, ErrorReport] = {}
+    for rank, file in error_files.items():
+        content = object_from_json(file.read_text(encoding="utf-8", errors="replace")) if file.exists() else None
+        if content is not None:
+            message, at = content["message"], datetime.fromtimestamp(file.stat().st_mtime, UTC)
+            reports[rank] = ErrorReport(message["message"], message["extraInfo"]["py_callstack"], at)
+    return reports
+
+
+def _how_it_ended(exit_code: int) -> str:
+    return f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exited with status {exit_code}"
 
 
 POLL_S = 0.02

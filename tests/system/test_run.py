@@ -61,6 +61,25 @@ def test_a_failing_script(launch: Launch, script: Path, how: str, words: str) ->
     assert done.stderr.startswith("Traceback") == (how == "--fail")
 
 
+TORN = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    while not os.path.exists("torn"):
+        time.sleep(0.01)
+    sys.exit(3)
+open(os.environ["TORCHELASTIC_ERROR_FILE"], "w").close()
+open("torn", "w").close()
+time.sleep(600)
+"""
+
+
+def test_an_error_file_that_its_writer_did_not_finish(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "torn.py").write_text(TORN)
+    done = launch("run", "run.name=r", "--", "torn.py")
+    assert done.returncode == 1
+    assert "rank 1 failed: exited with status 3" in done.stderr
+
+
 def test_a_users_own_error_class_is_the_users(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("class ConfigError(Exception):\n    pass\nraise ConfigError('mine')\n")
     done = launch("run", "--", "own.py")
