@@ -59,6 +59,12 @@ class PrecisionKind(StrEnum):
     float8 = "float8"
 
 
+class SumFormat(StrEnum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
 class Float8Recipe(StrEnum):
     rowwise_with_gw_hp = "rowwise_with_gw_hp"
     rowwise = "rowwise"

@@ -33,6 +33,7 @@ from launcher.config.choices import (
     ScheduleKind,
     ShortWindow,
     StrategyKind,
+    SumFormat,
     Sync,
     Tracker,
 )
@@ -148,7 +149,7 @@ class PrecisionConfig:
     once for a run."""
     init_scale: float | None = None
     """fp16: first loss scale."""
-    reduce_dtype: PrecisionKind | None = None
+    reduce_dtype: SumFormat | None = None
     """fsdp, hsdp: format in which gradients are summed between ranks. Default: fp32."""
     growth_interval: int | None = None
     """fp16: steps without overflow after which the scale doubles."""

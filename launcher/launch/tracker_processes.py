@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from launcher.config.schema import Tracker
-from launcher.errors import Superseded, UserError
+from launcher.errors import EXIT_DONE, Superseded, UserError
 from launcher.plan.host import TRACKER_ENV, allowed_env
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
@@ -132,10 +132,14 @@ class TrackerProcesses(threading.Thread):
         except OSError:  # a full disk has no place for a log; the tracker's server may be elsewhere
             return Path(os.devnull).open("ab")
 
-    def finish(self, within_s: float) -> None:
-        """Let the trackers deliver the rest for at most ``within_s`` seconds in all, then kill them."""
+    def finish(self, within_s: float) -> set[Tracker]:
+        """Let the trackers deliver the rest for at most ``within_s`` seconds in all, then kill them.
+
+        Returns:
+            The trackers whose processes ended without an error.
+        """
         if self._plan.node != 0:
-            return
+            return set()
         self._over.set()
         self.join()
         self.keep_running(at_once=True)  # one that was killed, or whose plan was made since the last check
@@ -156,6 +160,7 @@ class TrackerProcesses(threading.Thread):
                 title = TRACKER_KINDS[tracker].title
                 problem = f"{title} had not taken everything {within_s} s after the end. {rest_text(self._plan.paths)}"
                 self._set_problem(tracker, problem)
+        return {tracker for tracker, process in processes.items() if process.returncode == EXIT_DONE}
 
     def _set_problem(self, tracker: Tracker, problem: str) -> None:
         path = self._plan.paths.tracker_status(tracker)

@@ -193,14 +193,15 @@ def corrected_step(step: StepTime, ratios: Sequence[tuple[float, float]]) -> Ste
 
 
 def store_run(plan: RunPlan, measured_s: float, windows: int) -> None:
-    """Add a run to the user's file, if its plan has a predicted step and enough windows were measured.
+    """Add a run to the user's file, if its plan has a step predicted on an idle machine and enough windows were
+    measured.
 
     Args:
         measured_s: median step in seconds of full windows under this plan.
         windows: number of these windows.
     """
     forecast = plan.strategy.forecast
-    if forecast is None or forecast.step is None or windows < LEAST_WINDOWS:
+    if forecast is None or forecast.step is None or forecast.step.busy or windows < LEAST_WINDOWS:
         return
     step = forecast.step
     fields = {

@@ -57,8 +57,8 @@ BEST_SHARE = 0.8
 PRODUCT_SHARES = ((1e8, 0.1), (1e9, 0.6), (16e9, 0.9), (128e9, 0.95))
 # (bytes of an operator, share of the memory's bandwidth): the same file
 MEMORY_SHARES = ((1e5, 0.3), (1e6, 0.6), (1e7, 0.75), (1e8, 0.9))
-# FlashAttention-2, which torch's scaled_dot_product_attention runs, reaches 225 of 312 TFLOP/s on an A100, and 335 on
-# an H100, whose newer instructions it does not use (Dao, "FlashAttention-2", 2023, section 4.1).
+# FlashAttention-2, which torch's scaled_dot_product_attention runs, reaches 50 to 73% of an A100's peak, and up to 335
+# TFLOP/s on an H100, whose newer instructions it does not use (Dao, "FlashAttention-2", 2023, abstract, section 4.1).
 ATTENTION_SHARE, ATTENTION_FLOPS = 0.6, 330e12
 # Least time of a kernel: 2 to 5 us from launch to end on a GPU that is busy (NVIDIA technical blog, "Getting started
 # with CUDA graphs", 2019: 3.8 us for each short kernel of a stream).

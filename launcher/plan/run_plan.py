@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
-from launcher.config.choices import Float8Recipe
+from launcher.config.choices import Float8Recipe, SumFormat
 from launcher.config.schema import (
     CheckpointConfig,
     MlflowConfig,
@@ -174,7 +174,7 @@ class PrecisionPlan(PrecisionConfig):
         reason: reason for ``kind``; empty if the user chose it.
     """
 
-    reduce_dtype: PrecisionKind = PrecisionKind.fp32
+    reduce_dtype: SumFormat = SumFormat.fp32
     init_scale: float = 65536.0
     growth_interval: int = 2000
     float8_recipe: Float8Recipe = Float8Recipe.rowwise_with_gw_hp

@@ -107,6 +107,7 @@ def _measured(plan: RunPlan, whole: Seconds, work: Work, window: ReplayedWindow 
         communication_s=exposed if window is None else max(exposed, window.communication_s),
         exposed_s=exposed,
         source="measured",
+        busy=work.busy,
     )
 
 
@@ -130,7 +131,7 @@ def _replayed_work(
     step = _step(window, math.hypot(half, work.window.error * work.window.value), "measured")
     data = work.window.value
     return dataclasses.replace(
-        step, step_s=step.step_s + data, low_s=step.low_s + data, high_s=step.high_s + data, data_s=data
+        step, step_s=step.step_s + data, low_s=step.low_s + data, high_s=step.high_s + data, data_s=data, busy=work.busy
     )
 
 

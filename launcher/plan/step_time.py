@@ -22,6 +22,7 @@ class StepTime:
         items: items of the loss in the window, on all ranks; None if unknown.
         flops: model FLOPs of the window, forward and backward, on all ranks; None if unknown.
         peak_flops: FLOP/s of all ranks' devices in the job's precision; None if unknown.
+        busy: whether other processes used this machine during the measurement.
     """
 
     step_s: float
@@ -38,6 +39,7 @@ class StepTime:
     items: float | None = None
     flops: float | None = None
     peak_flops: float | None = None
+    busy: bool = False
 
     @property
     def mfu(self) -> float | None:

@@ -28,7 +28,7 @@ from launcher.plan.sync_policy import POLICIES, SHARDED, Collective, Layout, tra
 from launcher.quantities import seconds_text
 
 CONFIGURED = "as configured"  # reason for a sync policy that the user chose
-ITEM_BYTES = {
+ITEM_BYTES: dict[str, int] = {
     PrecisionKind.auto: 4,
     PrecisionKind.fp32: 4,
     PrecisionKind.bf16: 2,
@@ -180,10 +180,6 @@ def solve_precision(
     Raises:
         ConfigError: an option that has no effect with this precision, strategy or device.
     """
-    if config.reduce_dtype in (PrecisionKind.auto, PrecisionKind.float8):
-        raise ConfigError(
-            "precision.reduce_dtype", config.reduce_dtype, "is not allowed.", "Use fp32, bf16 or fp16; null is fp32."
-        )
     require_units(config, cluster)
     kind, reason, device = config.kind, "", "this machine"
     if cluster.gpu is not None:

@@ -64,6 +64,7 @@ class Work:
             their collectives; on several hosts without them, but with the copies into and out of their buffers.
         collectives: whether the windows contain their collectives.
         notes: what the user should know about the measurement, such as other load on this machine.
+        busy: whether other processes used this machine meanwhile.
     """
 
     forward: Seconds
@@ -73,6 +74,7 @@ class Work:
     windows: dict[Sync, dict[int, Seconds]]
     collectives: bool
     notes: tuple[str, ...] = ()
+    busy: bool = False
 
     def of_window(self, sync: Sync, accumulation: int) -> Seconds | None:
         """Return the time of a window of ``accumulation`` micro-batches, with or without collectives as in ``windows``.
@@ -89,7 +91,8 @@ class Work:
             for sync, sizes in fields["windows"].items()
         }
         parts = {name: value_from_json(Seconds, fields[name]) for name in _PARTS}
-        return cls(**parts, windows=windows, collectives=fields["collectives"], notes=tuple(fields["notes"]))
+        collectives, notes, busy = fields["collectives"], tuple(fields["notes"]), fields["busy"]
+        return cls(**parts, windows=windows, collectives=collectives, notes=notes, busy=busy)
 
 
 _PARTS = ("forward", "backward", "optimizer", "window")
@@ -200,15 +203,17 @@ def _not_at_hand(plan: RunPlan, ranks: int) -> str | None:
 
 
 def _gpus_in_use(needed: int) -> str | None:
-    """Return why the GPUs of this machine should be left alone; None if they have ``needed`` bytes free, and no other
-    process is at work on them."""
-    query = ["nvidia-smi", "--query-gpu=memory.used,memory.free,utilization.gpu", "--format=csv,noheader,nounits"]
+    """Return why the visible GPUs of this machine should be left alone; None if they have ``needed`` bytes free, and no
+    other process is at work on them."""
+    query = ["nvidia-smi", "--query-gpu=index,memory.used,memory.free,utilization.gpu", "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        query += ["-i", visible]
     try:
         lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
         rows = [[int(word) for word in line.split(",")] for line in lines]
     except (OSError, subprocess.SubprocessError, ValueError):
         return "nvidia-smi does not tell whether the GPUs are in use"
-    for number, (used, free, utilization) in enumerate(rows):
+    for number, used, free, utilization in rows:
         if used * 2**20 > CONTEXT_BYTES or utilization > 100 * BUSY_SHARE:
             return f"GPU {number} of this machine is in use"
         if needed > free * 2**20:
@@ -277,11 +282,10 @@ def _run(plan: RunPlan, policies: Sequence[Sync], ranks: int, budget_s: float) -
     if problems := [answer["problem"] for answer in answers if "problem" in answer]:
         return {"problem": problems[0]} | {name: answers[0].get(name) for name in ("depends_on",) if name in answers[0]}
     notes = _notes(answers)
-    return {
-        "work": dataclasses.asdict(_work(plan, answers, notes)),
-        "busy": len(notes) > 0,
-        "depends_on": answers[0]["depends_on"],
-    }
+    fields = {"busy": len(notes) > 0, "depends_on": answers[0]["depends_on"]}
+    if "too_slow" in answers[0]:
+        return fields | {"problem": answers[0]["too_slow"]}
+    return fields | {"work": dataclasses.asdict(_work(plan, answers, notes))}
 
 
 def _work(plan: RunPlan, answers: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> Work:
@@ -297,7 +301,7 @@ def _work(plan: RunPlan, answers: Sequence[Mapping[str, Any]], notes: Sequence[s
         for sync, sizes in timings[0]["windows"].items()
     }
     parts = {name: slowest(each[name] for each in timings) for name in _PARTS}
-    return Work(**parts, windows=windows, collectives=plan.cluster.nodes == 1, notes=tuple(notes))
+    return Work(**parts, windows=windows, collectives=plan.cluster.nodes == 1, notes=tuple(notes), busy=len(notes) > 0)
 
 
 def _notes(answers: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -241,6 +241,8 @@ def _notes(plan: RunPlan, old: RunPlan, at: SavedProgress | None, touched: set[s
             f"precision={plan.precision.kind.value} instead of {old.precision.kind.value}: parameters and optimizer "
             "state are fp32 in both and do not change; forward and backward passes round differently from here on."
         )
+    elif changed_float8 := sorted(key for key in touched if key.startswith("precision.float8_")):
+        notes.append(f"{', '.join(changed_float8)}: float8 rounds differently from here on.")
     if touched & {"batch.global_size", "batch.ramp"} and at is not None:
         notes.append(
             f"The global batch changes after window {at.windows}: the next sample stays the same, the "

@@ -248,9 +248,14 @@ def mirror_again(run: Run) -> list[tuple[str, str]]:
     fence.claim(**fields)
     processes = TrackerProcesses(dataclasses.replace(plan, trackers=trackers), fence.own)
     processes.start()
-    processes.finish(MIRRORS_WITHIN_S)
-    problems = {each: (read_json(paths.tracker_status(each)) or {}).get("problem") or "" for each in trackers}
-    return [(TRACKER_KINDS[each].title, problem) for each, problem in problems.items()]
+    complete = processes.finish(MIRRORS_WITHIN_S)
+
+    def problem(tracker: Tracker) -> str:
+        known = (read_json(paths.tracker_status(tracker)) or {}).get("problem") or ""
+        early = f"its process ended early; see {paths.tracker_log(tracker)}."
+        return known or ("" if tracker in complete else early)
+
+    return [(TRACKER_KINDS[tracker].title, problem(tracker)) for tracker in trackers]
 
 
 def _require_over(run: Run, verb: str) -> None:

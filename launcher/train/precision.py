@@ -30,7 +30,7 @@ from launcher.rundir.files import write_json
 from launcher.train.world import World
 
 # dtypes in which autocast computes, and in which FSDP gathers; parallel/float8.py does the rest of float8
-DTYPES = {
+DTYPES: dict[str, torch.dtype] = {
     PrecisionKind.bf16: torch.bfloat16, PrecisionKind.fp16: torch.float16, PrecisionKind.float8: torch.bfloat16
 }  # fmt: skip
 

@@ -126,7 +126,7 @@ def _measure(plan: RunPlan, world: World) -> Measured:
 
 def arithmetic_of(plan: RunPlan, run: EngineRun) -> str:
     """Return a description of the arithmetic that the job computes in."""
-    names = {dtype: kind.value for kind, dtype in DTYPES.items() if kind is not PrecisionKind.float8}
+    names = {dtype: kind for kind, dtype in DTYPES.items() if kind is not PrecisionKind.float8}
     kept = {names[value.dtype] for value in run.values.values() if value.dtype in names}
     parts = [plan.precision.kind.value, *(f"{name} parameters" for name in sorted(kept))]
     if (sent := _sent_as(plan)) is not None:

@@ -65,7 +65,7 @@ def test_each_has_a_process_with_its_own_secrets(
     for name, process in found.items():
         own = {keys[name]} if name in keys else set[str]()
         assert {key for key in keys.values() if key in process.environ()} == own
-    trackers.finish(30)
+    assert trackers.finish(30) == {*found}
     assert of_run(plan) == {}
     assert len(started) == 5
 
@@ -78,7 +78,7 @@ def test_one_that_is_killed_starts_again_until_the_end(tmp_path: Path, started: 
     first.kill()
     wait_for(lambda: len(started) == 2, "another one")
     os.kill(of_run(plan)["tensorboard"].pid, signal.SIGSTOP)  # it hangs
-    trackers.finish(0.1)
+    assert trackers.finish(0.1) == set()
     problem = json.loads(plan.paths.tracker_status("tensorboard").read_text())["problem"]
     assert "TensorBoard had not taken everything 0.1 s after the end" in problem
     assert f"`launch mirror {tmp_path}` sends the rest" in problem

@@ -38,7 +38,7 @@ def test_it_sends_what_bf16_sends() -> None:
         ((*EMULATED, "precision.float8_exclude=['(']"), "is not a regular expression"),
         (
             (*EMULATED, "precision.reduce_dtype=float8", "strategy=fsdp"),
-            "reduce_dtype=float8: is not allowed",
+            "must be one of fp32, bf16, fp16, not 'float8'",
         ),
         ((*EMULATED, "precision.init_scale=8"), "has an effect with precision=fp16 only"),
     ],

@@ -114,9 +114,10 @@ def test_likeness_falls_with_each_difference() -> None:
     )
 
 
-def test_a_run_without_prediction_or_with_too_few_windows_is_not_stored(ledger: Path) -> None:
+def test_a_run_that_tells_nothing_of_its_prediction_is_not_stored(ledger: Path) -> None:
     store_run(predicted(step=None), 1.0, 10)
     store_run(predicted(), 1.0, 4)
+    store_run(predicted(step=dataclasses.replace(STEP, busy=True)), 1.0, 10)
     assert not ledger.exists()
 
 

@@ -108,16 +108,17 @@ def test_machines_that_are_not_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("rows", "reason"),
     [
-        ("9000, 72000, 0", "GPU 0 of this machine is in use"),
-        ("4, 81000, 0\n4, 81000, 80", "GPU 1 of this machine is in use"),
-        ("4, 100, 0", "GPU 0 has 0.1 GB"),
-        ("[N/A], [N/A], [N/A]", "does not tell"),
+        ("2, 9000, 72000, 0", "GPU 2 of this machine is in use"),
+        ("2, 4, 81000, 0\n3, 4, 81000, 80", "GPU 3 of this machine is in use"),
+        ("2, 4, 100, 0", "GPU 2 has 0.1 GB"),
+        ("2, [N/A], [N/A], [N/A]", "does not tell"),
     ],
 )
 def test_gpus_that_others_use_are_left_alone(
     rows: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\ncat <<END\n{rows}\nEND\n")
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n[ \"$3 $4\" = '-i 2,3' ] && cat <<END\n{rows}\nEND\n")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")  # another GPU may be in use by other people
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(work, "visible_gpus", lambda _: 2)
@@ -209,6 +210,22 @@ def test_what_a_busy_machine_took_is_kept_until_it_is_measured_again(
 
     assert note(only_known=False) == note(only_known=True) == "it was busy"
     assert note(only_known=False) == note(only_known=False) == note(only_known=True) == ""
+
+
+def test_that_a_busy_machine_is_too_slow_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cores = len(os.sched_getaffinity(0))
+    slow = {
+        "too_slow": "a micro-batch takes 9 s",
+        "own_s": 1.0,
+        "took_s": 10.0,
+        "depends_on": {"paths": [], "variables": []},
+    }
+    answers = [[slow | {"busy_s": 1.0 + 5.0 * cores}], [slow | {"busy_s": 1.0}]]
+    monkeypatch.setattr(work, "run_ranks", lambda *_: answers.pop(0))
+    for _ in range(3):  # the third time, the answer of the idle machine counts
+        assert measure_work(make_plan(), [Sync.every]) == (None, "a micro-batch takes 9 s")
+    assert not answers
 
 
 @pytest.mark.slow

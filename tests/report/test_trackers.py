@@ -283,6 +283,7 @@ def test_a_tracker_that_does_not_return_is_reported(tmp_path: Path, monkeypatch:
             "API request to endpoint /api failed with error code 401 != 200.",
             "The server refuses the login (/nowhere/mlruns). ",
         ),
+        ("HTTPConnectionPool(host='h', port=401): Max retries exceeded: server:403 (timed out)", "The server does not"),
         (
             "HTTPConnectionPool: Max retries exceeded (NameResolutionError: Failed to resolve)",
             "There is no host of this",

@@ -157,7 +157,7 @@ class Measurement:
 
     def run(self) -> dict[str, Any]:
         """Return the answer of this rank."""
-        micro_s = self._warm_up()
+        cpu, micro_s = CpuUse(), self._warm_up()
         turn = self._turn(SIZES)
         if FEWEST_TURNS * _micro_batches(turn) * micro_s > self._budget_s:
             turn = self._turn(SIZES_OF_SLOW)
@@ -165,7 +165,7 @@ class Measurement:
             turn = self._turn(SIZES, counted=min(MOST_COUNTED, round(counted)))
         if (needed_s := FEWEST_TURNS * _micro_batches(turn) * micro_s) > LIMIT_S:
             reason = f"a micro-batch takes {micro_s:.2g} s, so a measurement would take {needed_s:,.0f} s"
-            return {"problem": f"{reason}; the limit is {LIMIT_S:.0f} s"}
+            return {"too_slow": f"{reason}; the limit is {LIMIT_S:.0f} s"} | cpu.since()
         cpu = CpuUse()
         self._measure(turn)
         if not self._timings.optimizer:
