@@ -81,25 +81,26 @@ def plan_job(config: Config, once: Once | None = None, *, starts: bool = True) -
     Raises:
         ConfigError, TaskError, SiteError: The input is wrong.
     """
-    once = once or Once()
+    alone, once = once is None, once or Once()
     if config.strategy.kind is not StrategyKind.auto:
-        return _plan_strategy(config, once, starts=starts)
+        return _plan_strategy(config, once, starts=starts, alone=alone)
 
     def plan_of(each: Config) -> RunPlan:
-        return _plan_strategy(each, once, starts=starts, weighs=True)
+        return _plan_strategy(each, once, starts=starts, alone=alone, weighs=True)
 
     predict = config.train.predict
     return choose_strategy(config, plan_of, timed=predict is Predict.always or (predict is Predict.auto and not starts))
 
 
-def _plan_strategy(config: Config, once: Once, *, starts: bool, weighs: bool = False) -> RunPlan:
+def _plan_strategy(config: Config, once: Once, *, starts: bool, alone: bool, weighs: bool = False) -> RunPlan:
     """Return the plan of a config that names its strategy.
 
     Args:
+        alone: whether no other job is planned at the same time.
         weighs: whether the plan is to have the predicted memory, whatever the strategy.
     """
     plan, config, notes = _solve_job(config, once, starts=starts)
-    plan = with_predictions(plan, config, starts=starts, weighs=weighs)
+    plan = with_predictions(plan, config, starts=starts, weighs=weighs, advises=alone)
     return plan.with_notes([*notes, *emulation_notes(plan, once)])
 
 
@@ -243,7 +244,9 @@ def _format_support(kind: PrecisionKind, device: Device, *, measure: bool = Fals
     return answer.get("native", quick), answer.get("slowdown")
 
 
-def with_predictions(plan: RunPlan, config: Config, *, starts: bool = True, weighs: bool = False) -> RunPlan:
+def with_predictions(
+    plan: RunPlan, config: Config, *, starts: bool = True, weighs: bool = False, advises: bool = True
+) -> RunPlan:
     """Return ``plan`` with a prediction of its windows (``train.predict``), and with the sync policy that fits into
     memory, if the user left the choice to the launcher.
 
@@ -254,6 +257,7 @@ def with_predictions(plan: RunPlan, config: Config, *, starts: bool = True, weig
         starts: whether the job is about to start: a prediction that the plan does not depend on must not delay it, so
             only an earlier one is used, unless train.predict=always.
         weighs: whether the plan is to have the memory of each policy in any case.
+        advises: see ``weigh_memory``.
     """
     choose = plan.strategy.kind in SHARDED and config.strategy.sync is Sync.auto
     predict, required = config.train.predict, _requires_forecasts(plan, config, weighs=weighs)
@@ -261,8 +265,8 @@ def with_predictions(plan: RunPlan, config: Config, *, starts: bool = True, weig
     if not required and (predict is Predict.never or not _is_predictable(config)):
         return plan
     if not required:  # for fewer hosts it would take as long again
-        return weigh_memory(plan, choose=False, measures=measures, recall=not measures)
-    most, *fewer = (weigh_memory(world, choose=choose, measures=measures) for world in plan.worlds())
+        return weigh_memory(plan, choose=False, measures=measures, recall=not measures, advises=advises)
+    most, *fewer = (weigh_memory(world, choose=choose, measures=measures, advises=advises) for world in plan.worlds())
     return most.with_fewer(fewer)
 
 

@@ -174,7 +174,7 @@ def run_probe(module: str, question: str) -> dict[str, Any] | None:
 
 
 def remembered_probe(
-    module: str, question: str, key: Mapping[str, Any], *, recall: bool = False
+    module: str, question: str, key: Mapping[str, Any], *, recall: bool = False, required: Sequence[str] = ()
 ) -> dict[str, Any] | None:
     """Return the answer of an earlier ``run_probe`` with an equal ``key`` if nothing that it depends on has changed;
     otherwise that of a new one. An answer with an error or a problem is not kept.
@@ -182,9 +182,11 @@ def remembered_probe(
     Args:
         key: the parts of ``question`` that the answer depends on.
         recall: return None instead of that of a new one.
+        required: fields that an earlier answer must have to be returned instead of a new one.
     """
     cache, key = ContentCache(), {"module": module, **key}
-    if (known := cache.get(key)) is not None or recall:
+    known = cache.get(key)
+    if recall or (known is not None and all(name in known for name in required)):
         return known
     since = time.time()
     answer = run_probe(module, question)
@@ -242,7 +244,9 @@ def _run_probes(module: str, questions: Sequence[Any]) -> Iterator[dict[str, Any
             process.wait()
 
 
-def weigh_memory(plan: RunPlan, *, choose: bool, measures: bool = False, recall: bool = False) -> RunPlan:
+def weigh_memory(
+    plan: RunPlan, *, choose: bool, measures: bool = False, recall: bool = False, advises: bool = True
+) -> RunPlan:
     """Return ``plan`` with each policy's traffic and memory, measured on windows of the real task.
 
     A separate process runs them on tensors without memory, which takes some seconds. If it fails, the plan keeps the
@@ -253,11 +257,14 @@ def weigh_memory(plan: RunPlan, *, choose: bool, measures: bool = False, recall:
         measures: whether the work of a step may be measured on this machine; otherwise only an earlier measurement is
             used.
         recall: whether only an earlier trace is used; without one, the plan is returned as it is.
+        advises: whether the note on a plan that does not fit must name settings with which it would. `launch plan -m`
+            looks for none.
 
     Raises:
         TaskError: the job would fail at its first step.
     """
-    answer = remembered_probe(_FORECAST, plan.to_json(), _traced_parts(plan), recall=recall)
+    required = ("remedy",) if advises and plan.cluster.gpu is not None else ()
+    answer = remembered_probe(_FORECAST, plan.to_json(), _traced_parts(plan), recall=recall, required=required)
     if answer is None and recall:
         return plan
     answer = answer or {"problem": "the process that measured it ended early"}

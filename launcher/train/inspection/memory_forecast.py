@@ -52,7 +52,7 @@ from launcher.train.inspection.fake_model import (
     problem_text,
 )
 from launcher.train.inspection.fake_windows import run_fake_windows
-from launcher.train.inspection.remedies import find_remedy
+from launcher.train.inspection.remedies import find_remedy, fits
 from launcher.train.inspection.repeated_blocks import (
     CHECK_BLOCKS,
     SHORTEST_BLOCKS,
@@ -380,8 +380,12 @@ def _answer(plan: RunPlan, dependencies: Dependencies, *, remedies: bool) -> dic
     try:
         results, answer["problem"], trace = forecasts_and_trace(plan)
         answer["forecasts"] = [dataclasses.asdict(forecast) for forecast in results]
-        if plan.cluster.gpu is not None and remedies:
-            answer["remedy"] = find_remedy(plan, find_gpu(plan.cluster.gpu).usable_bytes, results, _forecast_of)
+        if plan.cluster.gpu is not None:
+            memory = find_gpu(plan.cluster.gpu).usable_bytes
+            if fits(plan, memory, results):
+                answer["remedy"] = None
+            elif remedies:
+                answer["remedy"] = find_remedy(plan, memory, results, _forecast_of)
         answer["trace"] = trace.to_json()
         answer["depends_on"] = dependencies.found()
     except LauncherError as error:  # the same error would occur in the job

@@ -21,17 +21,15 @@ Change = tuple[str, Callable[[RunPlan], RunPlan]]  # settings, and what they do 
 def find_remedy(
     plan: RunPlan, memory_bytes: int, forecasts: Sequence[Forecast], trace: Callable[[RunPlan], Forecast]
 ) -> list[str] | None:
-    """Return the fewest settings with which the job fits, at the same global batch; empty if no combination of them
-    suffices; None if the job fits already, or if the search takes too long.
+    """Return the fewest settings with which a job fits that does not, at the same global batch; empty if no combination
+    of them suffices; None if the search takes too long.
 
     Args:
         forecasts: those of the plan.
         trace: returns the forecast of a plan under the policy that it names.
     """
     strategy = plan.strategy
-    usable = [each for each in forecasts if each.sync is strategy.sync or _chooses(plan)]
-    if any(each.reserved_bytes is None or not excess_bytes(each, memory_bytes) for each in usable):
-        return None
+    usable = _usable(plan, forecasts)
     until = time.process_time() + LIMIT_S
 
     def needed(changes: Sequence[Change]) -> int | None:
@@ -50,6 +48,18 @@ def find_remedy(
             changes = (more,) if needed((more,)) is not None else changes
         return [*(setting for setting, _ in changes), *_policy(plan, _changed(plan, changes))]
     return []
+
+
+def fits(plan: RunPlan, memory_bytes: int, forecasts: Sequence[Forecast]) -> bool:
+    """Return whether a job fits as it is, as far as that is predicted."""
+    return any(
+        each.reserved_bytes is None or not excess_bytes(each, memory_bytes) for each in _usable(plan, forecasts)
+    )
+
+
+def _usable(plan: RunPlan, forecasts: Sequence[Forecast]) -> list[Forecast]:
+    """Return the forecasts of the policies that the job may have."""
+    return [each for each in forecasts if each.sync is plan.strategy.sync or _chooses(plan)]
 
 
 def _changed(plan: RunPlan, changes: Sequence[Change]) -> RunPlan:

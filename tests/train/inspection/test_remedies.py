@@ -10,7 +10,7 @@ import pytest
 from launcher.config.schema import Recompute, StrategyKind, Sync
 from launcher.plan.memory_limit import excess_bytes
 from launcher.plan.run_plan import Forecast, RunPlan
-from launcher.train.inspection.remedies import find_remedy
+from launcher.train.inspection.remedies import find_remedy, fits
 from tests.conftest import Launch
 from tests.helpers import make_plan
 
@@ -29,7 +29,8 @@ def forecast(plan: RunPlan) -> Forecast:
 
 def advice(memory: int, *overrides: str) -> list[str] | None:
     plan = make_plan("cluster.gpu=h100", "cluster.workers_per_node=8", "batch.global_size=128", *overrides)
-    return find_remedy(plan, memory, [forecast(plan)], forecast)
+    own = [forecast(plan)]
+    return None if fits(plan, memory, own) else find_remedy(plan, memory, own, forecast)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,8 @@ def test_a_policy_that_the_launcher_chooses_is_not_advised() -> None:
     plan = make_plan("cluster.gpu=h100", "cluster.workers_per_node=8", "strategy=fsdp", "batch.micro_size=1")
     own = [dataclasses.replace(forecast(plan), sync=sync, reserved_bytes=size) for sync, size in
            ((Sync.every, 16), (Sync.boundary, 20))]  # fmt: skip
-    assert find_remedy(plan, 17, own, forecast) is None, "one of its policies fits"
+    assert fits(plan, 17, own), "one of its policies"
+    assert not fits(plan, 15, own)
     assert find_remedy(plan, 10, own, forecast) == ["strategy.recompute=blocks"]
 
 
