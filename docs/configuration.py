@@ -7,22 +7,11 @@ python docs/configuration.py --check    # exit status 1 if the page is not up to
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
-import inspect
-import re
 import sys
-import textwrap
-import types
-import typing
-from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
-import yaml
-
-from launcher import Config
-from launcher.config.schema import key_of
+from launcher.config.key_docs import Key, groups
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference" / "configuration.md"
@@ -47,119 +36,25 @@ named in parentheses. A default of `-` is decided by the plan, or belongs to ano
 def page() -> str:
     """Return the text of the page."""
     parts = [HEAD]
-    hints = typing.get_type_hints(Config)
-    meanings = docstrings(Config)
-    for group in dataclasses.fields(Config):
-        options = values_of(group.name)
+    for group in groups():
         parts.append(f"## {group.name}\n")
-        if not dataclasses.is_dataclass(hints[group.name]):
-            choice = f"\n\nOptions: {', '.join(f'`{name}`' for name in options)}." if options else ""
-            parts.append(f"{plain(meanings[group.name])}{choice}\n")
+        if not dataclasses.is_dataclass(group.hint):
+            choice = f"\n\nOptions: {', '.join(f'`{name}`' for name in group.options)}." if group.options else ""
+            parts.append(f"{group.meaning}{choice}\n")
             continue
-        cls = typing.cast("type[Any]", hints[group.name])
-        parts.append(plain(inspect.getdoc(cls) or "") + "\n")
-        if options:
-            parts.append(f"Options: {', '.join(f'`{group.name}={name}`' for name in options)}.\n")
-        parts.append(
-            "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows(group.name, cls, options)])
-            + "\n"
-        )
+        parts.append(group.meaning + "\n")
+        if group.options:
+            parts.append(f"Options: {', '.join(f'`{group.name}={name}`' for name in group.options)}.\n")
+        lines = ["| key | type | default | meaning |", "|---|---|---|---|", *map(row, group.keys)]
+        parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 
 
-def rows(group: str, cls: type[Any], options: dict[str, dict[str, Any]]) -> list[str]:
-    """Return one table row for each field of ``cls``, the schema of ``group``; the choice of an option comes first."""
-    hints, meanings, lines = typing.get_type_hints(cls), docstrings(cls), []
-    for field in sorted(dataclasses.fields(cls), key=lambda field: field.name != "kind"):
-        name = key_of(field)
-        given = {option: values[name] for option, values in options.items() if name in values}
-        if field.name == "kind":
-            key, default = group, f"`{selected_by_default()[group]}`"
-        else:
-            key = f"{group}.{'ARGUMENT' if name == '*' else name}"
-            default = "-" if name == "*" else shown_default(default_of(field), given, len(options))
-        lines.append(f"| `{key}` | {type_name(hints[field.name])} | {default} | {cell(plain(meanings[field.name]))} |")
-    return lines
-
-
-def default_of(field: dataclasses.Field[Any]) -> Any:
-    made = field.default_factory
-    return field.default if made is dataclasses.MISSING else made()
-
-
-def shown_default(default: Any, given: dict[str, Any], options: int) -> str:
-    """Return the default as Markdown.
-
-    Args:
-        default: that of the schema.
-        given: values by the option of the group that sets them.
-        options: how many options the group has.
-    """
-    values = {as_typed(value) for value in given.values()}
-    if not values or values == {as_typed(default)}:
-        return "-" if default is None else f"`{as_typed(default)}`"
-    if len(values) == 1 and len(given) == options:
-        return f"`{values.pop()}`"
-    return ", ".join(f"`{as_typed(value)}` ({name})" for name, value in given.items())
-
-
-def as_typed(value: Any) -> str:
-    """Return ``value`` as it is typed on the command line."""
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    if isinstance(value, StrEnum):
-        return value.value
-    if isinstance(value, list):
-        return f"[{','.join(map(as_typed, typing.cast('list[Any]', value)))}]"
-    return f"{value:g}" if isinstance(value, float) else str(typing.cast("object", value))
-
-
-def type_name(hint: Any) -> str:
-    """Return a type as users write its values: an enum by its members."""
-    if isinstance(hint, type) and issubclass(hint, StrEnum):
-        return ", ".join(f"`{member.value}`" for member in hint)
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        return " or ".join(type_name(argument) for argument in arguments if argument is not type(None))
-    if origin is list:
-        return f"list of {type_name(arguments[0])}"
-    if origin is dict:
-        return "mapping"
-    return {"str": "text", "int": "integer", "float": "number", "bool": "`true`, `false`"}.get(
-        hint.__name__, hint.__name__
-    )
-
-
-def docstrings(cls: type[Any]) -> dict[str, str]:
-    """Return the string literal under each field of a dataclass."""
-    body = typing.cast("ast.ClassDef", ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]).body
-    found: dict[str, str] = {}
-    for field, after in zip(body, [*body[1:], None], strict=True):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-            found[field.target.id] = str(after.value.value) if is_text else ""  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-    return found
-
-
-def values_of(group: str) -> dict[str, dict[str, Any]]:
-    """Return the values of each option of a config group, from conf/."""
-    files = sorted((ROOT / "conf" / group).glob("*.yaml"))
-    return {file.stem: yaml.safe_load(file.read_text()) or {} for file in files}
-
-
-def selected_by_default() -> dict[str, str]:
-    """Return the option that is selected by default in each group."""
-    entries = yaml.safe_load((ROOT / "conf" / "config.yaml").read_text())["defaults"]
-    return {group: str(option) for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
-
-
-def plain(text: str) -> str:
-    """Return a docstring as one line of Markdown."""
-    return re.sub(r"\s+", " ", text.replace("``", "`")).strip()
-
-
-def cell(text: str) -> str:
-    return text.replace("|", "\\|")
+def row(key: Key) -> str:
+    kind = ", ".join(f"`{value}`" for value in key.values) or key.type
+    by_option = ", ".join(f"`{value}` ({option})" for option, value in key.defaults.items())
+    default = by_option or (f"`{key.default}`" if key.default else "-")
+    return f"| `{key.name}` | {kind} | {default} | {key.meaning.replace('|', chr(92) + '|')} |"
 
 
 def main() -> int:

@@ -29,6 +29,8 @@ launch: distributed training with an exact global batch.
   launch export RUN --to DIR                  write the trained model as safetensors, in Hugging Face's layout
   launch report RUN... | SWEEP                compare runs: a table, CSV, JSON, and one HTML page with plots
   launch doctor [key=value ...]               check that this machine, or the cluster, is fit to run jobs
+  launch keys   [WORD ...]                    show the keys: type, default, meaning; task=llama: those of a task
+  launch completion SHELL                     print a script by which bash, zsh or fish completes all of this
 
   train, run   --quiet      print nothing but errors           --wait         with cluster=slurm: wait for the end
   train        -m           a sweep: one run for each combination of key=1,2,4     --yes    also very many
@@ -41,6 +43,7 @@ launch: distributed training with an exact global batch.
   export       --step N     a checkpoint other than the newest --best         that of checkpoint.best
                --ema        the averages of the callback Ema  --merge-lora   into the model; else the adapter alone
                --dtype bf16 another number format             --max-shard-size SIZE   of a file (default: 5GB)
+  keys         --json       for scripts                        --schema [GROUP]   JSON schema of config files
   report       --csv        for spreadsheets                   --html FILE    path of the page; --loss X: hours to X
   overrides    --help       the config's groups and values     --cfg job      the composed config
                --config-dir DIR   directory with your own config files
@@ -52,7 +55,7 @@ Exit status: 0 done; 1 the job failed; 2 the input is wrong; 75 stopped from out
 # command -> module of launcher.cli with its function launch_COMMAND; only that module is imported
 _MODULES = {
     **dict.fromkeys(("train", "run"), "train"),
-    "plan": "plan",
+    **{verb: verb for verb in ("plan", "keys", "completion")},
     **dict.fromkeys(("verify", "drill", "doctor"), "diagnose"),
     **dict.fromkeys(("runs", "status", "logs", "cancel", "resume", "retry", "mirror", "report", "export"), "runs"),
 }

@@ -52,9 +52,7 @@ def find_remedy(
 
 def fits(plan: RunPlan, memory_bytes: int, forecasts: Sequence[Forecast]) -> bool:
     """Return whether a job fits as it is, as far as that is predicted."""
-    return any(
-        each.reserved_bytes is None or not excess_bytes(each, memory_bytes) for each in _usable(plan, forecasts)
-    )
+    return any(each.reserved_bytes is None or not excess_bytes(each, memory_bytes) for each in _usable(plan, forecasts))
 
 
 def _usable(plan: RunPlan, forecasts: Sequence[Forecast]) -> list[Forecast]:

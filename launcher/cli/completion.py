@@ -1,0 +1,129 @@
+"""`launch completion SHELL`: a script by which bash, zsh or fish completes commands, flags, keys, values and runs."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import yaml
+
+from launcher.cli.names import Parser
+from launcher.config.hydra import CONF
+from launcher.config.key_docs import class_keys, groups
+from launcher.errors import EXIT_DONE
+
+_OVERRIDES = ("--help", "--cfg", "--config-dir", "--config-name")
+_STARTS, _OF_RUNS = ("--quiet", "--wait"), ("--dir",)
+FLAGS: dict[str, tuple[str, ...]] = {
+    "train": ("-m", "--yes", *_STARTS, *_OVERRIDES),
+    "plan": ("-m", "--json", "--html", *_OVERRIDES),
+    "verify": ("--json", *_OVERRIDES),
+    "drill": ("--json", "--windows", *_OVERRIDES),
+    "run": (*_STARTS, *_OVERRIDES),
+    "runs": ("--all", "--json", *_OF_RUNS),
+    "status": ("--json", *_OF_RUNS),
+    "logs": ("--rank", "--node", "--follow", *_OF_RUNS),
+    "cancel": _OF_RUNS,
+    "resume": ("--force", *_STARTS, *_OF_RUNS),
+    "retry": (*_STARTS, *_OF_RUNS),
+    "mirror": _OF_RUNS,
+    "export": (
+        "--to", "--step", "--best", "--ema", "--merge-lora", "--dtype", "--max-shard-size", "--json", *_OF_RUNS,
+    ),
+    "report": ("--csv", "--json", "--html", "--loss", *_OF_RUNS),
+    "doctor": ("--json", *_OVERRIDES),
+    "keys": ("--json", "--schema"),
+    "completion": (),
+}  # fmt: skip
+# how each shell calls _launch_candidates; a word that ends in = gets no space behind it
+_ADAPTERS = {
+    "bash": r"""
+_launch() {
+    local line=${COMP_LINE:0:COMP_POINT} word IFS=$'\n'
+    local current=${line##*[[:space:]]} words=()
+    IFS=$' \t\n' read -r -a words <<<"${line%"$current"}"
+    # bash replaces only what follows the last = or :
+    local cut=''
+    case $current in *[=:]*) cut=${current%"${current##*[=:]}"} ;; esac
+    COMPREPLY=()
+    for word in $(_launch_candidates "${words[@]:1}" "$current"); do
+        case $word in "$current"*) COMPREPLY+=("${word#"$cut"}") ;; esac
+    done
+    case ${COMPREPLY[0]} in *=) compopt -o nospace ;; esac
+}
+complete -o default -F _launch launch
+""",
+    "zsh": r"""
+_launch() {
+    local -a found
+    found=(${(f)"$(sh -c "$_launch_functions"'_launch_candidates "$@"' sh ${(Q)words[2,CURRENT]})"})
+    compadd -S ' ' -- ${found:#*=}
+    compadd -S '' -- ${(M)found:#*=}
+    (( $#found )) || _files
+}
+compdef _launch launch
+""",
+    "fish": r"""
+function __launch
+    set -l words (commandline -opc) (commandline -ct)
+    sh -c "$__launch_functions"'_launch_candidates "$@"' sh $words[2..-1]
+end
+complete -c launch -f -a '(__launch)'
+""",
+}
+
+
+def launch_completion(arguments: list[str]) -> int:
+    parser = Parser(prog="launch completion", description="Print a script by which a shell completes `launch`.")
+    parser.add_argument("shell", choices=sorted(_ADAPTERS))
+    print(script(parser.parse_args(arguments).shell))
+    return EXIT_DONE
+
+
+def script(shell: str) -> str:
+    """Return the script for a shell."""
+    functions = f"{_generated()}\n{Path(__file__).with_suffix('.sh').read_text(encoding='utf-8')}"
+    variable = {
+        "bash": functions,
+        "zsh": f"_launch_functions={shlex.quote(functions)}",
+        "fish": f"set -g __launch_functions {_quoted_for_fish(functions)}",
+    }
+    return variable[shell] + _ADAPTERS[shell]
+
+
+def _quoted_for_fish(text: str) -> str:
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def _generated() -> str:
+    """Return the functions with the words, in POSIX shell."""
+    keys = [key for group in groups() for key in group.keys]
+    names = [key.name for key in keys if not key.name.endswith(".ARGUMENT") and key.name != "task.ARGUMENT"]
+    values = {key.name: key.options or key.values for key in keys}
+    of_tasks: dict[str, list[str]] = {}
+    for option in next(group.options for group in groups() if group.name == "task"):
+        target = yaml.safe_load((CONF / "task" / f"{option}.yaml").read_text(encoding="utf-8"))["_target_"]
+        own = class_keys("task", target)
+        of_tasks[option] = [key.name for key in own]
+        values |= {key.name: key.values for key in own}
+    return "\n".join(
+        [
+            _function("_launch_verbs", {}, FLAGS),
+            _function("_launch_flags", FLAGS),
+            _function("_launch_keys", of_tasks, [*names, "task._target_"]),
+            _function("_launch_values", {name: words for name, words in values.items() if words}),
+        ]
+    )
+
+
+def _function(name: str, words_of: Mapping[str, Iterable[str]], always: Iterable[str] = ()) -> str:
+    """Return a shell function that prints ``always``, and the words of its argument, one a line."""
+    lines = [f"{name}() {{"]
+    if always := [*always]:
+        lines.append(f"    printf '%s\\n' {shlex.join(always)}")
+    if words_of:
+        lines.append("    case $1 in")
+        lines += [f"        {case}) printf '%s\\n' {shlex.join(words)} ;;" for case, words in words_of.items() if words]
+        lines.append("    esac")
+    return "\n".join([*lines, "}"])

@@ -1,0 +1,245 @@
+"""Configuration keys: type, default and meaning of each, from the schema, conf/ and the classes that a config names.
+
+No torch, unless such a class imports it.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import itertools
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from launcher.config.hydra import CONF
+from launcher.config.schema import Config, key_of
+from launcher.targets import find_target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One key, or with ``options`` the choice of an option of a group.
+
+    Attributes:
+        name: as typed: GROUP.KEY; of a choice, GROUP.
+        type: in words; for a list of values, these.
+        values: the values that it may have; none if they are not a list.
+        default: as typed; None: decided by the plan, or given by the options of ``defaults``.
+        defaults: default by the option of the group that sets it.
+        meaning: with its unit.
+        options: options of the group.
+    """
+
+    name: str
+    type: str
+    values: tuple[str, ...] = ()
+    default: str | None = None
+    defaults: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+    meaning: str = ""
+    options: tuple[str, ...] = ()
+
+    @property
+    def default_text(self) -> str:
+        """Return the default, with the options that it depends on; empty if there is none."""
+        return self.default or ", ".join(f"{value} ({option})" for option, value in self.defaults.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Group of keys. One that is a single key, such as `trackers`, has only this.
+
+    Attributes:
+        meaning: that of the group as a whole.
+        options: values of each option, from conf/.
+        hint: type of the group's value: a dataclass, if it has several keys.
+    """
+
+    name: str
+    meaning: str
+    options: Mapping[str, Mapping[str, Any]]
+    hint: Any
+    keys: tuple[Key, ...]
+
+
+@functools.cache
+def groups() -> tuple[Group, ...]:
+    """Return all groups of the schema, with their keys."""
+    hints, meanings = typing.get_type_hints(Config), _docstrings(Config)
+    return tuple(_group(each.name, hints[each.name], meanings[each.name]) for each in dataclasses.fields(Config))
+
+
+def _group(name: str, hint: Any, meaning: str) -> Group:
+    options = _options(name)
+    if not dataclasses.is_dataclass(hint):
+        key = Key(name=name, type=type_text(hint), meaning=meaning, options=tuple(options))
+        return Group(name=name, meaning=meaning, options=options, hint=hint, keys=(key,))
+    schema = typing.cast("type[Any]", hint)
+    keys = tuple(_keys(name, schema, options))
+    return Group(name=name, meaning=_line(inspect.getdoc(schema) or ""), options=options, hint=schema, keys=keys)
+
+
+def _keys(group: str, schema: type[Any], options: Mapping[str, Mapping[str, Any]]) -> typing.Iterator[Key]:
+    """Yield the keys of a group; the choice of an option comes first."""
+    hints, meanings = typing.get_type_hints(schema), _docstrings(schema)
+    for field in sorted(dataclasses.fields(schema), key=lambda field: field.name != "kind"):
+        name, hint, meaning = key_of(field), hints[field.name], meanings[field.name]
+        of_hint: dict[str, Any] = {"type": type_text(hint), "values": values_of(hint), "meaning": meaning}
+        if field.name == "kind":
+            yield Key(name=group, default=_selected()[group], options=tuple(options), **of_hint)
+        elif name == "*":
+            yield Key(name=f"{group}.ARGUMENT", **of_hint)
+        else:
+            made = field.default_factory
+            default = field.default if made is dataclasses.MISSING else made()
+            given = {option: typed_value(values[name]) for option, values in options.items() if name in values}
+            yield Key(name=f"{group}.{name}", **_defaults(default, given, len(options)), **of_hint)
+
+
+def _defaults(default: Any, given: dict[str, str], options: int) -> dict[str, Any]:
+    """Return the fields of a key's default.
+
+    Args:
+        default: that of the schema.
+        given: by the option of the group that sets the key.
+        options: how many options the group has.
+    """
+    own = None if default is None else typed_value(default)
+    if set(given.values()) <= {own or "null"}:
+        return {"default": own}
+    if len(set(given.values())) == 1 and len(given) == options:
+        return {"default": next(iter(given.values()))}
+    return {"defaults": given}
+
+
+def class_keys(group: str, target: str, positional: int = 0) -> list[Key]:
+    """Return the arguments of the class ``GROUP._target_`` as keys, with what its docstring says of them.
+
+    Args:
+        positional: number of arguments that the launcher passes before these.
+
+    Raises:
+        ConfigError: there is no such class.
+    """
+    function = find_target(f"{group}._target_", target)
+    meanings = _argument_docs(inspect.getdoc(function) or "")
+    try:
+        parameters = [*inspect.signature(function).parameters.values()][positional:]
+    except ValueError:  # built in C
+        return [Key(name=f"{group}.{name}", type="", meaning=meaning) for name, meaning in meanings.items()]
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    hints = _hints_of(function)
+    return [
+        Key(
+            name=f"{group}.{each.name}",
+            type=type_text(hints[each.name]) if each.name in hints else "",
+            values=values_of(hints.get(each.name)),
+            default=None if each.default in (each.empty, None) else typed_value(each.default),
+            meaning=meanings.get(each.name, ""),
+        )
+        for each in parameters
+        if each.kind not in variable
+    ]
+
+
+def _hints_of(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
+    except Exception:  # names that exist only for type checkers
+        return {}
+
+
+def _argument_docs(docstring: str) -> dict[str, str]:
+    """Return what a docstring in Google's style says of each argument."""
+    _, _, section = docstring.partition("Args:\n")
+    found: dict[str, str] = {}
+    name, indent = "", len(section) - len(section.lstrip(" "))
+    for line in section.splitlines():
+        inside = line[indent:]
+        if line.strip() and not line.startswith(" " * indent):
+            break  # the next section
+        for begin in re.finditer(r"^(\w+(?:, \w+)*)(?: \(.*?\))?: *(.*)", inside):
+            name = begin[1]
+            found |= dict.fromkeys(name.split(", "), begin[2])
+            break
+        else:
+            found |= {each: f"{found[each]} {inside.strip()}" for each in name.split(", ") if each}
+    return {name: _line(text) for name, text in found.items()}
+
+
+def typed_value(value: Any) -> str:
+    """Return ``value`` as it is typed on the command line."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, StrEnum):
+        return value.value
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(typed_value, typing.cast('list[Any]', value)))}]"
+    return f"{value:g}" if isinstance(value, float) else str(typing.cast("object", value))
+
+
+def values_of(hint: Any) -> tuple[str, ...]:
+    """Return the values of a type that has a list of them."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return tuple(value for argument in arguments for value in values_of(argument))
+    if origin is typing.Literal:
+        return tuple(map(str, arguments))
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return tuple(member.value for member in hint)
+    return ("true", "false") if hint is bool else ()
+
+
+def type_text(hint: Any) -> str:
+    """Return a type in words; a list of values as these."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(type_text(argument) for argument in arguments if argument is not type(None))
+    if values := values_of(hint):
+        return ", ".join(values)
+    if origin in (list, tuple):
+        return f"list of {type_text(arguments[0])}"
+    if hint is dict or origin is dict:
+        return "mapping"
+    name = getattr(hint, "__name__", str(hint))
+    return {"str": "text", "int": "integer", "float": "number"}.get(name, name)
+
+
+def _docstrings(schema: type[Any]) -> dict[str, str]:
+    """Return the string literal under each field of a dataclass."""
+    body = typing.cast("ast.ClassDef", ast.parse(textwrap.dedent(inspect.getsource(schema))).body[0]).body
+    found: dict[str, str] = {}
+    for field, after in itertools.pairwise([*body, None]):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            text = after.value if isinstance(after, ast.Expr) else None
+            found[field.target.id] = _line(str(text.value)) if isinstance(text, ast.Constant) else ""
+    return found
+
+
+def _options(group: str) -> dict[str, dict[str, Any]]:
+    """Return the values of each option of a group, from conf/."""
+    import yaml
+
+    files = sorted((CONF / group).glob("*.yaml"))
+    return {file.stem: yaml.safe_load(file.read_text(encoding="utf-8")) or {} for file in files}
+
+
+@functools.cache
+def _selected() -> dict[str, str]:
+    """Return the option that is selected by default in each group."""
+    import yaml
+
+    entries: list[str | dict[str, str]] = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))["defaults"]
+    return {group: option for entry in entries if not isinstance(entry, str) for group, option in entry.items()}
+
+
+def _line(text: str) -> str:
+    """Return a docstring as one line."""
+    return re.sub(r"\s+", " ", text.replace("``", "`")).strip()

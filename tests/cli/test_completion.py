@@ -1,0 +1,131 @@
+"""`launch completion` in the real shells: what each offers for a line, where it puts a space, and how long it takes."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launcher.cli import _MODULES, run
+from launcher.cli.completion import FLAGS, script
+from launcher.cli.overrides import _HYDRA_FLAGS, _OWN_FLAGS
+from tests.conftest import Launch
+
+SHELLS = ("bash", "zsh", "fish")
+# prints what the completion of a line offers, each in brackets, with the space that follows it
+DRIVERS = {
+    "bash": """
+source "$1"
+compopt() { [ "$2" = nospace ] && space=''; }
+COMP_LINE=$2 COMP_POINT=${#2} space=' '
+_launch
+printf '[%s]\\n' "${COMPREPLY[@]/%/$space}"
+""",
+    "zsh": """
+compdef() { : }
+compadd() { local space=$2; shift 3; (( $# )) && print -rl -- "[${^@}$space]" }
+_files() { : }
+source "$1"
+words=(${(z)2})
+[[ $2 == *' ' ]] && words+=('')
+CURRENT=$#words
+_launch
+""",
+    "fish": """
+source $argv[1]
+for found in (complete -C $argv[2])
+    string match -q '*=' -- $found; and echo "[$found]"; or echo "[$found ]"
+end
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("completion")
+    for shell in SHELLS:
+        (place / shell).write_text(script(shell))
+        (place / f"{shell}.driver").write_text(DRIVERS[shell])
+    return place
+
+
+def offered(shell: str, scripts: Path, cwd: Path, line: str) -> list[str]:
+    """Return the candidates that begin with the last word of ``line``, as full words."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    command = [shell, *(["-f"] if shell == "zsh" else []), str(scripts / f"{shell}.driver"), str(scripts / shell), line]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=60)
+    assert done.stderr == "", done.stderr
+    words = [word.removeprefix("[").removesuffix("]") for word in done.stdout.splitlines()]
+    last = line.rpartition(" ")[2]
+    if shell == "bash" and "=" in last:  # bash replaces what follows the =
+        before = last[: max(last.rfind("="), last.rfind(":")) + 1]
+        words = [before + word for word in words]
+    return sorted(word for word in words if word.startswith(last) and word.strip())
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    for name in ("bytes_gpt-1", "bytes_gpt-2", "other"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "plan.json").write_text("{}")
+    (tmp_path / "elsewhere" / "sweep-1").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "sweep-1" / "sweep.json").write_text("{}")
+    (tmp_path / "runs" / "no_run").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("launch re", ["report ", "resume ", "retry "]),
+        ("launch train --co", ["--config-dir ", "--config-name "]),
+        ("launch train batch.acc", ["batch.accumulation="]),
+        ("launch train strategy=", [f"strategy={name} " for name in ("auto", "ddp", "fsdp", "hsdp", "single")]),
+        ("launch train strategy.sync=ga", ["strategy.sync=gather_once "]),
+        ("launch train -m strategy=ddp,f", ["strategy=ddp,fsdp "]),
+        ("launch plan task=llama task.kv", ["task.kv_heads="]),
+        ("launch plan task=llama task.dt", ["task.dtype="]),
+        ("launch plan task=llama task.dtype=b", ["task.dtype=bf16 "]),
+        ("launch train task.kv", []),
+        ("launch status by", ["bytes_gpt-1 ", "bytes_gpt-2 "]),
+        ("launch logs other --fo", ["--follow "]),
+        ("launch report bytes_gpt-1 ot", ["other "]),
+        ("launch status --dir elsewhere sw", ["sweep-1 "]),
+        ("launch resume other batch.mic", ["batch.micro_size="]),
+        ("launch status no", []),
+        ("launch completion z", ["zsh "]),
+    ],
+)
+def test_what_a_shell_offers(shell: str, line: str, expected: list[str], scripts: Path, runs: Path) -> None:
+    assert offered(shell, scripts, runs, line) == expected
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_run_with_a_space_in_its_directory(shell: str, scripts: Path, runs: Path) -> None:
+    (runs / "runs" / "it's").mkdir()
+    (runs / "runs" / "it's" / "plan.json").write_text("{}")
+    assert any("it" in word for word in offered(shell, scripts, runs, "launch status i"))
+
+
+def test_every_command_and_no_other_is_completed() -> None:
+    assert {*FLAGS} == {*_MODULES}
+
+
+@pytest.mark.parametrize("verb", FLAGS)
+def test_the_commands_have_these_flags(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if "--config-dir" in FLAGS[verb]:
+        assert {*FLAGS[verb]} <= {*_OWN_FLAGS, *_HYDRA_FLAGS}
+        return
+    with pytest.raises(SystemExit):
+        run([verb, "--help"])
+    assert {*re.findall(r"(?<![\w-])--[a-z-]+", capsys.readouterr().out)} - {"--help"} == {*FLAGS[verb]}
+
+
+def test_the_script_is_printed_for_eval(launch: Launch) -> None:
+    assert launch("completion", "bash").stdout == script("bash") + "\n"
+    assert launch("completion", "tcsh").returncode == 2
