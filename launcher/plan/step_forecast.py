@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from launcher.config.schema import Sync
+from launcher.config.schema import Device, Sync
 from launcher.plan.links import Links
 from launcher.plan.replay import ReplayedWindow, Span, Timeline, replay
 from launcher.plan.roofline import ROOFLINE_ERROR
@@ -129,9 +129,12 @@ def _replayed_work(
     )  # fmt: skip
     window, half = _replayed(plan, sync, timeline, links, silent.error, work.optimizer.error)
     step = _step(window, math.hypot(half, work.window.error * work.window.value), "measured")
-    data = work.window.value
+    data, high = work.window.value, step.high_s
+    if plan.cluster.device is Device.cpu:  # collectives need the cores that compute: perhaps they hide nothing
+        serial = step.compute_s + step.communication_s + step.optimizer_s
+        high = max(high, serial * (1 + silent.error))
     return dataclasses.replace(
-        step, step_s=step.step_s + data, low_s=step.low_s + data, high_s=step.high_s + data, data_s=data, busy=work.busy
+        step, step_s=step.step_s + data, low_s=step.low_s + data, high_s=high + data, data_s=data, busy=work.busy
     )
 
 
