@@ -142,6 +142,8 @@ class ExportedModel:
         """
         if self._writes_adapter and self._adapters is not None:
             self._adapters.write_config(directory)
+            if self._is_transformers and "ForSequenceClassification" in type(self._model).__name__:
+                self._model.config.save_pretrained(directory)  # peft's own does not have the classes
         elif self._is_transformers:
             config = self._model.config
             config.architectures = [type(self._model).__name__]

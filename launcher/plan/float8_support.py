@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import re
 
@@ -107,3 +108,27 @@ def float8_notes(precision: PrecisionPlan, layers: tuple[int, ...] | None, *, co
             "precision=float8 without train.compile=true is slower than bf16: nothing fuses the conversions to float8."
         )
     return notes
+
+
+# what torchao 0.18 logs when it is imported, which transformers and peft do too: libraries with kernels for other
+# machines and formats, which are not used here, and its use of a function of torch that is deprecated since torch 2.13
+_KNOWN_MESSAGES = {
+    "torchao": re.compile("Failed to load .*_C.*[.]so|Skipping import of cpp extensions"),
+    "torch.utils._pytree": re.compile(r"register_constant\(\) on Enum subclasses is deprecated"),
+}
+
+
+def quiet_torchao() -> None:
+    """Hide the messages that torchao logs whenever it is imported."""
+    for name, pattern in _KNOWN_MESSAGES.items():
+        if not any(isinstance(each, _Without) for each in logging.getLogger(name).filters):
+            logging.getLogger(name).addFilter(_Without(pattern))
+
+
+class _Without(logging.Filter):
+    def __init__(self, pattern: re.Pattern[str]) -> None:
+        super().__init__()
+        self._pattern = pattern
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return self._pattern.search(record.getMessage()) is None

@@ -26,6 +26,16 @@ def excess_bytes(forecast: Forecast, memory_bytes: int) -> int:
     return max(0, (needed_bytes(forecast) or 0) - limit)
 
 
+def is_full(forecast: Forecast, memory_bytes: int) -> bool:
+    """Return whether a forecast leaves so little of a GPU's memory that the plan warns of it."""
+    return forecast.reserved_bytes is not None and _share(forecast.reserved_bytes, memory_bytes) > FULL_SHARE
+
+
+def _share(reserved_bytes: int, memory_bytes: int) -> float:
+    """Return the fraction of the whole card that a rank takes."""
+    return (reserved_bytes + OVERHEAD_BYTES) / (memory_bytes + OVERHEAD_BYTES)
+
+
 def full_notes(plan: RunPlan, remedy: list[str] | None) -> list[str]:
     """Return the warning that a plan leaves too little of a GPU's memory.
 
@@ -36,15 +46,19 @@ def full_notes(plan: RunPlan, remedy: list[str] | None) -> list[str]:
     forecast = next(each for each in plan.strategy.forecasts if each.sync is plan.strategy.sync)
     if memory is None or forecast.reserved_bytes is None:
         return []
-    card = memory + OVERHEAD_BYTES
-    share = (forecast.reserved_bytes + OVERHEAD_BYTES) / card
-    if share <= FULL_SHARE:
+    if not is_full(forecast, memory):
         return []
+    card, share = memory + OVERHEAD_BYTES, _share(forecast.reserved_bytes, memory)
     name = "the GPU here" if plan.cluster.gpu is None else f"cluster.gpu={plan.cluster.gpu}"
     start = f"A rank is predicted to need {share:.0%} of the {bytes_text(card)} of {name}"
     if not (excess := excess_bytes(forecast, memory)):
         return [f"{start}, above {FULL_SHARE:.0%}: what is not predicted may end the run."]
     if remedy:
         return [f"{start}: it does not fit, by {bytes_text(excess)}. It fits with {' '.join(remedy)}."]
-    other = "" if remedy is None else " No smaller micro-batch, recomputation or sharding over these ranks is enough:"
-    return [f"{start}: it does not fit, by {bytes_text(excess)}.{other} Use more ranks, or GPUs with more memory."]
+    start = f"{start}: it does not fit, by {bytes_text(excess)}."
+    if remedy is None:
+        return [f"{start} `launch plan` of this job alone says with which settings it would."]
+    return [
+        f"{start} No smaller micro-batch, recomputation or sharding over these ranks is enough. Use more ranks with "
+        "strategy=fsdp, or GPUs with more memory."
+    ]

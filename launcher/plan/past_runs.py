@@ -182,8 +182,10 @@ def corrected_step(step: StepTime, ratios: Sequence[tuple[float, float]]) -> Ste
     scatter = sum(weight * (math.log(ratio) - mean) ** 2 for weight, ratio in ratios)
     variance = (PRIOR_SPREAD_RUNS * stated**2 + scatter) / (PRIOR_SPREAD_RUNS + total)
     half = QUANTILE * math.sqrt(variance * (1 + 1 / (total + PRIOR_RUNS)))  # of the next run, not of the mean
+    parts = ("compute_s", "optimizer_s", "data_s", "communication_s", "exposed_s")
     return dataclasses.replace(
         step,
+        **{name: getattr(step, name) * math.exp(mean) for name in parts},
         step_s=step.step_s * math.exp(mean),
         low_s=step.step_s * math.exp(mean - half),
         high_s=step.step_s * math.exp(mean + half),

@@ -82,6 +82,8 @@ def step_time(
         step = _step(window, half, "roofline")
     else:
         return None
+    if plan.batch.world_size == 1:
+        step = dataclasses.replace(step, communication_s=0.0, exposed_s=0.0)
     if trace is None:
         return step
     samples, ranks = plan.batch.global_size, plan.cluster.world_size
@@ -99,7 +101,7 @@ def _measured(plan: RunPlan, whole: Seconds, work: Work, window: ReplayedWindow 
     exposed = max(0.0, whole.value - compute - work.optimizer.value - work.window.value)
     return StepTime(
         step_s=whole.value,
-        low_s=whole.value * max(0.0, 1 - whole.error),
+        low_s=_low(whole.value, whole.error * whole.value),
         high_s=whole.value * (1 + whole.error),
         compute_s=compute,
         optimizer_s=work.optimizer.value,
@@ -141,7 +143,7 @@ def _replayed_work(
 def _step(window: ReplayedWindow, half: float, source: str) -> StepTime:
     return StepTime(
         step_s=window.step_s,
-        low_s=max(0.0, window.step_s - half),
+        low_s=_low(window.step_s, half),
         high_s=window.step_s + half,
         compute_s=window.compute_s,
         optimizer_s=window.optimizer_s,
@@ -150,6 +152,12 @@ def _step(window: ReplayedWindow, half: float, source: str) -> StepTime:
         exposed_s=max(0.0, window.step_s - window.compute_s - window.optimizer_s),
         source=source,
     )
+
+
+def _low(value: float, half: float) -> float:
+    """Return the lower end of an interval, so that it is as many times below ``value`` as the other end is above: no
+    step takes no time."""
+    return value * value / (value + half) if value else 0.0
 
 
 def _replayed(

@@ -22,7 +22,7 @@ from launcher.plan.batch import Batch
 from launcher.plan.float8_support import require_units
 from launcher.plan.gpus import find_gpu
 from launcher.plan.launch_plan import ClusterPlan
-from launcher.plan.memory_limit import excess_bytes, needed_bytes
+from launcher.plan.memory_limit import excess_bytes, is_full, needed_bytes
 from launcher.plan.run_plan import Forecast, PrecisionPlan, RunPlan, StrategyPlan, TaskPlan, extended
 from launcher.plan.sync_policy import POLICIES, SHARDED, Collective, Layout, transfers_per_window
 from launcher.quantities import seconds_text
@@ -126,7 +126,8 @@ def with_memory(plan: StrategyPlan, forecasts: Sequence[Forecast], memory_bytes:
     """
     fitting = [forecast for forecast in forecasts if not excess_bytes(forecast, memory_bytes)]
     if fitting:
-        chosen, reason = _best_policy(fitting, all_fit=len(fitting) == len(forecasts))
+        roomy = [forecast for forecast in fitting if not is_full(forecast, memory_bytes)]
+        chosen, reason = _best_policy(fitting, roomy, all_fit=len(fitting) == len(forecasts))
     else:
         chosen = min(forecasts, key=lambda forecast: needed_bytes(forecast) or 0)
         reason = "least memory: no policy is predicted to fit"
@@ -140,11 +141,12 @@ def with_memory(plan: StrategyPlan, forecasts: Sequence[Forecast], memory_bytes:
     return with_forecasts(plan, forecasts)
 
 
-def _best_policy(fitting: Sequence[Forecast], *, all_fit: bool) -> tuple[Forecast, str]:
+def _best_policy(fitting: Sequence[Forecast], roomy: Sequence[Forecast], *, all_fit: bool) -> tuple[Forecast, str]:
     """Return the forecast of the fastest step, and why it was chosen; that of the fewest wire bytes if the times are
     unknown or cannot be told apart.
 
     Args:
+        roomy: those that leave more of a GPU's memory than the plan would warn of; taken where nothing else decides.
         all_fit: whether these are all policies.
     """
     which = "" if all_fit else " of the policies that fit"
@@ -154,7 +156,11 @@ def _best_policy(fitting: Sequence[Forecast], *, all_fit: bool) -> tuple[Forecas
     alike = [each for step, each in timed if step.low_s <= timed[0][0].high_s]
     if len(alike) > 1:
         names = " and ".join(each.sync.value for each in fitting if each in alike)
-        return _fewest_of(alike), f"fewest wire bytes of {names}, whose predicted times cannot be told apart"
+        free = [each for each in alike if each in roomy]
+        room = " that leave memory free" if 0 < len(free) < len(alike) else ""
+        return _fewest_of(
+            free or alike
+        ), f"fewest wire bytes{room} of {names}, whose predicted times cannot be told apart"
     next_one = f"; {timed[1][1].sync.value} takes {seconds_text(timed[1][0].step_s)}" if len(timed) > 1 else ""
     return alike[0], f"fastest predicted step{which}, {seconds_text(timed[0][0].step_s)}{next_one}"
 

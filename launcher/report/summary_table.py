@@ -80,7 +80,7 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
         if where:
             add(title, where)
         if problem:
-            add("", f"incomplete: `launch status {near(plan.paths.root)}` shows why")
+            add("", f"{title} is incomplete: `launch status {near(plan.paths.root)}` shows why")
     mirror = read_json(plan.paths.tracker_status(Tracker.wandb)) or {}
     if mirror.get("dir") and not mirror.get("url"):
         pattern = Path(mirror["dir"]).parent / "offline-run-*"  # one per start of the run

@@ -46,6 +46,7 @@ LONGEST_PAUSE_S = 300
 # a process that lived so long, in seconds, and delivered starts counting its trials again
 WORKED_S = 120
 AT_ONCE = 100  # entries of one delivery
+MOST_LETTERS = 300  # of an error's own text in a message
 # Limit after the end of input: W&B waits for an unresponsive server without a limit, and a killed agent cannot end
 # this process. A live agent waits less long (launcher/launch/tracker_processes.py).
 ENDS_WITHIN_S = 90
@@ -236,13 +237,19 @@ def problem_of(tracker: Tracker, error: Exception, plan: RunPlan) -> str:
     kind = TRACKER_KINDS[tracker]
     if isinstance(error, ImportError):
         return f"{error}: install it on the host of rank 0 (pip install 'launcher[{kind.extra}]')."
-    text = " ".join(redacted(str(error)).split())
-    text = f"{type(error).__name__}: {text[:400].rstrip('.')}"
-    cause = next((cause for pattern, cause in _CAUSES if re.search(pattern, text)), None)
+    whole = " ".join(redacted(str(error)).split())
+    text = f"{type(error).__name__}: {_shortened(whole)}"
+    cause = next((cause for pattern, cause in _CAUSES if re.search(pattern, whole)), None)
     if cause is None or tracker not in _REMEDIES:
         return f"{text}."
     server = f" ({without_credentials(mlflow_uri(plan, os.environ))})" if tracker is Tracker.mlflow else ""
     return f"{cause}{server}. {_REMEDIES[tracker]} ({text})."
+
+
+def _shortened(text: str) -> str:
+    """Return an error's text without its causes, which libraries of the network nest in it."""
+    outer = re.split(r" ?\(Caused by ", text)[0]
+    return (outer if len(outer) <= MOST_LETTERS else f"{outer[:MOST_LETTERS].rstrip('. ')}...").rstrip(".")
 
 
 _REMEDIES = {

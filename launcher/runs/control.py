@@ -18,7 +18,7 @@ from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, SiteError, U
 from launcher.launch import local
 from launcher.launch.agent import load_plan
 from launcher.launch.slurm import client, submit
-from launcher.launch.tracker_processes import TrackerProcesses
+from launcher.launch.tracker_processes import TrackerProcesses, rest_text
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.tracker_plan import TRACKER_KINDS, mirrors_of
@@ -252,6 +252,7 @@ def mirror_again(run: Run) -> list[tuple[str, str]]:
 
     def problem(tracker: Tracker) -> str:
         known = (read_json(paths.tracker_status(tracker)) or {}).get("problem") or ""
+        known = known.replace(rest_text(paths), "").rstrip()  # that is this command
         early = f"its process ended early; see {paths.tracker_log(tracker)}."
         return known or ("" if tracker in complete else early)
 

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 # label of a token that is not predicted, as in transformers
 IGNORED = -100
+# kinds of models that have a class for causal language models, and are none: CPM-Ant's prompt sees all of itself, and
+# ProphetNet's loss depends on what else is in the micro-batch
+_LOOK_AHEAD = ("cpmant", "prophetnet")
 
 
 class TextRows(HfTask):
@@ -55,6 +58,8 @@ class TextRows(HfTask):
 
     def _plain(self, column: str, example: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the pieces of a text. They overlap by one token, so that each but the first is predicted once."""
+        if example[column] == "":  # the tokenizer may add tokens of its own
+            raise UnusableExample("has no token to predict")
         tokens = self._ended(self._tokens(example[column]))
         step = self._seq_len - 1
         pieces = (tokens[start : start + self._seq_len] for start in range(0, max(1, len(tokens) - 1), step))
@@ -77,6 +82,8 @@ class TextRows(HfTask):
         text, answers = "", list[range]()
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
+                if not number:
+                    raise UnusableExample("begins with an answer")
                 prompt = self._templated(messages[:number], tools, prompts=True)
                 longer = self._templated(messages[: number + 1], tools, prompts=False)
                 if not (prompt.startswith(text) and longer.startswith(prompt)):
@@ -87,15 +94,37 @@ class TextRows(HfTask):
                     )
                 if message.get("tool_calls"):
                     self._require_calls_written(messages[: number + 1], tools, longer)
-                answers.append(range(len(prompt), len(longer)))
+                if message.get("weight") != 0 and message.get("train") is not False:
+                    begin = len(prompt) + self._header(messages[: number + 1], tools, prompt, longer)
+                    answers.append(range(begin, max(begin, self._end(longer))))
                 text = longer
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         tokens, offsets = encoded.input_ids, encoded["offset_mapping"]
         labels = [
-            token if any(start in answer for answer in answers) else IGNORED
-            for token, (start, _) in zip(tokens, offsets, strict=True)
+            # a token may begin before the answer, such as with a space at the end of the prompt
+            token if any(start in answer or start < answer.start < end for answer in answers) else IGNORED
+            for token, (start, end) in zip(tokens, offsets, strict=True)
         ]
         return [self._sample(tokens, labels)]
+
+    def _end(self, text: str) -> int:
+        """Return the end of ``text`` without white space after its end token: nobody generates that."""
+        shown = text.rstrip()
+        return len(shown) if shown.endswith(tuple(self.tokenizer.all_special_tokens)) else len(text)
+
+    def _header(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, prompt: str, text: str
+    ) -> int:
+        """Return the characters that the template writes between the chat and the content of the last message, if it
+        does not write them as a prompt (``add_generation_prompt``); otherwise 0.
+
+        Args:
+            prompt, text: the messages before the last one, and all of them, as the template writes them.
+        """
+        content = messages[-1].get("content")
+        if not isinstance(content, str) or prompt != self._templated(messages[:-1], tools, prompts=False):
+            return 0
+        return max(0, text.find(content.strip(), len(prompt)) - len(prompt))
 
     def _require_tools_written(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> None:
         """Raise TaskError if the template ignores the tools, which transformers allows."""
@@ -136,6 +165,8 @@ class TextRows(HfTask):
             raise UnusableExample(f"is {type(text).__name__} where text is expected")
         own, whole = (self.tokenizer(text, add_special_tokens=added).input_ids for added in (False, True))
         first = next((n for n in range(len(whole) - len(own) + 1) if whole[n : n + len(own)] == own), None)
+        if whole and not own:  # which of them are at the start is seen from another text
+            first = len(self._tokens("a", ends=False)) - len(self._tokens("a", starts=False, ends=False))
         if first is None:
             raise TaskError("the tokenizer changes the tokens of a text when it adds those of its start and end.")
         return whole[0 if starts else first : None if ends else first + len(own)]
@@ -220,14 +251,26 @@ class HfCausalLM(TextRows):
         return self._adapted(model, "CAUSAL_LM")
 
     def _require_causal(self) -> None:
-        """Raise TaskError for an encoder, whose tokens see those that they predict."""
+        """Raise TaskError for a model whose tokens see those that they predict."""
         from transformers import MODEL_FOR_MASKED_LM_MAPPING
 
+        kind, text = self._config.model_type, self._config.get_text_config()
         if type(self._config) in MODEL_FOR_MASKED_LM_MAPPING:
-            raise TaskError(
-                f"task.model={self._model}: {self._config.model_type} is a masked language model: its tokens see those "
-                "that they would predict.\n  Name a causal language model."
-            )
+            why = f"{kind} is a masked language model"
+        elif kind in _LOOK_AHEAD:
+            why = f"{kind} is not causal"
+        elif getattr(text, "use_bidirectional_attention", False) in (True, "all"):
+            why = f"use_bidirectional_attention={text.use_bidirectional_attention} in its configuration"
+        elif kind == "xlnet" and self._config.attn_type == "bi":
+            why = "attn_type=bi in its configuration"
+        elif kind == "bert-generation" and not self._config.is_decoder:
+            why = "is_decoder=false in its configuration"
+        else:
+            return
+        raise TaskError(
+            f"task.model={self._model}: {why}: its tokens see those that they would predict.\n"
+            "  Name a causal language model."
+        )
 
     def _require_packable(self, model: Any) -> None:
         """Raise TaskError if a document of ``model`` could see others in its row, or could see less than alone."""
@@ -275,7 +318,7 @@ def _message(message: Any) -> dict[str, Any]:
     if not (
         isinstance(message, dict)
         and isinstance(message.get("role"), str)
-        and ("content" in message or message.get("tool_calls"))
+        and (message.get("content") is not None or message.get("tool_calls"))
     ):
         raise UnusableExample("has messages that are not dicts with role and content, or role and tool_calls")
     return _without_nulls(message)

@@ -91,7 +91,12 @@ class HfClassifier(HfTask):
             )
         if len(values) < 2:
             raise TaskError(f"task.label={self._label}: only one class, {values.pop()!r}; there must be two at least.")
-        if kinds == {int} and min(values) >= 0:
+        if kinds == {int}:
+            if min(values) < 0:
+                raise TaskError(
+                    f"task.label={self._label}: {min(values)} is no class: numbers of classes start at 0.\n"
+                    "  Leave out examples without a label, or write names."
+                )
             if max(values) >= 100 * len(values):
                 raise TaskError(f"task.label={self._label}: {max(values)} is too large for the number of a class.")
             return self._in_order_of_head(list(range(max(values) + 1)))

@@ -28,7 +28,7 @@ _BUILDERS = {
 Encode = Callable[[dict[str, Any]], list[dict[str, Any]]]  # example -> rows
 
 # changed whenever the tokenised rows change, so that no cache of an older version is used
-_FORMAT = 2
+_FORMAT = 3
 # column of an example's number in its file, from 0
 NUMBER = "example_number"
 # seed of the split into training and held-out examples; not the job's, so that all runs have the same split

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.errors import TaskError, did_you_mean
+from launcher.plan.float8_support import quiet_torchao
 from launcher.quantities import first_names
 from launcher.tasks.hf_data import Encode, read_examples, split_examples, tokenized
 from launcher.tasks.hf_hub import cached_commit, first_line, require_on_hub
@@ -49,6 +50,7 @@ class HfTask(ABC):
         packages = ["transformers", "datasets", *(["peft"] if lora is not None else [])]
         if missing := [each for each in packages if find_spec(each) is None]:
             raise TaskError(f"task={name}: {', '.join(missing)} must be installed.\n  pip install launcher[hf]")
+        quiet_torchao()
         _require_lora({} if lora is None else lora)
         self._model, self._tokenizer, self._lora = model or "", tokenizer, lora
         self._data, self._eval_data, self._held_out = data, eval_data, held_out
@@ -56,11 +58,10 @@ class HfTask(ABC):
         self._config: Any = None if model is None else _load_config(model, revision)
         # the commit that a name on the hub stands for now; None for a directory or a file
         self._revision: str | None = None if model is None or Path(model).exists() else cached_commit(model, revision)
-        longest = None if model is None else getattr(self._config.get_text_config(), "max_position_embeddings", None)
-        longest = longest if isinstance(longest, int) and longest > 0 else None
+        longest, why = (None, "") if model is None else _longest(self._config.get_text_config())
         self._seq_len: int = min(DEFAULT_LENGTH, longest or DEFAULT_LENGTH) if seq_len is None else seq_len
         if self._seq_len < 2 or (longest is not None and self._seq_len > longest):
-            most = "" if longest is None else f" and at most {longest}, the length of the model's sequences"
+            most = "" if longest is None else f" and at most {longest}, {why}"
             raise TaskError(f"task.seq_len={seq_len}: must be at least 2{most}.")
 
     @cached_property
@@ -127,6 +128,25 @@ class HfTask(ABC):
         return [module for module in model.modules() if type(module).__name__ in classes] or find_units(model)
 
 
+def _longest(config: Any) -> tuple[int | None, str]:
+    """Return the most tokens of a sequence, and why; None if there is no limit.
+
+    Some rotary embeddings take other frequencies for all texts of a forward pass if one of them is long: the gradient
+    would depend on how samples are divided into micro-batches.
+    """
+    longest = getattr(config, "max_position_embeddings", None)
+    longest = longest if isinstance(longest, int) and longest > 0 else None
+    rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for each in [rotary, *rotary.values()]:  # of each kind of layer, or of all
+        kind = (each.get("rope_type") or each.get("type")) if isinstance(each, dict) else None
+        if kind in ("dynamic", "longrope"):
+            own = each.get("original_max_position_embeddings")
+            limit = own or getattr(config, "original_max_position_embeddings", None) or longest
+            if limit is not None and (longest is None or limit < longest):
+                return limit, f"because with rope_type={kind} a longer text changes what the model computes of others"
+    return longest, "the length of the model's sequences"
+
+
 def _is_config_file(model: str) -> bool:
     """Return whether ``model`` names a configuration, of which a model with random values is made."""
     return Path(model).is_file() and Path(model).suffix == ".json"
@@ -178,6 +198,8 @@ def _build_pretrained(
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # its report of tensors without weights: what is wrong among these is an error below
     try:
         if _is_config_file(model):
             return auto.from_config(config, dtype=torch.float32), []
@@ -186,6 +208,8 @@ def _build_pretrained(
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise TaskError(f"task.model={model}: {first_line(error)}") from None
+    finally:
+        logging.set_verbosity(verbosity)
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         names = sorted(map(str, loaded.get(kind) or ()))
         if new_head:

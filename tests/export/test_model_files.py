@@ -155,7 +155,8 @@ def test_adapters_alone_and_merged(name: str, adapter: str, tmp_path: Path) -> N
     params = {"name": name, "adapter": adapter}
     directory = exported(tmp_path, name, model, params=params)
     names = {path.name for path in directory.iterdir() if "token" not in path.name}
-    assert names == {"adapter_config.json", "adapter_model.safetensors"}
+    classes = {"config.json"} if name == "classifier" else set[str]()
+    assert names == {"adapter_config.json", "adapter_model.safetensors"} | classes
     ids = torch.arange(24).reshape(2, 12)
     with torch.no_grad():
         assert peft.PeftModel.from_pretrained(base, directory).eval()(ids).logits.equal(model(ids).logits)
@@ -167,6 +168,48 @@ def test_adapters_alone_and_merged(name: str, adapter: str, tmp_path: Path) -> N
     assert not any(info[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     wanted = model.merge_and_unload().state_dict()
     assert [key for key, value in loaded.state_dict().items() if not value.equal(wanted[key])] == []
+
+
+class Classifier(Pretrained):
+    """Task with three named classes, and a model that was saved with two."""
+
+    def __init__(self, base: str) -> None:
+        super().__init__("classifier")
+        self.base = base
+
+    def model(self) -> nn.Module:
+        import peft
+        import transformers
+
+        labels = {"num_labels": 3, "id2label": {0: "aa", 1: "bb", 2: "cc"}, "label2id": {"aa": 0, "bb": 1, "cc": 2}}
+        config = transformers.AutoConfig.from_pretrained(self.base, **labels)
+        made: Any = transformers.AutoModelForSequenceClassification
+        model = made.from_pretrained(self.base, config=config, ignore_mismatched_sizes=True)
+        return peft.get_peft_model(
+            model, peft.LoraConfig(init_lora_weights=False, task_type="SEQ_CLS", **ADAPTERS["saved"])
+        )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_adapter_of_a_classifier_has_its_classes(tmp_path: Path) -> None:
+    import peft
+    import transformers
+
+    torch.manual_seed(3)
+    cls, config, settings = MODELS["classifier"]
+    base = getattr(transformers, cls)(getattr(transformers, config)(**settings | {"num_labels": 2}))
+    base.save_pretrained(tmp_path / "base")
+    model: Any = Classifier(str(tmp_path / "base")).model().eval()
+    target = "tests.export.test_model_files.Classifier"
+    directory = exported(tmp_path, "", model, target=target, params={"base": str(tmp_path / "base")})
+    own = transformers.AutoConfig.from_pretrained(directory)
+    made: Any = transformers.AutoModelForSequenceClassification
+    plain = made.from_pretrained(tmp_path / "base", config=own, ignore_mismatched_sizes=True)
+    loaded: Any = peft.PeftModel.from_pretrained(plain, directory).eval()
+    ids = torch.arange(24).reshape(2, 12)
+    with torch.no_grad():
+        assert loaded(ids).logits.equal(model(ids).logits)
+    assert loaded.config.id2label == {0: "aa", 1: "bb", 2: "cc"}
 
 
 @pytest.mark.filterwarnings("ignore")

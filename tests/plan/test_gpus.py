@@ -56,7 +56,7 @@ def test_a_plan_for_gpus_elsewhere() -> None:
             "does not fit, by 11.14 GB. It fits with batch.micro_size=1 strategy=fsdp.",
         ),
         ({"every": 90, "boundary": 95, "gather_once": 99}, Sync.every, [], "or sharding over these ranks is enough"),
-        ({"every": 90, "boundary": 95, "gather_once": 99}, Sync.every, None, "by 11.14 GB. Use more ranks, or GPUs"),
+        ({"every": 90, "boundary": 95, "gather_once": 99}, Sync.every, None, "by 11.14 GB. `launch plan` of this job"),
     ],
 )  # fmt: skip
 def test_its_memory_decides(

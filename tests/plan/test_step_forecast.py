@@ -62,6 +62,26 @@ def test_on_cpus_collectives_may_hide_nothing(device: Device, high_s: float) -> 
     assert step.high_s == pytest.approx(high_s)
 
 
+def test_one_rank_exposes_no_communication() -> None:
+    plan = make_plan("cluster.workers_per_node=1", "batch.micro_size=1", "batch.accumulation=1", "strategy=ddp")
+    step = predicted(plan)
+    assert (step.communication_s, step.exposed_s) == (0.0, 0.0)
+    assert step.step_s == pytest.approx(3.75)
+
+
+def test_no_step_takes_no_time() -> None:
+    whole = Seconds(value=1.0, error=1.5)
+    part = Seconds(value=0.1, error=0.1)
+    measured = Work(
+        forward=part, backward=part, optimizer=part, window=part, windows={Sync.boundary: {1: whole, 2: whole}},
+        collectives=True,
+    )  # fmt: skip
+    plan = make_plan("cluster.workers_per_node=1", "batch.micro_size=1", "batch.accumulation=1", "strategy=ddp")
+    step = step_time(plan, Sync.boundary, None, None, measured)
+    assert step is not None
+    assert (step.low_s, step.high_s) == (pytest.approx(1 / 2.5), pytest.approx(2.5))
+
+
 def test_what_a_busy_machine_took_is_marked() -> None:
     plan = of_two_hosts(Device.cpu)
     assert predicted(plan, busy=True).busy

@@ -52,7 +52,7 @@ def test_a_plan_says_what_would_fit_after_it_was_traced_among_others(
     trace_jobs(cells, Once(), lambda *_: None)
     (among,) = (note for note in plan_job(cells[0], Once(), starts=False).notes if "does not fit" in note)
     (alone,) = (note for note in plan_job(cells[0], starts=False).notes if "does not fit" in note)
-    assert "Use more ranks" in among
+    assert "`launch plan` of this job alone" in among
     assert "It fits with batch.micro_size=" in alone
 
 

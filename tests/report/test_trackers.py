@@ -284,6 +284,7 @@ def test_a_tracker_that_does_not_return_is_reported(tmp_path: Path, monkeypatch:
             "The server refuses the login (/nowhere/mlruns). ",
         ),
         ("HTTPConnectionPool(host='h', port=401): Max retries exceeded: server:403 (timed out)", "The server does not"),
+        ("Max retries exceeded with url: /api (Caused by NameResolutionError('no host'))", "There is no host of this"),
         (
             "HTTPConnectionPool: Max retries exceeded (NameResolutionError: Failed to resolve)",
             "There is no host of this",
@@ -298,6 +299,6 @@ def test_a_problem_says_what_is_wrong_and_what_to_check(text: str, cause: str) -
     problem = trackers.problem_of(trackers.Tracker.mlflow, RuntimeError(text), make_plan())
     assert problem.startswith(cause)
     assert "MLFLOW_TRACKING_PASSWORD" in problem
-    shown = f"RuntimeError: {text.removesuffix('.')}"
+    shown = f"RuntimeError: {text.partition(' (Caused by')[0].removesuffix('.')}"
     assert problem.endswith(f" ({shown}).")
     assert trackers.problem_of(trackers.Tracker.tensorboard, RuntimeError(text), make_plan()) == f"{shown}."

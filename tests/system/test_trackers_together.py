@@ -58,13 +58,14 @@ def test_what_a_tracker_lacks_at_the_end_is_sent_by_a_command(launch: Launch, tm
     there = {"MLFLOW_TRACKING_URI": str(tmp_path / "mlruns")}
     done = launch("train", *SMALL, *ALONE, "trackers=[mlflow]", env=away)
     assert done.returncode == 0, done.stderr
-    assert "incomplete" in done.stdout
+    assert "MLflow is incomplete: `launch status" in done.stdout
     run = tmp_path / "runs" / "w"
     problem = json.loads((run / "mlflow.json").read_text())["problem"]
     assert f"`launch mirror {run}` sends the rest" in problem
     still = launch("mirror", "w", env=away)
     assert still.returncode == 1, still.stderr
     assert "MLflow: The server does not answer" in still.stdout
+    assert "launch mirror" not in still.stdout, "that is the command itself"
     written = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for _ in range(2):  # the second time, nothing is missing
         sent = launch("mirror", "w", env=there)

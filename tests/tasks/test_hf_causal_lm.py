@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import types
 from pathlib import Path
 from typing import Any
 
@@ -225,31 +227,136 @@ def test_keys_that_only_other_messages_have_are_left_out(tmp_path: Path) -> None
     )
 
 
+def learned_of(tmp_path: Path, template: str, chat: list[dict[str, Any]]) -> tuple[str, str]:
+    """Return the text of a chat, and the part of it that is learned."""
+    file = save_lines(tmp_path / "chats.jsonl", [{"messages": chat}])
+    job = task(save_model(tmp_path / "model", "llama", template=template), file)
+    row = job.train_data()[0]
+    learned = [label for label in row["labels"] if label != -100]
+    return job.tokenizer.decode(row["input_ids"]), job.tokenizer.decode(learned)
+
+
+ASKED = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "f area(width)"}]
+
+
 def test_an_answer_whose_start_joins_what_precedes_it(tmp_path: Path) -> None:
-    """Token pieces of the template and of the answer are one token: the answer's other tokens are learned."""
+    """Letters of the template and of the answer are one token: it is learned, or the answer would lose its start."""
     ends_with_def = CHAT_TEMPLATE.replace("assistant\n{% endif", "assistant\nde{% endif").replace(
         "{{ message['content'] }}", "{{ ('de' if message['role'] == 'assistant' else '') + message['content'] }}"
     )
-    chat = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "f area(width)"}]
+    whole, learned = learned_of(tmp_path, ends_with_def, ASKED)
+    assert whole.endswith("assistant\ndef area(width)<|end|>")
+    assert learned in ("def area(width)<|end|>", "f area(width)<|end|>")
+
+
+def test_white_space_after_the_end_of_an_answer_is_not_learned(tmp_path: Path) -> None:
+    whole, learned = learned_of(tmp_path, CHAT_TEMPLATE.replace("<|end|>", "<|end|>\n"), ASKED)
+    assert whole.endswith("<|end|>\n")
+    assert learned == "f area(width)<|end|>"
+
+
+def test_a_header_that_is_no_prompt_is_not_learned(tmp_path: Path) -> None:
+    template = CHAT_TEMPLATE[: CHAT_TEMPLATE.index("{% if add_generation_prompt")]
+    whole, learned = learned_of(tmp_path, template, ASKED)
+    assert "<|start|>assistant\nf area" in whole
+    assert learned == "f area(width)<|end|>"
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}])
+def test_an_answer_that_is_marked_as_context(mark: dict[str, Any], tmp_path: Path) -> None:
+    other = [{"role": "user", "content": "two?"}, {"role": "assistant", "content": "print", "weight": 1}]
+    whole, learned = learned_of(tmp_path, CHAT_TEMPLATE, [ASKED[0], ASKED[1] | mark, *other])
+    assert "f area(width)<|end|>" in whole
+    assert learned == "print<|end|>"
+
+
+@pytest.mark.parametrize(
+    "chat", [[{"role": "assistant", "content": "first"}], [ASKED[0], {"role": "assistant", "content": None}]]
+)
+def test_chats_without_something_to_answer_or_an_answer(
+    chat: list[dict[str, Any]], llama: Path, tmp_path: Path
+) -> None:
     file = save_lines(tmp_path / "chats.jsonl", [{"messages": chat}])
-    job = task(save_model(tmp_path / "model", "llama", template=ends_with_def), file)
-    row = job.train_data()[0]
-    whole = job.tokenizer.apply_chat_template(chat, tokenize=False)
-    assert job.tokenizer.decode(row["input_ids"]) == whole
-    learned = job.tokenizer.decode([label for label in row["labels"] if label != -100])
-    assert whole.endswith(learned)
-    assert "area(width)<|end|>".endswith(learned.strip()) or "f area(width)<|end|>".endswith(learned)
+    with pytest.raises(
+        TaskError, match=r"example 0 \(counted from 0\) (begins with an answer|has messages that are not)"
+    ):
+        task(llama, file).train_data()
 
 
-def test_a_prompt_does_not_end_with_the_end_token_that_a_tokenizer_adds(llama: Path, tmp_path: Path) -> None:
+def with_start_and_end(job: Any) -> Any:
+    """Return the task, with a tokenizer that adds both tokens to each text."""
     from tokenizers.processors import TemplateProcessing
 
-    file = save_lines(tmp_path / "pairs.jsonl", [{"prompt": "2+2=", "completion": "4"}])
-    job = task(llama, file)
     special = [("<|start|>", 1), ("<|end|>", 0)]
     job.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|start|> $A <|end|>", special_tokens=special
     )
+    return job
+
+
+def test_an_empty_prompt_has_the_start_token(llama: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "", "completion": "4"}, {"prompt": "2", "completion": "4"}]
+    job = with_start_and_end(task(llama, save_lines(tmp_path / "pairs.jsonl", rows)))
+    assert [job.tokenizer.decode(row["input_ids"]) for row in job.train_data()] == [
+        "<|start|>4<|end|>",
+        "<|start|>24<|end|>",
+    ]
+
+
+def test_an_empty_text_is_refused_if_the_tokenizer_adds_tokens(llama: Path, tmp_path: Path) -> None:
+    job = with_start_and_end(task(llama, save_lines(tmp_path / "texts.jsonl", [{"text": "a"}, {"text": ""}])))
+    with pytest.raises(TaskError, match=r"example 1 \(counted from 0\) has no token to predict"):
+        job.train_data()
+
+
+def altered(model: Path, to: Path, **values: Any) -> Path:
+    """Return a configuration of ``model`` with other values."""
+    to.mkdir()
+    (to / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | values))
+    return to / "config.json"
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "why"),
+    [
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("xlnet", {"attn_type": "bi"}, "attn_type=bi"),
+        ("bert-generation", {"is_decoder": False}, "is_decoder=false"),
+        ("cpmant", {}, "cpmant is not causal"),
+        ("bert", {}, "bert is a masked language model"),
+    ],
+)
+def test_models_whose_tokens_see_later_ones_are_refused(
+    kind: str, values: dict[str, Any], why: str, llama: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": kind, "vocab_size": 352} | values))
+    file = save_lines(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])
+    with pytest.raises(TaskError, match=f"{why}.*: its tokens see those that they would predict"):
+        task(config, file, tokenizer=str(llama)).model()
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_embeddings_that_depend_on_the_longest_text_have_a_limit(kind: str, llama: Path, tmp_path: Path) -> None:
+    from launcher.tasks.hf_model import _longest
+
+    rotary = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    rotary |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if kind == "longrope" else {}
+    config = altered(llama, tmp_path / kind, rope_parameters=rotary)
+    file = save_lines(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])
+    with pytest.raises(TaskError, match=f"at most 32, because with rope_type={kind} a longer text changes"):
+        task(config, file, tokenizer=str(llama))
+    assert task(config, file, tokenizer=str(llama), seq_len=None)._seq_len == 32
+    per_layer = types.SimpleNamespace(max_position_embeddings=128, rope_parameters={"full_attention": rotary})
+    assert _longest(per_layer)[0] == 32
+    assert (
+        _longest(types.SimpleNamespace(max_position_embeddings=128, rope_parameters={"rope_type": "default"}))[0] == 128
+    )
+
+
+def test_a_prompt_does_not_end_with_the_end_token_that_a_tokenizer_adds(llama: Path, tmp_path: Path) -> None:
+    file = save_lines(tmp_path / "pairs.jsonl", [{"prompt": "2+2=", "completion": "4"}])
+    job = with_start_and_end(task(llama, file))
     row = job.train_data()[0]
     assert job.tokenizer.decode(row["input_ids"]) == "<|start|>2+2=4<|end|>"
     assert job.tokenizer.decode([label for label in row["labels"] if label != -100]) == "4<|end|>"

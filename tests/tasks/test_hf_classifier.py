@@ -79,6 +79,11 @@ def test_texts_that_are_too_long(bert: Path, tmp_path: Path) -> None:
         ({"label": "lable"}, ROWS, "task.label=lable: .* has no such column"),
         ({}, [{"text": "a", "label": 0.5}, {"text": "b", "label": 1.5}], "its values are float"),
         ({}, ROWS[:1], "only one class"),
+        (
+            {},
+            [{"text": str(label), "label": label} for label in (0, 1, -1)],
+            "-1 is no class: numbers of classes start",
+        ),
     ],
 )
 def test_wrong_classes_are_named(bert: Path, tmp_path: Path, settings: Any, rows: Any, message: str) -> None:

@@ -141,8 +141,9 @@ class SafetensorsWeights:
                 for name in file.keys():  # noqa: SIM118 (the file is no mapping)
                     part = file.get_slice(name)
                     if name in self._files or part.get_dtype() not in dtypes:
-                        problem = f"{name} is in two of its files" if name in self._files else f"{name} has a dtype"
-                        raise ConfigError(KEY, path, f"{problem} that torch does not have: {part.get_dtype()}.")
+                        no_dtype = f"has a dtype that torch does not have: {part.get_dtype()}"
+                        problem = "is in two of its files" if name in self._files else no_dtype
+                        raise ConfigError(KEY, path, f"{name} {problem}.")
                     self._files[name] = place
                     self.tensors[name] = StoredTensor(tuple(part.get_shape()), dtypes[part.get_dtype()])
 

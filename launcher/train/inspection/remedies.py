@@ -13,16 +13,16 @@ from launcher.plan.run_plan import Forecast, RunPlan, StrategyPlan
 from launcher.plan.strategy import CONFIGURED
 from launcher.plan.sync_policy import SHARDED
 
-LIMIT_S = 20.0  # of CPU time, after which no further combination is tried
+LIMIT_S = 10.0  # of CPU time, after which no further combination is tried
 
 Change = tuple[str, Callable[[RunPlan], RunPlan]]  # settings, and what they do to a plan
 
 
 def find_remedy(
     plan: RunPlan, memory_bytes: int, forecasts: Sequence[Forecast], trace: Callable[[RunPlan], Forecast]
-) -> list[str] | None:
-    """Return the fewest settings with which a job fits that does not, at the same global batch; empty if no combination
-    of them suffices; None if the search takes too long.
+) -> list[str]:
+    """Return the fewest settings with which a job fits that does not, at the same global batch: all that this job can
+    change if the search for fewer takes too long; empty if these do not suffice.
 
     Args:
         forecasts: those of the plan.
@@ -37,17 +37,23 @@ def find_remedy(
         forecast = trace(_changed(plan, changes))
         return None if excess_bytes(forecast, memory_bytes) else forecast.reserved_bytes
 
-    for changes in _combinations(plan):
+    def named(changes: Sequence[Change]) -> list[str]:
+        return [*(setting for setting, _ in changes), *_policy(plan, _changed(plan, changes))]
+
+    everything = _settings(plan)
+    if not everything or needed(everything) is None:
+        return []
+    for changes in _combinations(everything):
         if time.process_time() > until:
-            return None
+            break
         if (least := needed(changes)) is None:
             continue
         if [setting for setting, _ in changes] == [_micro(plan, 1)[0]]:
             before = max(each.reserved_bytes or 0 for each in usable if each.sync is strategy.sync)
             more = _largest_micro(plan, least, before, memory_bytes)
             changes = (more,) if needed((more,)) is not None else changes
-        return [*(setting for setting, _ in changes), *_policy(plan, _changed(plan, changes))]
-    return []
+        return named(changes)
+    return named(everything)
 
 
 def fits(plan: RunPlan, memory_bytes: int, forecasts: Sequence[Forecast]) -> bool:
@@ -80,12 +86,16 @@ def _policy(plan: RunPlan, changed: RunPlan) -> list[str]:
     return [] if same else [f"strategy.sync={changed.strategy.sync.value}"]
 
 
-def _combinations(plan: RunPlan) -> Iterator[tuple[Change, ...]]:
-    """Yield combinations of the settings that this job can change, those of the fewest first."""
+def _settings(plan: RunPlan) -> list[Change]:
+    """Return the settings that this job can change."""
     batch = plan.batch
     even = batch.micro_size * batch.accumulation * batch.world_size == batch.global_size
     smaller = [_micro(plan, 1)] if batch.micro_size > 1 and even else []
-    settings = [*smaller, *_recompute(plan), *_sharding(plan)]
+    return [*smaller, *_recompute(plan), *_sharding(plan)]
+
+
+def _combinations(settings: Sequence[Change]) -> Iterator[tuple[Change, ...]]:
+    """Yield the combinations of ``settings``, those of the fewest first."""
     for number in range(1, len(settings) + 1):
         yield from itertools.combinations(settings, number)
 

@@ -6,17 +6,15 @@ same parameters, hooks and names; only its class changes. torchao is not importe
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from launcher.config.schema import PrecisionKind
 from launcher.errors import ConfigError
-from launcher.plan.float8_support import INSTALL, no_layers
+from launcher.plan.float8_support import INSTALL, no_layers, quiet_torchao
 from launcher.plan.run_plan import PrecisionPlan
 from launcher.train.parallel.mixed_precision import class_before_float8, matmul_parameters
 
@@ -79,34 +77,10 @@ def set_float8(model: nn.Module, precision: PrecisionPlan) -> None:
     if not layers:
         raise no_layers(precision.float8_exclude)
     try:
-        with _disable_current_modes(), _without_known_messages():  # constants of torchao must be real tensors
+        quiet_torchao()
+        with _disable_current_modes():  # constants of torchao must be real tensors
             from launcher.train.parallel.float8_linear import float8_class
     except ImportError as error:
         raise ConfigError("precision", "float8", f"torchao cannot be imported: {error}.", INSTALL) from None
     for layer in layers.values():
         layer.__class__ = float8_class(type(layer), precision.float8_recipe.value, precision.float8_emulate)
-
-
-# what torchao 0.18 logs when it is imported: libraries with kernels for other machines and formats, which float8
-# training does not use, and its use of a function of torch that is deprecated since torch 2.13
-_KNOWN_MESSAGES = {
-    "torchao": re.compile("Failed to load .*_C.*[.]so|Skipping import of cpp extensions"),
-    "torch.utils._pytree": re.compile(r"register_constant\(\) on Enum subclasses is deprecated"),
-}
-
-
-@contextmanager
-def _without_known_messages() -> Iterator[None]:
-    """Return a context in which the messages that torchao logs whenever it is imported are not shown."""
-
-    def filter_of(pattern: re.Pattern[str]) -> Callable[[logging.LogRecord], bool]:
-        return lambda record: pattern.search(record.getMessage()) is None
-
-    filters = {name: filter_of(pattern) for name, pattern in _KNOWN_MESSAGES.items()}
-    for name, each in filters.items():
-        logging.getLogger(name).addFilter(each)
-    try:
-        yield
-    finally:
-        for name, each in filters.items():
-            logging.getLogger(name).removeFilter(each)

@@ -10,6 +10,7 @@ import pytest
 from launcher.config.schema import Recompute, StrategyKind, Sync
 from launcher.plan.memory_limit import excess_bytes
 from launcher.plan.run_plan import Forecast, RunPlan
+from launcher.train.inspection import remedies
 from launcher.train.inspection.remedies import find_remedy, fits
 from tests.conftest import Launch
 from tests.helpers import make_plan
@@ -74,6 +75,13 @@ def test_a_policy_that_the_launcher_chooses_is_not_advised() -> None:
     assert fits(plan, 17, own), "one of its policies"
     assert not fits(plan, 15, own)
     assert find_remedy(plan, 10, own, forecast) == ["strategy.recompute=blocks"]
+
+
+def test_a_search_that_takes_too_long_advises_what_is_known_to_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remedies, "LIMIT_S", -1.0)
+    every = ["batch.micro_size=1 batch.accumulation=16", "strategy.recompute=blocks", "strategy=fsdp"]
+    assert advice(67, "batch.micro_size=16") == every
+    assert advice(9, "batch.micro_size=16") == []
 
 
 def test_a_model_without_blocks_has_nothing_to_recompute() -> None:
