@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from launcher.plan.forecast import StepTime
 from launcher.plan.past_runs import corrected_step, likeness
-from launcher.plan.step_time import StepTime
 
 BEGIN, END = "<!-- bench-forecast: begin -->", "<!-- bench-forecast: end -->"
 TITLE = "# Forecasts\n\nHow well `launch plan` predicts what then runs.\n"

@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from launcher.config.schema import ClusterKind, PrecisionKind
-from launcher.plan.forecast import Forecast
+from launcher.plan.forecast import Forecast, StepTime
 from launcher.plan.forecast_cache import user_cache
 from launcher.plan.host import device_model
 from launcher.plan.run_plan import RunPlan
-from launcher.plan.step_time import StepTime
 from launcher.quantities import count
 from launcher.rundir.files import object_from_json
 

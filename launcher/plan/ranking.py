@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from launcher.errors import ConfigError
+from launcher.plan.forecast import StepTime
 from launcher.plan.memory_limit import excess_bytes
 from launcher.plan.run_forecast import RunForecast
 from launcher.plan.run_plan import Forecast, RunPlan
-from launcher.plan.step_time import StepTime
 from launcher.quantities import first_names
 
 _SHOWN_VALUES = 6

@@ -1,12 +1,12 @@
-"""Forecast of a whole run: rate, duration, GPU-hours and cost, from the predicted time of a step."""
+"""Forecast of a run: rate, duration, GPU-hours and cost, from the predicted time of a step; and the metrics of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Self
 
+from launcher.plan.forecast import StepTime
 from launcher.plan.run_plan import RunPlan
-from launcher.plan.step_time import StepTime
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,3 +70,19 @@ def _full_steps(plan: RunPlan) -> float | None:
         left -= count
         window += stage.windows
     return steps + left
+
+
+def predicted_metrics(plan: RunPlan) -> dict[str, float]:
+    """Return the metrics ``predicted/*`` of a full window under the plan's sync policy, as far as they are known."""
+    forecast, metrics = plan.strategy.forecast, dict[str, float]()
+    if forecast is None:
+        return metrics
+    if plan.batch.world_size > 1:
+        metrics["predicted/wire_bytes"] = forecast.wire_bytes
+    if forecast.peak_bytes is not None:
+        metrics["predicted/peak_bytes"] = forecast.peak_bytes
+    if (step := forecast.step) is not None:
+        metrics["predicted/step_s"] = step.step_s
+        metrics["predicted/step_low_s"], metrics["predicted/step_high_s"] = step.low_s, step.high_s
+        metrics["predicted/exposed_s"] = step.exposed_s
+    return metrics

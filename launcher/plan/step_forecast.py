@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from launcher.config.schema import Device, Sync
+from launcher.plan.forecast import StepTime
 from launcher.plan.links import Links
 from launcher.plan.replay import ReplayedWindow, Span, Timeline, replay
 from launcher.plan.roofline import ROOFLINE_ERROR
 from launcher.plan.run_plan import Forecast, RunPlan
-from launcher.plan.step_time import StepTime
 from launcher.plan.sync_policy import Collective
 from launcher.plan.work import Seconds, Work
 

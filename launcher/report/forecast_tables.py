@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from launcher.plan.forecast import StepTime
 from launcher.plan.run_forecast import RunForecast
 from launcher.plan.run_plan import Forecast, RunPlan
-from launcher.plan.step_time import StepTime
 from launcher.quantities import bytes_text, count, seconds_text
 
 

@@ -17,7 +17,7 @@ from launcher.errors import RecordFailed, TaskError
 from launcher.heartbeat import HEARTBEAT, Phase, Wait
 from launcher.loss import Loss, as_losses
 from launcher.plan.past_runs import store_run
-from launcher.plan.prediction import predicted_metrics
+from launcher.plan.run_forecast import predicted_metrics
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir.fencing import Fence
 from launcher.rundir.files import write_json

@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.plan.forecast import Forecast
+from launcher.plan.forecast import Forecast, StepTime
 from launcher.plan.past_runs import PastRuns, corrected_step, job_of, likeness, store_run
 from launcher.plan.run_plan import RunPlan
-from launcher.plan.step_time import StepTime
 from tests.helpers import make_plan
 
 STEP = StepTime(

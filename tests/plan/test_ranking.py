@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.errors import ConfigError
+from launcher.plan.forecast import StepTime
 from launcher.plan.ranking import Candidate, frontier, rank
 from launcher.plan.run_forecast import RunForecast
-from launcher.plan.step_time import StepTime
 from tests.helpers import make_plan
 
 WORKERS = "cluster.workers_per_node"

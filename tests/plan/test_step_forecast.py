@@ -9,12 +9,12 @@ import pytest
 
 from launcher.config.schema import Device, Sync
 from launcher.plan import work
+from launcher.plan.forecast import StepTime
 from launcher.plan.host import is_virtual
 from launcher.plan.links import Level, Links
 from launcher.plan.replay import Mark
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.step_forecast import Trace, step_time
-from launcher.plan.step_time import StepTime
 from launcher.plan.sync_policy import Collective
 from launcher.plan.work import Seconds, Work
 from tests.helpers import make_plan

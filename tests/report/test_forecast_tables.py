@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from launcher.plan.forecast import StepTime
 from launcher.plan.past_runs import corrected_step
 from launcher.plan.run_plan import RunPlan
-from launcher.plan.step_time import StepTime
 from launcher.report.forecast_tables import forecast_lines
 from tests.helpers import make_plan
 

@@ -16,9 +16,9 @@ from launcher import api
 from launcher.config.hydra import compose
 from launcher.config.schema import Config
 from launcher.launch import planner
+from launcher.plan.forecast import StepTime
 from launcher.plan.past_runs import PastRuns
 from launcher.plan.run_plan import RunPlan
-from launcher.plan.step_time import StepTime
 from launcher.report.summary_table import summary_table
 from tests.helpers import CORPUS
 

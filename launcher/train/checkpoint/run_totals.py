@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from launcher.plan.prediction import predicted_metrics
+from launcher.plan.run_forecast import predicted_metrics
 from launcher.plan.sync_policy import Collective
 from launcher.plan.windows import WARM_UP_WINDOWS
 from launcher.train.checkpoint.best_evaluation import BestEvaluation

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from launcher.config.schema import PrecisionKind
-from launcher.plan.prediction import predicted_metrics
+from launcher.plan.forecast import StepTime
+from launcher.plan.run_forecast import predicted_metrics
 from launcher.plan.run_plan import RunPlan
-from launcher.plan.step_time import StepTime
 from tests.helpers import make_plan
 
 STEP = StepTime(
