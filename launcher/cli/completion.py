@@ -6,10 +6,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import yaml
-
 from launcher.cli.names import Parser
-from launcher.config.hydra import CONF
 from launcher.config.key_docs import class_keys, groups
 from launcher.errors import EXIT_DONE
 
@@ -48,26 +45,35 @@ _launch() {
     case $current in *[=:]*) cut=${current%"${current##*[=:]}"} ;; esac
     COMPREPLY=()
     for word in $(_launch_candidates "${words[@]:1}" "$current"); do
-        case $word in "$current"*) COMPREPLY+=("${word#"$cut"}") ;; esac
+        case $word in
+            "$current"*=) COMPREPLY+=("${word#"$cut"}") && compopt -o nospace ;;
+            "$current"*[[:space:]]*) COMPREPLY+=("$(printf %q "${word#"$cut"}")") ;;
+            "$current"*) COMPREPLY+=("${word#"$cut"}") ;;
+        esac
     done
-    case ${COMPREPLY[0]} in *=) compopt -o nospace ;; esac
 }
 complete -o default -F _launch launch
 """,
     "zsh": r"""
 _launch() {
     local -a found
-    found=(${(f)"$(sh -c "$_launch_functions"'_launch_candidates "$@"' sh ${(Q)words[2,CURRENT]})"})
-    compadd -S ' ' -- ${found:#*=}
-    compadd -S '' -- ${(M)found:#*=}
-    (( $#found )) || _files
+    found=(${(f)"$(sh -c "$_launch_functions"'_launch_candidates "$@"' sh "${(@Q)words[2,CURRENT]}")"})
+    local -i none=1
+    compadd -S ' ' -- ${found:#*=} && none=0
+    compadd -S '' -- ${(M)found:#*=} && none=0
+    (( none )) && _files
 }
 compdef _launch launch
 """,
     "fish": r"""
 function __launch
     set -l words (commandline -opc) (commandline -ct)
-    sh -c "$__launch_functions"'_launch_candidates "$@"' sh $words[2..-1]
+    set -l found (sh -c "$__launch_functions"'_launch_candidates "$@"' sh $words[2..-1])
+    if string match -q -- "$words[-1]*" $found
+        printf '%s\n' $found
+    else
+        __fish_complete_path $words[-1]
+    end
 end
 complete -c launch -f -a '(__launch)'
 """,
@@ -97,33 +103,38 @@ def _quoted_for_fish(text: str) -> str:
 
 
 def _generated() -> str:
-    """Return the functions with the words, in POSIX shell."""
+    """Return the functions that completion.sh calls, in POSIX shell."""
     keys = [key for group in groups() for key in group.keys]
-    names = [key.name for key in keys if not key.name.endswith(".ARGUMENT") and key.name != "task.ARGUMENT"]
-    values = {key.name: key.options or key.values for key in keys}
+    names = [key.name for key in keys if not key.name.endswith(".ARGUMENT")]
+    values = {f"{key.name}/*": key.options or key.values for key in keys}
     of_tasks: dict[str, list[str]] = {}
-    for option in next(group.options for group in groups() if group.name == "task"):
-        target = yaml.safe_load((CONF / "task" / f"{option}.yaml").read_text(encoding="utf-8"))["_target_"]
-        own = class_keys("task", target)
+    for option, content in next(group.options for group in groups() if group.name == "task").items():
+        own = class_keys("task", content["_target_"])
         of_tasks[option] = [key.name for key in own]
-        values |= {key.name: key.values for key in own}
+        values |= {f"{key.name}/{option}": key.values for key in own}
     return "\n".join(
         [
-            _function("_launch_verbs", {}, FLAGS),
-            _function("_launch_flags", FLAGS),
-            _function("_launch_keys", of_tasks, [*names, "task._target_"]),
-            _function("_launch_values", {name: words for name, words in values.items() if words}),
+            _function("_launch_verbs", "", {}, FLAGS),
+            _function("_launch_flags", "$1", FLAGS),
+            _function("_launch_keys", "$1", of_tasks, [*names, "task._target_"]),
+            _function("_launch_values", "$1/$2", values),
         ]
     )
 
 
-def _function(name: str, words_of: Mapping[str, Iterable[str]], always: Iterable[str] = ()) -> str:
-    """Return a shell function that prints ``always``, and the words of its argument, one a line."""
+def _function(name: str, case: str, words_of: Mapping[str, Iterable[str]], always: Iterable[str] = ()) -> str:
+    """Return a shell function that prints words, one a line.
+
+    Args:
+        case: what decides on the words.
+        words_of: words by patterns of ``case``.
+        always: words that it prints in any case.
+    """
     lines = [f"{name}() {{"]
     if always := [*always]:
         lines.append(f"    printf '%s\\n' {shlex.join(always)}")
     if words_of:
-        lines.append("    case $1 in")
-        lines += [f"        {case}) printf '%s\\n' {shlex.join(words)} ;;" for case, words in words_of.items() if words]
+        lines.append(f"    case {case} in")
+        lines += [f"        {each}) printf '%s\\n' {shlex.join(words)} ;;" for each, words in words_of.items() if words]
         lines.append("    esac")
     return "\n".join([*lines, "}"])

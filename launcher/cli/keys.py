@@ -61,7 +61,11 @@ def _found(words: Sequence[str]) -> Iterable[Key]:
         UserError: there are none.
     """
     chosen = [word for word in words if "=" in word]
-    keys = [key for word in chosen for key in _keys_of_class(word)] or [key for each in groups() for key in each.keys]
+    keys = [key for each in groups() for key in each.keys]
+    if chosen:
+        keys = [key for word in chosen for key in _keys_of_class(word)]
+        if not keys:
+            raise UserError(f"{' '.join(chosen)}: the class has no arguments.\n  `launch keys` lists all other keys.")
     rest = [word.lower().removesuffix(".kind") for word in words if "=" not in word]  # a group's choice
     named = [key for key in keys if all(word in key.name.lower() for word in rest)]
     found = named or [

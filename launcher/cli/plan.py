@@ -136,7 +136,7 @@ def _rank(requested: Sequence[RequestedCell], wide: set[str]) -> Ranking:
         trace_jobs([cell.config for cell in cells], once, lambda number, of: report("traced", number, of, ""))
         for number, cell in enumerate(cells, 1):
             try:
-                plans.append(plan_job(cell.config, once, starts=False))
+                plans.append(plan_job(cell.config, once, starts=False, advises=False))
             except UserError as error:
                 plans.append(error)
             report("planned", number, len(cells), cell_label(cell.overrides))

@@ -20,19 +20,15 @@ _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
 def schema_of(group: Group | None) -> dict[str, Any]:
     """Return the schema of files with ``# @package _global_``; with ``group``, of a file that is an option of it."""
     head = {"$schema": DIALECT, "title": "launcher" if group is None else f"launcher: an option of {group.name}"}
-    if group is not None:
-        return head | _of_group(group)
-    sections = {each.name: _of_group(each) for each in groups()}
     choices = [{"type": "object"}, {"type": "string"}]
-    return head | {
-        "type": "object",
-        "properties": sections
-        | {
-            "defaults": {"type": "array", "items": {"anyOf": choices}, "description": "Options of groups, for Hydra."},
-            "hydra": {"type": "object", "description": "Settings of Hydra itself."},
-        },
-        "additionalProperties": False,
-    }
+    defaults = {"type": "array", "items": {"anyOf": choices}, "description": "Options of groups, for Hydra."}
+    if group is not None:
+        schema = _of_group(group)
+        return head | schema | {"properties": schema.get("properties", {}) | {"defaults": defaults}}
+    sections = {each.name: _of_group(each) for each in groups()}
+    hydra = {"type": "object", "description": "Settings of Hydra itself."}
+    properties = sections | {"defaults": defaults, "hydra": hydra}
+    return head | {"type": "object", "properties": properties, "additionalProperties": False}
 
 
 def _of_group(group: Group) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Configuration keys: type, default and meaning of each, from the schema, conf/ and the classes that a config names.
 
-No torch, unless such a class imports it.
+This module does not import torch; a class of the config may.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from launcher.targets import find_target
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """One key, or with ``options`` the choice of an option of a group.
+    """One key of the configuration.
 
     Attributes:
-        name: as typed: GROUP.KEY; of a choice, GROUP.
-        type: in words; for a list of values, these.
-        values: the values that it may have; none if they are not a list.
-        default: as typed; None: decided by the plan, or given by the options of ``defaults``.
-        defaults: default by the option of the group that sets it.
-        meaning: with its unit.
-        options: options of the group.
+        name: GROUP.KEY, or GROUP for the key that chooses an option of the group.
+        type: type in words, or the allowed values.
+        values: the allowed values, if there is a list of them.
+        default: as typed; None if the plan decides it, or if it depends on the option of the group.
+        defaults: the default under each option of the group, if it depends on that.
+        meaning: its meaning, with its unit.
+        options: the options of the group, for the key that chooses one.
     """
 
     name: str
@@ -165,10 +165,9 @@ def _argument_docs(docstring: str) -> dict[str, str]:
         inside = line[indent:]
         if line.strip() and not line.startswith(" " * indent):
             break  # the next section
-        for begin in re.finditer(r"^(\w+(?:, \w+)*)(?: \(.*?\))?: *(.*)", inside):
+        if begin := re.match(r"(\w+(?:, \w+)*)(?: \(.*?\))?: *(.*)", inside):
             name = begin[1]
             found |= dict.fromkeys(name.split(", "), begin[2])
-            break
         else:
             found |= {each: f"{found[each]} {inside.strip()}" for each in name.split(", ") if each}
     return {name: _line(text) for name, text in found.items()}
@@ -182,7 +181,9 @@ def typed_value(value: Any) -> str:
         return value.value
     if isinstance(value, list | tuple):
         return f"[{','.join(map(typed_value, typing.cast('list[Any]', value)))}]"
-    return f"{value:g}" if isinstance(value, float) else str(typing.cast("object", value))
+    if isinstance(value, float):
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    return str(typing.cast("object", value))
 
 
 def values_of(hint: Any) -> tuple[str, ...]:

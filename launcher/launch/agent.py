@@ -158,10 +158,7 @@ def _run_workers(
     except SignalException as stop:
         return _outcome_of_stop(plan, stop.sigval)
     except ChildFailedError as failed:
-        # a scheduler may signal every process of a job, which kills a script that has no handler
-        if shield.received is not None and failed.get_first_failure()[1].exitcode == -shield.received:
-            return _outcome_of_stop(plan, shield.received)
-        return _outcome_of_failure(plan, failed, _reports(error_files), deaths, watch)
+        return _outcome_of_failure(plan, failed, error_files, deaths, watch, shield)
     except RendezvousClosedError as closed:
         return _outcome_without_rendezvous(plan, str(closed))
     if shield.received is not None:  # the workers stopped before the agent saw the signal
@@ -223,20 +220,25 @@ def _failed(record: Failure) -> NodeOutcome:
 def _outcome_of_failure(
     plan: LaunchPlan,
     error: ChildFailedError,
-    reports: dict[int, ErrorReport],
+    error_files: dict[int, Path],
     deaths: DeathWatch,
     watch: HangWatch | NoWatch,
+    shield: StopShield,
 ) -> NodeOutcome:
     """Return the outcome for the earliest failure: later ones lost their peer, or were ended by torch itself.
 
     A worker writes its report before its connections close, so before any peer can notice. A killed worker writes none:
     the last time at which it was seen alive counts.
     """
+    reports = {rank: _report(error_files[rank]) for rank in error.failures}
     times = {
-        rank: reports[rank].at if rank in reports else deaths.time(death.pid) for rank, death in error.failures.items()
+        rank: report.at if (report := reports[rank]) else deaths.time(error.failures[rank].pid) for rank in reports
     }
     rank = min(times, key=times.__getitem__)
-    first, at, report = error.failures[rank], times[rank], reports.get(rank)
+    first, at, report = error.failures[rank], times[rank], reports[rank]
+    # a scheduler may signal every process of a job, which kills a script that has no handler
+    if shield.received is not None and first.exitcode == -shield.received:
+        return _outcome_of_stop(plan, shield.received)
     if (hang := watch.hang_of(first.pid)) is not None:
         log = plan.paths.newest_rank_log(rank)
         return _failed(failure_record(hang.text, log, rank=hang.rank, kind=HANG, traceback=hang.stack or None, at=at))
@@ -281,15 +283,17 @@ class ErrorReport:
     at: datetime
 
 
-def _reports(error_files: dict[int, Path]) -> dict[int, ErrorReport]:
-    """Return each rank's report; none of a worker that wrote none, or was killed before it had written it whole."""
-    reports: dict[int, ErrorReport] = {}
-    for rank, file in error_files.items():
-        content = object_from_json(file.read_text(encoding="utf-8", errors="replace")) if file.exists() else None
-        if content is not None:
-            message, at = content["message"], datetime.fromtimestamp(file.stat().st_mtime, UTC)
-            reports[rank] = ErrorReport(message["message"], message["extraInfo"]["py_callstack"], at)
-    return reports
+def _report(file: Path) -> ErrorReport | None:
+    """Return a worker's report; None if there is none, or if the worker was killed before it had written it whole."""
+    if not file.exists():
+        return None
+    content = object_from_json(file.read_text(encoding="utf-8", errors="replace"))
+    try:
+        message = (content or {})["message"]
+        at = datetime.fromtimestamp(file.stat().st_mtime, UTC)
+        return ErrorReport(message["message"], message["extraInfo"]["py_callstack"], at)
+    except (KeyError, TypeError):  # a script may write what it likes
+        return None
 
 
 def _how_it_ended(exit_code: int) -> str:

@@ -71,36 +71,37 @@ class Once:
         return result
 
 
-def plan_job(config: Config, once: Once | None = None, *, starts: bool = True) -> RunPlan:
+def plan_job(config: Config, once: Once | None = None, *, starts: bool = True, advises: bool = True) -> RunPlan:
     """Return the plan of `launch train` for this config. Inspects task and machine; starts and writes nothing.
 
     Args:
         once: cache shared with other jobs that are planned at the same time.
         starts: whether the job is about to start: False for `launch plan`.
+        advises: see ``weigh_memory``.
 
     Raises:
         ConfigError, TaskError, SiteError: The input is wrong.
     """
-    alone, once = once is None, once or Once()
+    once = once or Once()
     if config.strategy.kind is not StrategyKind.auto:
-        return _plan_strategy(config, once, starts=starts, alone=alone)
+        return _plan_strategy(config, once, starts=starts, advises=advises)
 
     def plan_of(each: Config) -> RunPlan:
-        return _plan_strategy(each, once, starts=starts, alone=alone, weighs=True)
+        return _plan_strategy(each, once, starts=starts, advises=advises, weighs=True)
 
     predict = config.train.predict
     return choose_strategy(config, plan_of, timed=predict is Predict.always or (predict is Predict.auto and not starts))
 
 
-def _plan_strategy(config: Config, once: Once, *, starts: bool, alone: bool, weighs: bool = False) -> RunPlan:
+def _plan_strategy(config: Config, once: Once, *, starts: bool, advises: bool, weighs: bool = False) -> RunPlan:
     """Return the plan of a config that names its strategy.
 
     Args:
-        alone: whether no other job is planned at the same time.
+        advises: see ``weigh_memory``.
         weighs: whether the plan is to have the predicted memory, whatever the strategy.
     """
     plan, config, notes = _solve_job(config, once, starts=starts)
-    plan = with_predictions(plan, config, starts=starts, weighs=weighs, advises=alone)
+    plan = with_predictions(plan, config, starts=starts, weighs=weighs, advises=advises)
     return plan.with_notes([*notes, *emulation_notes(plan, once)])
 
 

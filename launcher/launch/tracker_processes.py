@@ -171,9 +171,17 @@ class TrackerProcesses(threading.Thread):
             write_line(f"{problem} The status cannot be written: {error}")
 
 
+_REST = "After the end of the run, `launch mirror"
+
+
 def rest_text(paths: RunPaths) -> str:
     """Return a sentence on how a tracker gets what it lacks of a run that has ended."""
-    return f"After the end of the run, `launch mirror {paths.root}` sends the rest."
+    return f"{_REST} {paths.root}` sends the rest."
+
+
+def without_rest(problem: str) -> str:
+    """Return a problem without the sentence of ``rest_text``."""
+    return problem.partition(_REST)[0].rstrip()
 
 
 def wait_after_stop(plan: LaunchPlan) -> str:

@@ -26,7 +26,7 @@ class StepTime:
         communication_s: the collectives of the window by themselves.
         exposed_s: the part of them that computation does not hide.
         source: "measured" (on this machine's device) or "roofline" (from the table of GPUs).
-        correction: factor from past runs that ``step_s``, ``low_s`` and ``high_s`` contain already.
+        correction: factor from past runs that all times contain already.
         past_runs: number of these runs.
         items: items of the loss in the window, on all ranks; None if unknown.
         flops: model FLOPs of the window, forward and backward, on all ranks; None if unknown.

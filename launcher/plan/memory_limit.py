@@ -57,7 +57,9 @@ def full_notes(plan: RunPlan, remedy: list[str] | None) -> list[str]:
         return [f"{start}: it does not fit, by {bytes_text(excess)}. It fits with {' '.join(remedy)}."]
     start = f"{start}: it does not fit, by {bytes_text(excess)}."
     if remedy is None:
-        return [f"{start} `launch plan` of this job alone says with which settings it would."]
+        if plan.cluster.gpu is not None:
+            return [f"{start} `launch plan` of this job alone looks for settings with which it does."]
+        return [f"{start} Try a smaller batch.micro_size, strategy.recompute=blocks, or strategy=fsdp over more ranks."]
     return [
         f"{start} No smaller micro-batch, recomputation or sharding over these ranks is enough. Use more ranks with "
         "strategy=fsdp, or GPUs with more memory."

@@ -1,4 +1,4 @@
-"""Forecast of a run: rate, duration, GPU-hours and cost, from the predicted time of a step; and the metrics of it."""
+"""Forecast of a run: rate, duration, GPU-hours and cost, from the predicted time of a step; also as metrics."""
 
 from __future__ import annotations
 

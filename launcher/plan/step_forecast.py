@@ -83,7 +83,7 @@ def step_time(
     else:
         return None
     if plan.batch.world_size == 1:
-        step = dataclasses.replace(step, communication_s=0.0, exposed_s=0.0)
+        step = dataclasses.replace(step, data_s=step.data_s + step.exposed_s, communication_s=0.0, exposed_s=0.0)
     if trace is None:
         return step
     samples, ranks = plan.batch.global_size, plan.cluster.world_size
@@ -133,8 +133,9 @@ def _replayed_work(
     step = _step(window, math.hypot(half, work.window.error * work.window.value), "measured")
     data, high = work.window.value, step.high_s
     if plan.cluster.device is Device.cpu:  # collectives need the cores that compute: perhaps they hide nothing
-        serial = step.compute_s + step.communication_s + step.optimizer_s
-        high = max(high, serial * (1 + silent.error))
+        link_error = 0.0 if links is None else links.error(plan.cluster.nodes)
+        own = (step.compute_s + step.optimizer_s) * (1 + silent.error)
+        high = max(high, own + step.communication_s * (1 + link_error))
     return dataclasses.replace(
         step, step_s=step.step_s + data, low_s=step.low_s + data, high_s=high + data, data_s=data, busy=work.busy
     )
@@ -155,8 +156,8 @@ def _step(window: ReplayedWindow, half: float, source: str) -> StepTime:
 
 
 def _low(value: float, half: float) -> float:
-    """Return the lower end of an interval, so that it is as many times below ``value`` as the other end is above: no
-    step takes no time."""
+    """Return the lower end of an interval around ``value`` that ends ``half`` above it: as many times below it as the
+    upper end is above. It is never 0, as no step takes no time."""
     return value * value / (value + half) if value else 0.0
 
 

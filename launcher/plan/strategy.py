@@ -146,7 +146,8 @@ def _best_policy(fitting: Sequence[Forecast], roomy: Sequence[Forecast], *, all_
     unknown or cannot be told apart.
 
     Args:
-        roomy: those that leave more of a GPU's memory than the plan would warn of; taken where nothing else decides.
+        roomy: those that leave so much of a GPU's memory that the plan does not warn; preferred among policies whose
+            times cannot be told apart.
         all_fit: whether these are all policies.
     """
     which = "" if all_fit else " of the policies that fit"

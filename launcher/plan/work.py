@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 import subprocess
 import time
@@ -208,7 +209,8 @@ def _gpus_in_use(needed: int) -> str | None:
     """Return why the visible GPUs of this machine should be left alone; None if they have ``needed`` bytes free, and no
     other process is at work on them."""
     query = ["nvidia-smi", "--query-gpu=index,memory.used,memory.free,utilization.gpu", "--format=csv,noheader,nounits"]
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if re.fullmatch(r"(\d+|GPU-[\w-]+)(,(\d+|GPU-[\w-]+))*", visible):  # names that nvidia-smi has too
         query += ["-i", visible]
     try:
         lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()

@@ -226,7 +226,11 @@ class _Watch:
 
 # pattern of an error's text, and what it means; the first that matches counts
 _CAUSES = (
-    (r"(?<![:\d])(?<!port=)40[13]\b(?!\.\d)|UNAUTHENTICATED|PERMISSION_DENIED", "The server refuses the login"),
+    (
+        r"(?i)(error|status|code|http)\W{0,3}40[13]\b|\b40[13] (client error|unauthorized|forbidden|!=)"
+        r"|unauthenticated|permission.denied",
+        "The server refuses the login",
+    ),
     (r"(?i)NameResolution|name or service not known|getaddrinfo|name resolution", "There is no host of this name"),
     (r"(?i)connection refused|Max retries|timed out|connection (aborted|reset)", "The server does not answer"),
 )

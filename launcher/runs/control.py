@@ -18,13 +18,13 @@ from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, SiteError, U
 from launcher.launch import local
 from launcher.launch.agent import load_plan
 from launcher.launch.slurm import client, submit
-from launcher.launch.tracker_processes import TrackerProcesses, rest_text
+from launcher.launch.tracker_processes import TrackerProcesses, without_rest
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.tracker_plan import TRACKER_KINDS, mirrors_of
 from launcher.rundir import history
 from launcher.rundir.fencing import Attempt, Fence
-from launcher.rundir.files import read_json
+from launcher.rundir.files import read_json, write_json
 from launcher.rundir.history import Submission
 from launcher.rundir.paths import RunPaths
 from launcher.runs.status import ACTIVE, Run, RunState, statuses_of
@@ -246,14 +246,16 @@ def mirror_again(run: Run) -> list[tuple[str, str]]:
     # a process of the last start may still be delivering: it stops
     fence = Fence(paths, dataclasses.replace(newest, restart=newest.restart + 1))
     fence.claim(**fields)
+    for tracker in trackers:  # what is wrong is found out again
+        if (status := read_json(paths.tracker_status(tracker))) is not None:
+            write_json(paths.tracker_status(tracker), status | {"problem": None})
     processes = TrackerProcesses(dataclasses.replace(plan, trackers=trackers), fence.own)
     processes.start()
     complete = processes.finish(MIRRORS_WITHIN_S)
 
     def problem(tracker: Tracker) -> str:
-        known = (read_json(paths.tracker_status(tracker)) or {}).get("problem") or ""
-        known = known.replace(rest_text(paths), "").rstrip()  # that is this command
-        early = f"its process ended early; see {paths.tracker_log(tracker)}."
+        known = without_rest((read_json(paths.tracker_status(tracker)) or {}).get("problem") or "")
+        early = f"its process ended early. See {paths.tracker_log(tracker)}, and run this command again."
         return known or ("" if tracker in complete else early)
 
     return [(TRACKER_KINDS[tracker].title, problem(tracker)) for tracker in trackers]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import json
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 # label of a token that is not predicted, as in transformers
 IGNORED = -100
-# kinds of models that have a class for causal language models, and are none: CPM-Ant's prompt sees all of itself, and
+# kinds of models with a class for causal language models that are not causal: CPM-Ant's prompt sees all of itself, and
 # ProphetNet's loss depends on what else is in the micro-batch
 _LOOK_AHEAD = ("cpmant", "prophetnet")
 
@@ -81,9 +82,9 @@ class TextRows(HfTask):
             self._require_tools_written(messages, tools)
         text, answers = "", list[range]()
         for number, message in enumerate(messages):
-            if message["role"] == "assistant":
+            if message["role"] == "assistant" and (number or _is_learned(message)):
                 if not number:
-                    raise UnusableExample("begins with an answer")
+                    raise UnusableExample("begins with an answer, which only weight: 0 allows")
                 prompt = self._templated(messages[:number], tools, prompts=True)
                 longer = self._templated(messages[: number + 1], tools, prompts=False)
                 if not (prompt.startswith(text) and longer.startswith(prompt)):
@@ -94,8 +95,8 @@ class TextRows(HfTask):
                     )
                 if message.get("tool_calls"):
                     self._require_calls_written(messages[: number + 1], tools, longer)
-                if message.get("weight") != 0 and message.get("train") is not False:
-                    begin = len(prompt) + self._header(messages[: number + 1], tools, prompt, longer)
+                if _is_learned(message):
+                    begin = len(prompt) + self._header(messages[: number + 1], tools, prompt)
                     answers.append(range(begin, max(begin, self._end(longer))))
                 text = longer
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -108,23 +109,25 @@ class TextRows(HfTask):
         return [self._sample(tokens, labels)]
 
     def _end(self, text: str) -> int:
-        """Return the end of ``text`` without white space after its end token: nobody generates that."""
+        """Return the end of ``text`` without the white space after its end token, at which a generation stops."""
         shown = text.rstrip()
         return len(shown) if shown.endswith(tuple(self.tokenizer.all_special_tokens)) else len(text)
 
-    def _header(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, prompt: str, text: str
-    ) -> int:
-        """Return the characters that the template writes between the chat and the content of the last message, if it
-        does not write them as a prompt (``add_generation_prompt``); otherwise 0.
+    def _header(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, prompt: str) -> int:
+        """Return the number of characters that the template writes between the chat and the answer, if it does not
+        write them as a prompt (``add_generation_prompt``); otherwise 0.
 
         Args:
-            prompt, text: the messages before the last one, and all of them, as the template writes them.
+            prompt: the messages before the last one, as the template writes them.
         """
-        content = messages[-1].get("content")
-        if not isinstance(content, str) or prompt != self._templated(messages[:-1], tools, prompts=False):
+        *others, last = messages
+        if prompt != self._templated(others, tools, prompts=False):
             return 0
-        return max(0, text.find(content.strip(), len(prompt)) - len(prompt))
+        # the header is what two different answers have in common
+        answers = [{"role": last["role"], "content": letter} for letter in "AB"]
+        texts = [self._templated([*others, answer], tools, prompts=False) for answer in answers]
+        shared = itertools.takewhile(lambda letters: letters[0] == letters[1], zip(*texts, strict=False))
+        return max(0, len([*shared]) - len(prompt))
 
     def _require_tools_written(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> None:
         """Raise TaskError if the template ignores the tools, which transformers allows."""
@@ -322,6 +325,17 @@ def _message(message: Any) -> dict[str, Any]:
     ):
         raise UnusableExample("has messages that are not dicts with role and content, or role and tool_calls")
     return _without_nulls(message)
+
+
+def _is_learned(message: dict[str, Any]) -> bool:
+    """Return whether an answer is learned; otherwise it is context.
+
+    Raises:
+        UnusableExample: it has a weight that is neither 0 nor 1.
+    """
+    if (weight := message.get("weight", 1)) not in (0, 1):
+        raise UnusableExample(f"has an answer of weight {weight}; it can be 0 or 1")
+    return weight == 1 and message.get("train") is not False
 
 
 def _tools(tools: Any) -> list[dict[str, Any]] | None:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset, Subset
 
+from launcher.config.choices import SumFormat
 from launcher.config.schema import Compress, OnNonfinite, Parameters, PrecisionKind, ShortWindow
 from launcher.errors import CollectiveInLoss, DataError, NotFinite, SyncPolicyViolated, TaskError, UnusedParameters
 from launcher.plan.batch import Batch
@@ -237,7 +238,7 @@ def in_fp32(plan: RunPlan) -> RunPlan:
         precision=dataclasses.replace(
             plan.precision,
             kind=PrecisionKind.fp32,
-            reduce_dtype=PrecisionKind.fp32,
+            reduce_dtype=SumFormat.fp32,
             parameters=Parameters.fp32,
             tf32=False,
         ),

@@ -107,6 +107,7 @@ def test_words_select_keys(words: list[str], expected: list[str], capsys: pytest
     [
         (["trian.steps"], "did you mean 'train.steps'?"),
         (["task=lama"], "Write task=bytes_gpt, "),
+        (["task._target_=builtins.object"], "task._target_=builtins.object: the class has no arguments"),
         (["strategy=fsdp"], "names no class"),
         (["task._target_=nowhere.Task"], "no module 'nowhere'"),
         (["--schema", "train"], "Groups: cluster, strategy, precision"),
@@ -129,6 +130,9 @@ def test_the_schema_is_one_and_accepts_every_file_of_conf(capsys: pytest.Capture
     jsonschema.Draft7Validator.check_schema(whole)
     assert problems(whole, yaml.safe_load(compose_with_yaml([])[1])) == []
     assert problems(whole, yaml.safe_load(FILE)) == []
+    strategy = schema_of(next(group for group in groups() if group.name == "strategy"))
+    assert problems(strategy, {"defaults": ["fsdp", "_self_"], "sync": "every"}) == []
+    assert problems(strategy, {"defaults": ["fsdp"], "snyc": "every"}) == ["$"]
     for group in groups():
         if group.options:
             schema = json.loads(printed(capsys, "--schema", group.name))

@@ -101,9 +101,10 @@ def test_what_belongs_to_another_cluster() -> None:
 def test_the_memory_of_hosts_elsewhere_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sharded plan is still weighed, by its bytes alone."""
 
-    def weigh(plan: RunPlan, *, choose: bool, measures: bool) -> RunPlan:
+    def weigh(plan: RunPlan, *, choose: bool, measures: bool, advises: bool) -> RunPlan:
         assert choose
         assert measures
+        assert advises
         return plan.with_notes(["weighed"])
 
     monkeypatch.setattr(planner, "weigh_memory", weigh)

@@ -284,6 +284,9 @@ def test_a_tracker_that_does_not_return_is_reported(tmp_path: Path, monkeypatch:
             "The server refuses the login (/nowhere/mlruns). ",
         ),
         ("HTTPConnectionPool(host='h', port=401): Max retries exceeded: server:403 (timed out)", "The server does not"),
+        ("run-7f401: connection refused", "The server does not"),
+        ('{"status":401}', "The server refuses the login"),
+        ("401 Client Error: Unauthorized for url: http://h/api", "The server refuses the login"),
         ("Max retries exceeded with url: /api (Caused by NameResolutionError('no host'))", "There is no host of this"),
         (
             "HTTPConnectionPool: Max retries exceeded (NameResolutionError: Failed to resolve)",

@@ -230,7 +230,7 @@ def test_keys_that_only_other_messages_have_are_left_out(tmp_path: Path) -> None
 def learned_of(tmp_path: Path, template: str, chat: list[dict[str, Any]]) -> tuple[str, str]:
     """Return the text of a chat, and the part of it that is learned."""
     file = save_lines(tmp_path / "chats.jsonl", [{"messages": chat}])
-    job = task(save_model(tmp_path / "model", "llama", template=template), file)
+    job = task(save_model(tmp_path / "model", "llama", template=template), file, seq_len=128)
     row = job.train_data()[0]
     learned = [label for label in row["labels"] if label != -100]
     return job.tokenizer.decode(row["input_ids"]), job.tokenizer.decode(learned)
@@ -255,30 +255,38 @@ def test_white_space_after_the_end_of_an_answer_is_not_learned(tmp_path: Path) -
     assert learned == "f area(width)<|end|>"
 
 
-def test_a_header_that_is_no_prompt_is_not_learned(tmp_path: Path) -> None:
+@pytest.mark.parametrize("answer", ["f area(width)", "a", ""])
+def test_a_header_that_is_no_prompt_is_not_learned(answer: str, tmp_path: Path) -> None:
     template = CHAT_TEMPLATE[: CHAT_TEMPLATE.index("{% if add_generation_prompt")]
-    whole, learned = learned_of(tmp_path, template, ASKED)
-    assert "<|start|>assistant\nf area" in whole
-    assert learned == "f area(width)<|end|>"
+    whole, learned = learned_of(tmp_path, template, [ASKED[0], {"role": "assistant", "content": answer}])
+    assert f"<|start|>assistant\n{answer}<|end|>" in whole
+    assert learned == f"{answer}<|end|>"
 
 
 @pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}])
 def test_an_answer_that_is_marked_as_context(mark: dict[str, Any], tmp_path: Path) -> None:
     other = [{"role": "user", "content": "two?"}, {"role": "assistant", "content": "print", "weight": 1}]
-    whole, learned = learned_of(tmp_path, CHAT_TEMPLATE, [ASKED[0], ASKED[1] | mark, *other])
+    greeting = {"role": "assistant", "content": "os"} | mark
+    whole, learned = learned_of(tmp_path, CHAT_TEMPLATE, [greeting, ASKED[0], ASKED[1] | mark, *other])
     assert "f area(width)<|end|>" in whole
     assert learned == "print<|end|>"
 
 
 @pytest.mark.parametrize(
-    "chat", [[{"role": "assistant", "content": "first"}], [ASKED[0], {"role": "assistant", "content": None}]]
+    "chat",
+    [
+        [{"role": "assistant", "content": "first"}],
+        [ASKED[0], {"role": "assistant", "content": None}],
+        [ASKED[0], ASKED[1] | {"weight": 0.5}],
+    ],
 )
 def test_chats_without_something_to_answer_or_an_answer(
     chat: list[dict[str, Any]], llama: Path, tmp_path: Path
 ) -> None:
     file = save_lines(tmp_path / "chats.jsonl", [{"messages": chat}])
     with pytest.raises(
-        TaskError, match=r"example 0 \(counted from 0\) (begins with an answer|has messages that are not)"
+        TaskError,
+        match=r"example 0 \(counted from 0\) (begins with an|has messages that are not|has an answer of weight)",
     ):
         task(llama, file).train_data()
 

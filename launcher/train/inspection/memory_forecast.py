@@ -382,6 +382,7 @@ def _answer(plan: RunPlan, dependencies: Dependencies, *, remedies: bool) -> dic
         answer["forecasts"] = [dataclasses.asdict(forecast) for forecast in results]
         if plan.cluster.gpu is not None:
             memory = find_gpu(plan.cluster.gpu).usable_bytes
+            # without this key, a plan that needs advice looks for it in a process of its own
             if fits(plan, memory, results):
                 answer["remedy"] = None
             elif remedies:

@@ -20,9 +20,9 @@ Change = tuple[str, Callable[[RunPlan], RunPlan]]  # settings, and what they do 
 
 def find_remedy(
     plan: RunPlan, memory_bytes: int, forecasts: Sequence[Forecast], trace: Callable[[RunPlan], Forecast]
-) -> list[str]:
+) -> list[str] | None:
     """Return the fewest settings with which a job fits that does not, at the same global batch: all that this job can
-    change if the search for fewer takes too long; empty if these do not suffice.
+    change if the search for fewer takes too long; empty if these do not suffice; None if that is not known.
 
     Args:
         forecasts: those of the plan.
@@ -33,7 +33,7 @@ def find_remedy(
     until = time.process_time() + LIMIT_S
 
     def needed(changes: Sequence[Change]) -> int | None:
-        """Return the reserved bytes after ``changes``; None if they still exceed the memory."""
+        """Return the reserved bytes after ``changes``; None if they exceed the memory, or are not known."""
         forecast = trace(_changed(plan, changes))
         return None if excess_bytes(forecast, memory_bytes) else forecast.reserved_bytes
 
@@ -41,7 +41,12 @@ def find_remedy(
         return [*(setting for setting, _ in changes), *_policy(plan, _changed(plan, changes))]
 
     everything = _settings(plan)
-    if not everything or needed(everything) is None:
+    if not everything:
+        return []
+    least_of_all = trace(_changed(plan, everything))
+    if least_of_all.reserved_bytes is None:
+        return None
+    if excess_bytes(least_of_all, memory_bytes):
         return []
     for changes in _combinations(everything):
         if time.process_time() > until:
@@ -95,8 +100,8 @@ def _settings(plan: RunPlan) -> list[Change]:
 
 
 def _combinations(settings: Sequence[Change]) -> Iterator[tuple[Change, ...]]:
-    """Yield the combinations of ``settings``, those of the fewest first."""
-    for number in range(1, len(settings) + 1):
+    """Yield the combinations of some of ``settings``, those of the fewest first."""
+    for number in range(1, max(2, len(settings))):
         yield from itertools.combinations(settings, number)
 
 

@@ -113,7 +113,7 @@ def test_a_slow_job_has_short_windows_only_and_a_slower_one_none(monkeypatch: py
     assert timings["windows"]["every"].keys() == {1, SHORT}
     assert len(timings["forward"]) == len(timings["backward"]) == len(timings["optimizer"])
     monkeypatch.setattr(step_measurement, "LIMIT_S", 0.0)
-    assert "limit" in measured.run()["problem"]
+    assert "limit" in measured.run()["too_slow"]
 
 
 @pytest.fixture
