@@ -131,14 +131,23 @@ def _replayed_work(
     )  # fmt: skip
     window, half = _replayed(plan, sync, timeline, links, silent.error, work.optimizer.error)
     step = _step(window, math.hypot(half, work.window.error * work.window.value), "measured")
-    data, high = work.window.value, step.high_s
-    if plan.cluster.device is Device.cpu:  # collectives need the cores that compute: perhaps they hide nothing
-        link_error = 0.0 if links is None else links.error(plan.cluster.nodes)
-        own = (step.compute_s + step.optimizer_s) * (1 + silent.error)
-        high = max(high, own + step.communication_s * (1 + link_error))
+    if plan.cluster.device is Device.cpu:
+        step = _without_overlap(step, silent.error, 0.0 if links is None else links.error(plan.cluster.nodes))
+    data = work.window.value
     return dataclasses.replace(
-        step, step_s=step.step_s + data, low_s=step.low_s + data, high_s=high + data, data_s=data, busy=work.busy
-    )
+        step, step_s=step.step_s + data, low_s=step.low_s + data, high_s=step.high_s + data, data_s=data,
+        busy=work.busy,
+    )  # fmt: skip
+
+
+def _without_overlap(step: StepTime, own_error: float, link_error: float) -> StepTime:
+    """Return the step of CPU ranks on several hosts. Their collectives need the cores that compute, and hide nothing;
+    the interval begins where they hide what they would on a GPU."""
+    own = step.compute_s + step.optimizer_s
+    value = max(step.step_s, own + step.communication_s)
+    half = math.hypot(own * own_error, step.communication_s * link_error)
+    high, exposed = max(step.high_s, value + half), step.communication_s
+    return dataclasses.replace(step, step_s=value, high_s=high, exposed_s=max(step.exposed_s, exposed))
 
 
 def _step(window: ReplayedWindow, half: float, source: str) -> StepTime:
