@@ -29,6 +29,17 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds * 1e3:,.4g} ms" if seconds < 1 else f"{seconds:,.4g} s"
 
 
+def duration_text(seconds: float) -> str:
+    """Return a duration as text, in seconds, minutes and hours, or hours and days."""
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24} d {hours % 24} h"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
 def count(number: float, noun: str, nouns: str | None = None) -> str:
     """Return ``number`` with ``noun`` or, unless it is 1, its plural: 1 window, 2,000 windows, 2.5 items."""
     text = f"{number:,}" if isinstance(number, int) else f"{number:,.6g}"

@@ -19,7 +19,7 @@ from email.message import EmailMessage
 from launcher.callbacks.run_outcome import Outcome
 from launcher.errors import ConfigError
 
-VERDICTS = ("done", "stopped", "failed", "killed")
+VERDICTS = ("done", "stopped", "failed", "killed", "requeued")
 DEFAULT = ("done", "failed", "killed")
 
 
@@ -51,7 +51,7 @@ class Webhook:
     Args:
         url: address. It is stored in the run's files; use ``url_from`` for one that is secret.
         url_from: environment variable that holds the address where the run was started.
-        verdicts: outcomes that are sent, of done, stopped, failed and killed.
+        verdicts: outcomes that are sent, of done, stopped, failed, killed and requeued.
         timeout_s: seconds after which the attempt is given up.
     """
 
@@ -90,7 +90,7 @@ class Email:
         starttls: encrypt the connection before anything is sent.
         user: account on the server. Default: none.
         password_from: environment variable that holds its password.
-        verdicts: outcomes that are sent, of done, stopped, failed and killed.
+        verdicts: outcomes that are sent, of done, stopped, failed, killed and requeued.
         timeout_s: seconds after which the attempt is given up.
     """
 

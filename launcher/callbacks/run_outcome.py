@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import LauncherError
-from launcher.plan.callback_plan import OUTCOME, TARGET, class_arguments, may_report, name_of
+from launcher.plan.callback_plan import OUTCOME, TARGET, class_arguments, may_report, name_of, notify_entries
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.process import die_with_parent
@@ -32,7 +32,7 @@ class Outcome:
 
     Attributes:
         run, dir: name and directory of the run.
-        verdict: done; stopped: it can be resumed; failed; killed: it had no time to save.
+        verdict: done; stopped: it can be resumed; failed; killed: it had no time to save; requeued: Slurm restarts it.
         steps: optimizer steps taken, if known.
         metrics: the numbers in summary.json.
         error: first error of a failed run; otherwise empty.
@@ -70,14 +70,15 @@ def _is_number(value: object) -> bool:
 
 def main(run_dir: str, parent: str) -> None:
     die_with_parent(int(parent))
-    plan = RunPlan.of_record(RunPaths(Path(run_dir)))
-    assert plan is not None
+    paths = RunPaths(Path(run_dir))
+    plan, recorded = LaunchPlan.load(paths.plan), RunPlan.of_record(paths)
     outcome = Outcome.of(plan, json.load(sys.stdin))
     sys.path[:0] = [place for place in plan.cluster.import_from if place not in sys.path]
-    for number, entry in enumerate(plan.callbacks):
-        if not may_report(entry):
-            continue
-        key, target = f"callbacks[{number}]", entry[TARGET]
+    callbacks = () if recorded is None else recorded.callbacks
+    entries = [("notify", entry) for entry in notify_entries(plan.notify)]
+    entries += [(f"callbacks[{number}]", entry) for number, entry in enumerate(callbacks) if may_report(entry)]
+    for key, entry in entries:
+        target = entry[TARGET]
         try:
             made = find_target(f"{key}.{TARGET}", target, plan.cluster.import_from)
             if hasattr(made, OUTCOME):

@@ -20,6 +20,7 @@ launch: distributed training with an exact global batch.
   launch run   [key=value ...] -- SCRIPT ...  run any torchrun script with the same cluster options, without the engine
 
   launch runs   [SWEEP]                       list all runs with their states, or the cells of a sweep
+  launch top                                  show all runs, live: progress, loss, logs; cancel and resume them
   launch status RUN                           show one run: its state, its place, its events, and why it failed
   launch logs   RUN [--rank R] [--follow]     print the output of a rank
   launch cancel RUN                           stop a run; its workers save a checkpoint first
@@ -40,6 +41,7 @@ launch: distributed training with an exact global batch.
   drill        --json       the result as JSON                 --windows N    windows of each of its runs (default: 8)
   RUN          a run's name, its directory, or a prefix of its name; --dir DIR: directory of the runs (default: runs)
   runs, status, report, export, doctor   --json    for scripts
+  status       --watch      show it until it is over; exit status: that of the run
   export       --step N     a checkpoint other than the newest --best         that of checkpoint.best
                --ema        the averages of the callback Ema  --merge-lora   into the model; else the adapter alone
                --dtype bf16 another number format             --max-shard-size SIZE   of a file (default: 5GB)
@@ -57,7 +59,9 @@ _MODULES = {
     **dict.fromkeys(("train", "run"), "train"),
     **{verb: verb for verb in ("plan", "keys", "completion")},
     **dict.fromkeys(("verify", "drill", "doctor"), "diagnose"),
-    **dict.fromkeys(("runs", "status", "logs", "cancel", "resume", "retry", "mirror", "report", "export"), "runs"),
+    **dict.fromkeys(
+        ("runs", "top", "status", "logs", "cancel", "resume", "retry", "mirror", "report", "export"), "runs"
+    ),
 }
 
 

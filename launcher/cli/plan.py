@@ -43,7 +43,7 @@ def launch_plan(arguments: list[str]) -> int:
             raise UserError("--html: has an effect with -m only, where several settings are compared.\n  Leave it out.")
         for key in sorted(_keys_with_all(arguments)):
             raise ConfigError(key, ALL, "stands for several values.", "Add -m, which compares them.")
-        return with_config("plan", arguments, lambda config, _: _show(plan_job(config, starts=False), as_json=as_json))
+        return with_config("plan", arguments, lambda config, _: _show(_planned(config), as_json=as_json))
     page = None if html is None else Path(html)
     if page is not None:
         require_place(page)
@@ -75,6 +75,11 @@ def launch_plan(arguments: list[str]) -> int:
         raise AssertionError("the cells are ranked together")
 
     return with_config("plan", arguments, act, cells=cells, confirmed=True)
+
+
+def _planned(config: Config) -> RunPlan:
+    with live.waiting("Inspecting the task, and measuring its work where this machine can"):
+        return plan_job(config, starts=False)
 
 
 def _show(solved: RunPlan, *, as_json: bool) -> int:

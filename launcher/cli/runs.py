@@ -1,10 +1,12 @@
-"""Commands on existing runs: `runs`, `status`, `logs`, `cancel`, `resume`, `retry`, `mirror`, `export`, `report`."""
+"""Commands on existing runs, such as `runs`, `top`, `status`, `logs`, `cancel`, `resume` and `report`."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable, Container, Sequence
 from functools import partial
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
     from launcher.report.compare import RunComparison
 
+_WATCH_S = 2.0
 _DIR = "directory of the runs (default: runs)"
 
 
@@ -87,9 +90,13 @@ def _show_cells(paths: SweepPaths, *, as_json: bool) -> int:
 
 def launch_status(arguments: list[str]) -> int:
     parser = _parser("status", "Show one run: its state, its place, its events, and why it failed.")
-    parser.add_argument("--json", action="store_true", help="one object")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="one object")
+    form.add_argument("--watch", action="store_true", help="show it until it is over; exit status: that of the run")
     options = parser.parse_args(arguments)
     paths = resolve_any(options.run, options.dir)
+    if options.watch:
+        return _watch(paths)
     if isinstance(paths, SweepPaths):
         return _show_cells(paths, as_json=options.json)
     run, events = control.status_of(paths), history.read_events(paths)
@@ -98,10 +105,46 @@ def launch_status(arguments: list[str]) -> int:
         print(json.dumps(run.to_json() | {"trackers": trackers, "events": events}, indent=2))
         return EXIT_DONE
     live.console().print(run_list.status_table(run, events))
+    _print_failure(paths, run)
+    return EXIT_DONE
+
+
+def _print_failure(paths: RunPaths, run: Run) -> None:
     if run.failure is not None:
         print(f"\n{run_list.failure_of(run)}")
     elif run.state.value in ("failed", "lost"):
         print("\n".join(live.end_of_log(paths, run)))
+
+
+def _watch(paths: RunPaths | SweepPaths) -> int:
+    """Show a run, or a sweep's cells, until they are over. Return the exit status of the first one that is not done."""
+    from rich.live import Live
+
+    # without a terminal only the last state is printed
+    with Live(console=live.console(), auto_refresh=False, vertical_overflow="visible") as display:
+        while True:
+            if isinstance(paths, SweepPaths):
+                runs = look_at_sweeps([paths])[str(paths.root)]
+                display.update(run_list.sweep_table(paths, runs), refresh=True)
+            else:
+                runs = [control.status_of(paths)]
+                display.update(run_list.status_table(runs[0], history.read_events(paths)), refresh=True)
+            if not any(run.state in ACTIVE for run in runs):
+                break
+            time.sleep(_WATCH_S)
+    if isinstance(paths, RunPaths):
+        _print_failure(paths, runs[0])
+    return next((status for run in runs if (status := control.run_exit_status(run))), EXIT_DONE)
+
+
+def launch_top(arguments: list[str]) -> int:
+    does = "Show all runs, live: l logs, c cancel, r resume, q quit."
+    options = _parser("top", does, run=False).parse_args(arguments)
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UserError("launch top: needs a terminal.\n  For scripts: launch runs --json.")
+    from launcher.report.top import Top
+
+    Top(options.dir).run()
     return EXIT_DONE
 
 

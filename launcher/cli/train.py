@@ -24,8 +24,9 @@ from launcher.errors import (
 )
 from launcher.launch import local, multihost
 from launcher.launch.peers import Peers
-from launcher.launch.planner import new_run, plan_job, site_of
+from launcher.launch.planner import new_run, plan_job, require_secrets, site_of
 from launcher.launch.slurm import client, submit
+from launcher.plan.callback_plan import BELL
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.placement import solve_script
 from launcher.plan.run_plan import RunPlan
@@ -54,7 +55,9 @@ def launch_train(arguments: list[str]) -> int:
         for name, value in dataclasses.asdict(config.sweep).items():
             if value is not None:
                 raise ConfigError(f"sweep.{name}", value, "has no effect on a single run.", "Add -m for a sweep.")
-        return _start(plan_job(config), yaml, config, live.console(quiet=quiet), wait=wait)
+        with live.waiting("Inspecting the task", quiet=quiet):
+            plan = plan_job(config)
+        return _start(plan, yaml, config, live.console(quiet=quiet), wait=wait)
 
     return with_config("train", arguments, act)
 
@@ -68,17 +71,19 @@ def launch_run(arguments: list[str]) -> int:
     quiet, wait = take_flag("--quiet", ours), take_flag("--wait", ours)
     for argument in ours:
         group = argument.lstrip("+").partition("=")[0].partition(".")[0]
-        if "=" in argument and group not in ("cluster", "run", "hydra"):
-            raise ConfigError(argument, None, "has no effect on a script.", "`launch run` takes cluster and run keys.")
+        if "=" in argument and group not in ("cluster", "run", "notify", "hydra"):
+            hint = "`launch run` takes notify, and the keys of cluster and run."
+            raise ConfigError(argument, None, "has no effect on a script.", hint)
 
     def act(config: Config, yaml: str) -> int:
         check(config)
         _require_startable(config, wait=wait)
         if not script or not Path(script[0]).is_file():
             raise UserError(f"launch run: {script[0] if script else 'nothing after --'}: there is no such script.")
+        require_secrets(config, of_script=True)
         site = site_of(config.cluster)
         run = new_run(config.run, Path(script[0]).stem, site.cwd)
-        plan = solve_script(config.cluster, site, run, script)
+        plan = solve_script(config, site, run, script)
         return _start(plan, yaml, config, live.console(quiet=quiet), wait=wait)
 
     return with_config("run", ours, act)
@@ -136,6 +141,8 @@ def _run_here(plan: LaunchPlan, peers: Peers, console: Console) -> int:
     elif (recorded := RunPlan.of_record(plan.paths)) is not None:
         console.print("", summary_table(recorded, verdict.summary))
     local.report_outcome(verdict.plan, verdict.summary)
+    if BELL in verdict.plan.notify:
+        console.bell()
     return verdict.status
 
 
@@ -150,6 +157,8 @@ def _show_submitted(plan: LaunchPlan, job: str, console: Console, *, wait: bool)
         name = run_list.command_name(plan.paths.root)
         _plain(console)(f"No longer watching; the job continues: launch status {name}")
         raise
+    if BELL in plan.notify:
+        console.bell()
     if run.failure is not None:
         print(run_list.failure_of(run), file=sys.stderr)
     elif not console.quiet:

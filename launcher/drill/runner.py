@@ -60,7 +60,7 @@ def of_length(plan: RunPlan, paths: RunPaths, length: Length) -> RunPlan:
     train = dataclasses.replace(plan.train, steps=length.windows, epochs=None)
     checkpoint = dataclasses.replace(plan.checkpoint, every=length.every)
     callbacks = without_reports(plan.callbacks)
-    return dataclasses.replace(plan.as_run(run), train=train, checkpoint=checkpoint, callbacks=callbacks)
+    return dataclasses.replace(plan.as_run(run), train=train, checkpoint=checkpoint, callbacks=callbacks, notify=())
 
 
 def shortened(plan: RunPlan) -> tuple[RunPlan, tuple[str, ...]]:

@@ -29,7 +29,7 @@ from launcher.errors import (
 from launcher.launch.agent import open_attempt
 from launcher.launch.peers import Peers, Regrouping
 from launcher.launch.tracker_processes import wait_after_stop
-from launcher.plan.callback_plan import may_report
+from launcher.plan.callback_plan import may_report, notify_entries
 from launcher.plan.host import ALL_TRACKERS_ENV, allowed_env
 from launcher.plan.launch_plan import LaunchPlan, RunInfo
 from launcher.plan.run_plan import RunPlan
@@ -301,22 +301,24 @@ def _summary_of_status(plan: LaunchPlan, status: int) -> dict[str, Any]:
     return {"verdict": "killed" if status < 0 else "failed", "failure": record}
 
 
-def report_outcome(plan: LaunchPlan, summary: Mapping[str, Any]) -> None:
-    """Let the run's callbacks act on its outcome (``on_outcome``), in a separate process. Whatever goes wrong is only
-    printed.
+def report_outcome(plan: LaunchPlan, summary: Mapping[str, Any], within_s: float = REPORTS_WITHIN_S) -> None:
+    """Send the messages of ``notify``, and let the run's callbacks act on its outcome (``on_outcome``), in a separate
+    process. Whatever goes wrong is only printed.
 
     Args:
         summary: content of summary.json.
+        within_s: seconds after which the process is killed.
     """
     recorded = RunPlan.of_record(plan.paths) if plan.node == 0 else None
-    if recorded is None or not any(map(may_report, recorded.callbacks)):
+    reports = recorded is not None and any(map(may_report, recorded.callbacks))
+    if plan.node or not (reports or notify_entries(plan.notify)):
         return
     command = [sys.executable, "-P", "-m", "launcher.callbacks.run_outcome", plan.run.dir, str(os.getpid())]
     try:
         # its own session: a second Ctrl-C must not reach it; standard output is for what `launch` itself prints
         subprocess.run(
             command, input=json.dumps(summary), text=True, stdout=2, cwd=plan.cluster.cwd, start_new_session=True,
-            timeout=REPORTS_WITHIN_S, check=False,
+            timeout=within_s, check=False,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError) as error:
         print(f"The outcome of the run was not reported: {error}", file=sys.stderr, flush=True)

@@ -32,7 +32,7 @@ from launcher.config.schema import (
 from launcher.errors import ConfigError, SiteError, UserError
 from launcher.plan import host
 from launcher.plan.batch import AUTO
-from launcher.plan.callback_plan import require_variables, solve_callbacks
+from launcher.plan.callback_plan import notify_entries, require_variables, solve_callbacks
 from launcher.plan.float8_support import require_float8
 from launcher.plan.gpus import find_gpu
 from launcher.plan.host import Partition, Site, allowed_env, batch_env
@@ -290,9 +290,12 @@ def _traced(plan: RunPlan, config: Config, *, weighs: bool) -> list[RunPlan]:
     return [plan] if config.train.predict is not Predict.never and _is_predictable(config) else []
 
 
-def require_secrets(config: Config) -> None:
-    """Check that W&B will find its key, and callbacks the environment variables that they are to read, if they need
-    one.
+def require_secrets(config: Config, *, of_script: bool = False) -> None:
+    """Check that W&B will find its key, and messages and callbacks the environment variables that they are to read, if
+    they need one.
+
+    Args:
+        of_script: the job is a script of `launch run`, for which only ``notify`` counts.
 
     Raises:
         ConfigError, SiteError: they will not.
@@ -300,10 +303,11 @@ def require_secrets(config: Config) -> None:
     # a Slurm job finds a key in .netrc, or in a variable that the user lists in cluster.env
     batch = config.cluster.kind is ClusterKind.slurm
     env = batch_env(os.environ, ("HOME", *config.cluster.env)) if batch else os.environ
-    if Tracker.wandb in config.trackers and config.wandb.mode is WandbMode.online:
+    if not of_script and Tracker.wandb in config.trackers and config.wandb.mode is WandbMode.online:
         require_wandb_key(env)
     if config.cluster.kind is not ClusterKind.hosts:  # there only the first host reports
-        require_variables(solve_callbacks(config.callbacks), env, passed_on=batch)
+        require_variables(notify_entries(config.notify), env, passed_on=batch, key="notify")
+        require_variables(() if of_script else solve_callbacks(config.callbacks), env, passed_on=batch)
 
 
 def task_stem(config: Config) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -24,6 +26,9 @@ TARGET = "_target_"
 BUNDLED = "launcher.callbacks."
 # bundled callbacks that act on the outcome of a run
 _REPORTING = frozenset({"Webhook", "Email"})
+# entry of ``notify`` for the terminal in which `launch` waits for the run
+BELL = "bell"
+_NOTIFIED = ("done", "failed", "killed", "requeued")
 
 
 def solve_callbacks(entries: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
@@ -49,6 +54,45 @@ def solve_callbacks(entries: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], 
             )  # fmt: skip
         averages = number
     return tuple(dict(entry) for entry in entries)
+
+
+def solve_notify(words: Sequence[str]) -> tuple[str, ...]:
+    """Return the entries of ``notify``.
+
+    Raises:
+        ConfigError: one has no known form.
+    """
+    notify_entries(words)
+    return tuple(words)
+
+
+def notify_entries(words: Sequence[str]) -> tuple[dict[str, Any], ...]:
+    """Return the callbacks that send the messages of ``notify``, in its order, the bell excluded.
+
+    Raises:
+        ConfigError: an entry has no known form.
+    """
+    return tuple(_notifier(word) for word in words if word != BELL)
+
+
+def _notifier(word: str) -> dict[str, Any]:
+    common = {"verdicts": [*_NOTIFIED]}
+    if word.startswith(("http://", "https://")):
+        return {TARGET: f"{BUNDLED}Webhook", "url": word, **common}
+    if word.startswith("env:") and word.removeprefix("env:").isidentifier():
+        return {TARGET: f"{BUNDLED}Webhook", "url_from": word.removeprefix("env:"), **common}
+    server, _, address = word.removeprefix("smtp://").rpartition("/")
+    named = word.startswith("smtp://") and bool(server)
+    if (named or "/" not in word) and re.fullmatch(r"[^@\s:/]+@[^@\s:/]+", address):
+        sender = f"launcher@{socket.getfqdn()}"
+        return {
+            TARGET: f"{BUNDLED}Email", "to": [address], "server": server if named else "localhost", "sender": sender,
+            **common,
+        }  # fmt: skip
+    raise ConfigError(
+        "notify", word, "must be bell, an https:// address, env:NAME, an e-mail address, or smtp://HOST:PORT/ADDRESS.",
+        "Several: notify=[bell,me@example.org].",
+    )  # fmt: skip
 
 
 def name_of(entry: dict[str, Any]) -> str:
@@ -105,10 +149,13 @@ def _numbers(entry: dict[str, Any], name: str) -> list[int]:
     return [each for each in cast("list[Any]", value) if isinstance(each, int)] if isinstance(value, list) else []
 
 
-def require_variables(entries: Sequence[dict[str, Any]], env: Mapping[str, str], *, passed_on: bool) -> None:
+def require_variables(
+    entries: Sequence[dict[str, Any]], env: Mapping[str, str], *, passed_on: bool, key: str | None = None
+) -> None:
     """Check that the environment variables exist from which the bundled callbacks read addresses and passwords.
 
     Args:
+        key: config key that the entries were made from. Default: callbacks.
         env: variables where the outcome is reported.
         passed_on: ``env`` has only what is passed to a batch job.
 
@@ -123,7 +170,7 @@ def require_variables(entries: Sequence[dict[str, Any]], env: Mapping[str, str],
             hint = f"List it: cluster.env=[{variable}]." if passed_on else f"export {variable}=..."
             where = "among those that the batch job gets" if passed_on else "here"
             raise ConfigError(
-                f"callbacks[{number}].{name}", variable, f"there is no such environment variable {where}.", hint
+                key or f"callbacks[{number}].{name}", variable, f"there is no such environment variable {where}.", hint
             )
 
 

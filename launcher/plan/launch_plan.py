@@ -181,6 +181,7 @@ class LaunchPlan:
     Attributes:
         absent: values of the keys that a file of this format may lack; see ``value_from_json``.
         command: Python's arguments in each worker; training runs append the path of the plan.
+        notify: where messages about the run's outcome are sent; see ``launcher.plan.callback_plan.notify_entries``.
     """
 
     absent: ClassVar[Absent] = {}
@@ -190,6 +191,7 @@ class LaunchPlan:
     cluster: ClusterPlan
     env: EnvPlan
     command: tuple[str, ...]
+    notify: tuple[str, ...] = ()
 
     @property
     def paths(self) -> RunPaths:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from launcher.config.schema import ClusterConfig, ClusterKind, Device, StrategyKind
+from launcher.config.schema import ClusterConfig, ClusterKind, Config, Device, StrategyKind
 from launcher.errors import ConfigError
+from launcher.plan.callback_plan import solve_notify
 from launcher.plan.gpus import find_gpu
 from launcher.plan.host import ALLOWED_ENV, Site, shares_gpus
 from launcher.plan.launch_plan import PLAN_FORMAT, ClusterPlan, EnvPlan, LaunchPlan, NodeRange, RunInfo, node_range
@@ -13,15 +14,16 @@ CPU_WORKERS = 2
 SCRIPT_COMMAND = ("-P", "-m", "launcher.launch.script_worker")
 
 
-def solve_script(config: ClusterConfig, site: Site, run: RunInfo, arguments: list[str]) -> LaunchPlan:
+def solve_script(config: Config, site: Site, run: RunInfo, arguments: list[str]) -> LaunchPlan:
     """Return the plan of `launch run`: the user's torchrun script with the cluster options, without the engine."""
-    cluster = solve_cluster(config, site, run.name)
+    cluster = solve_cluster(config.cluster, site, run.name)
     return LaunchPlan(
         format=PLAN_FORMAT,
         run=run,
         cluster=cluster,
-        env=solve_env(config, cluster, site),
+        env=solve_env(config.cluster, cluster, site),
         command=(*SCRIPT_COMMAND, *arguments),
+        notify=solve_notify(config.notify),
     )
 
 

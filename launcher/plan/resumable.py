@@ -99,6 +99,7 @@ RULES: dict[str, tuple[Permission, str]] = {
     "task": (Permission.force, "another task, or other data, would be learned from here on"),
     "task._target_": (Permission.never, "another model has other parameters; " + _NEW_RUN),
     "callbacks": (Permission.change, ""),
+    "notify": (Permission.change, ""),
     "trackers": (Permission.change, ""),
     "tensorboard": (Permission.change, ""),
     "mlflow": (Permission.change, ""),

@@ -23,7 +23,7 @@ from launcher.config.schema import (
 )
 from launcher.errors import ConfigError, TaskError
 from launcher.plan.batch import Batch, batch_notes, solve_batch, solve_largest, solve_smaller
-from launcher.plan.callback_plan import profile_notes, solve_callbacks
+from launcher.plan.callback_plan import profile_notes, solve_callbacks, solve_notify
 from launcher.plan.checkpoint_plan import best_notes, solve_checkpoint
 from launcher.plan.data_shards import solve_data_shards
 from launcher.plan.float8_support import float8_notes
@@ -232,6 +232,7 @@ def _on_cluster(
         checkpoint=solve_checkpoint(config, task),
         wandb=config.wandb,
         callbacks=callbacks,
+        notify=solve_notify(config.notify),
         **solve_trackers(config, run, site.cwd),
         notes=(
             *_notes(schedule, steps, epoch, batch, optimizer),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from launcher.plan.forecast import StepTime
 from launcher.plan.run_forecast import RunForecast
 from launcher.plan.run_plan import Forecast, RunPlan
-from launcher.quantities import bytes_text, count, seconds_text
+from launcher.quantities import bytes_text, count, duration_text, seconds_text
 
 
 def forecast_lines(plan: RunPlan) -> Iterator[tuple[str, str]]:
@@ -76,11 +76,3 @@ def _run(plan: RunPlan, forecast: RunForecast) -> str:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:,.3g}"
-
-
-def duration_text(seconds: float) -> str:
-    """Return the length of a run with two or three digits, in s, min, h or days."""
-    for limit, unit, name in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
-        if seconds < limit:
-            return f"{seconds / unit:,.3g} {name}"
-    return f"{seconds / 86400:,.3g} days"

@@ -6,7 +6,8 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -16,12 +17,14 @@ from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.tracker_plan import TRACKER_KINDS
 from launcher.process import EXCEPTION_MARK
+from launcher.quantities import Interval, duration_text
 from launcher.rundir.files import Tail, last_lines, read_json
 from launcher.rundir.paths import RunPaths, SweepPaths
 from launcher.runs.status import Run
 
 PLAIN_LINE_EVERY_S = 10.0
 TIMED_STEPS = 5  # timed steps before the run's length is predicted
+_BAR_FROM = 90  # characters of a terminal in which the progress has a bar besides its numbers
 _SHOWN_LINES = 15  # of the log of a failed run
 
 
@@ -81,10 +84,12 @@ class LiveDisplay(MessageDisplay):
         self._progress: Progress | None = None
         if console.is_terminal and isinstance(plan, RunPlan):
             from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.table import Column
 
+            bar = [BarColumn(bar_width=None, table_column=Column(ratio=1))] if console.width >= _BAR_FROM else []
             self._progress = Progress(
-                TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn(),
-                console=console, transient=True,
+                TextColumn("{task.description}"), *bar, TextColumn("{task.fields[rate]}"), TimeRemainingColumn(),
+                console=console, transient=True, expand=True,
             )  # fmt: skip
             done = json.loads(recorded[-1])["step"] if recorded else 0
             self._bar = self._progress.add_task("starting", total=self._steps, completed=done, rate="")
@@ -132,7 +137,7 @@ class LiveDisplay(MessageDisplay):
         elif time.monotonic() - self._printed_at >= PLAIN_LINE_EVERY_S or record["step"] == self._steps:
             self._printed_at = time.monotonic()
             left = self._seconds_left(record)
-            until = "" if not left else f"  {_duration(left)} left"
+            until = "" if not left else f"  {duration_text(left)} left"
             self.say(f"{_step_text(record, self._steps)}  {_rate(record)}{until}")
 
     def _announce(self, record: dict[str, Any]) -> None:
@@ -141,8 +146,8 @@ class LiveDisplay(MessageDisplay):
         if self._announced or not left or self._first is None or record["step"] - self._first["step"] < TIMED_STEPS:
             return
         self._announced = True
-        duration = _duration(record["time/total_s"] + left)
-        self.say(f"The {self._steps} steps take about {duration}; {_duration(left)} left.")
+        whole = duration_text(record["time/total_s"] + left)
+        self.say(f"The {self._steps} steps take about {whole}; {duration_text(left)} left.")
 
     def _seconds_left(self, record: dict[str, Any]) -> float | None:
         """Return the time to the last step at the mean rate since the display started; None if unknown."""
@@ -177,14 +182,13 @@ def _step_text(record: dict[str, Any], steps: int | None) -> str:
     return f"step {record['step']}{f'/{steps}' if steps else ''}  loss {loss}{held_out}"
 
 
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
-
-
 def _rate(record: dict[str, Any]) -> str:
-    return f"{record['throughput/samples_per_s']:,.0f} samples/s"
+    """Return the throughput, and the exposed communication if the job has measured some."""
+    rate = f"{record['throughput/samples_per_s']:,.0f} samples/s"
+    exposed, step_s = Interval.of_record(record, "comm/exposed_s"), record.get("comm/step_s")
+    if exposed is None or exposed.low <= 0 or not step_s:
+        return rate
+    return f"{rate}  {exposed.value / step_s:.0%} exposed communication"
 
 
 class _Trimmed:
@@ -205,6 +209,16 @@ def console(*, quiet: bool = False) -> Console:
         return Console(file=sys.stdout, quiet=quiet)
     # lines are not wrapped in a file, so that a printed command can be pasted
     return Console(file=cast("TextIO", _Trimmed(sys.stdout)), quiet=quiet, width=200)
+
+
+@contextmanager
+def waiting(text: str, *, quiet: bool = False) -> Generator[None]:
+    """Return a context during which a terminal shows that something is being done."""
+    if quiet or not sys.stderr.isatty():
+        yield
+        return
+    with Console(stderr=True).status(text):
+        yield
 
 
 class LogSource:

@@ -15,6 +15,7 @@ from launcher.plan.launch_plan import LaunchPlan
 from launcher.quantities import count
 from launcher.report.summary_table import best_text
 from launcher.report.tables import failure_text, named_lines, near, tracker_lines
+from launcher.rundir.files import last_lines, object_from_json
 from launcher.rundir.paths import RunPaths, SweepPaths
 from launcher.runs.status import Run, RunState, error_of, metrics_text
 
@@ -66,14 +67,15 @@ def _table(*columns: str, wrapped: tuple[str, ...]) -> Table:
 
 def _progress(run: Run) -> tuple[str, str, str]:
     """Return the cells of a run for its state, step and loss."""
-    return _colour(run.state, run.state.value), _step(run), "" if run.loss is None else f"{run.loss:.4f}"
+    return _colour(run.state, run.state.value), progress_text(run), "" if run.loss is None else f"{run.loss:.4f}"
 
 
 def _colour(state: RunState, text: str) -> str:
     return f"[{COLOURS[state]}]{text}[/]"
 
 
-def _step(run: Run) -> str:
+def progress_text(run: Run) -> str:
+    """Return ``120/1000``: the steps recorded and planned; empty before the first one."""
     if run.step is None:
         return ""
     return f"{run.step}/{run.steps}" if run.steps else str(run.step)
@@ -83,11 +85,13 @@ def _time(iso: str) -> str:
     return datetime.fromisoformat(iso).astimezone().strftime("%Y-%m-%d %H:%M") if iso else ""
 
 
-def states_text(runs: Sequence[Run], shown: Callable[[RunState, str], str] = lambda _, text: text) -> str:
+def states_text(
+    runs: Sequence[Run], shown: Callable[[RunState, str], str] = lambda _, text: text, *, noun: str = "cell"
+) -> str:
     """Return ``8 cells: 6 done, 1 failed, 1 impossible``; ``shown`` may colour the part of each state."""
     counted = Counter(run.state for run in runs)
     parts = [shown(state, f"{counted[state]} {state.value}") for state in RunState if counted[state]]
-    return f"{count(len(runs), 'cell')}: {', '.join(parts)}"
+    return f"{count(len(runs), noun)}: {', '.join(parts)}"
 
 
 def status_table(run: Run, events: Sequence[dict[str, Any]] = ()) -> Table:
@@ -101,7 +105,7 @@ def status_table(run: Run, events: Sequence[dict[str, Any]] = ()) -> Table:
         ranks = "" if run.ranks is None else f": {count(run.ranks, 'rank')}"
         add("nodes", f"{run.nodes}{ranks}")
     if run.step is not None:
-        add("step", _step(run) + ("" if run.loss is None else f", loss {run.loss:.4f}"))
+        add("step", progress_text(run) + ("" if run.loss is None else f", loss {run.loss:.4f}"))
     if run.metrics:
         add("averages", metrics_text(run.metrics))
     if run.best is not None:
@@ -120,7 +124,14 @@ def status_table(run: Run, events: Sequence[dict[str, Any]] = ()) -> Table:
 
 
 def _event(event: dict[str, Any]) -> str:
-    at = datetime.fromisoformat(event["at"]).astimezone()
+    return f"{_at(event):%Y-%m-%d %H:%M:%S}  {_event_text(event)}"
+
+
+def _at(event: Mapping[str, Any]) -> datetime:
+    return datetime.fromisoformat(event["at"]).astimezone()
+
+
+def _event_text(event: dict[str, Any]) -> str:
     fields = {name: value for name, value in event.items() if name not in ("at", "event") and value is not None}
     if "nodes" in fields:
         fields["nodes"] = " ".join(map(str, fields["nodes"]))
@@ -128,7 +139,15 @@ def _event(event: dict[str, Any]) -> str:
     text = fields.get("what") or ", ".join(
         f"{name if keys else name.replace('_', ' ')} {value}" for name, value in fields.items()
     )
-    return f"{at:%Y-%m-%d %H:%M:%S}  {event['event']}{f': {text}' if text else ''}"
+    return f"{event['event']}{f': {text}' if text else ''}"
+
+
+def last_event(paths: RunPaths) -> str:
+    """Return the newest event of a run with its time of day; empty without one."""
+    for line in reversed(last_lines(paths.events, 2)):  # the last one may be incomplete
+        if (event := object_from_json(line)) is not None:
+            return f"{_at(event):%H:%M} {_event_text(event)}"
+    return ""
 
 
 def failure_of(run: Run) -> str:

@@ -18,7 +18,14 @@ import pytest
 from launcher.callbacks import Email, Webhook
 from launcher.callbacks.run_outcome import Outcome
 from launcher.errors import ConfigError
-from launcher.plan.callback_plan import may_report, without_reports
+from launcher.plan.callback_plan import (
+    class_arguments,
+    may_report,
+    name_of,
+    notify_entries,
+    solve_notify,
+    without_reports,
+)
 from tests.conftest import Launch
 from tests.helpers import ROOT
 from tests.infra.runs import OWN
@@ -117,6 +124,27 @@ def test_values_that_make_no_sense(cls: Any, arguments: dict[str, Any], words: s
         cls(**arguments)
 
 
+def test_notify_is_made_of_the_callbacks() -> None:
+    hook, secret, post, relay = notify_entries(
+        ["bell", "https://x.org/a?b=c", "env:HOOK", "me@example.org", "smtp://mail.x.org:587/me@example.org"]
+    )
+    assert hook["url"] == "https://x.org/a?b=c"
+    assert secret["url_from"] == "HOOK"
+    assert (post["to"], post["server"]) == (["me@example.org"], "localhost")
+    assert (relay["to"], relay["server"]) == (["me@example.org"], "mail.x.org:587")
+    for entry in (hook, secret, post, relay):
+        cls = {"Webhook": Webhook, "Email": Email}[name_of(entry)]
+        cls(**class_arguments(entry))
+
+
+@pytest.mark.parametrize(
+    "word", ["", "beep", "ftp://x", "env:", "env:A-B", "a/b@c", "smtp://a@b", "a@b@c", "@", "a b@c"]
+)
+def test_an_entry_of_notify_that_has_no_known_form(word: str) -> None:
+    with pytest.raises(ConfigError, match="must be bell, an https:// address"):
+        solve_notify(["bell", word])
+
+
 def test_what_is_asked_after_a_run() -> None:
     entries = [{"_target_": f"launcher.callbacks.{name}"} for name in ("Ema", "Webhook")] + [{"_target_": "my.Own"}]
     assert [may_report(entry) for entry in entries] == [False, True, True]
@@ -144,10 +172,11 @@ def test_at_the_end_of_a_job(launch: Launch, project: Path, web: tuple[str, list
     assert (project / "runs/fine/outcome.txt").read_text().startswith("Run fine: done after 2 steps")
 
     env["TEST_HOOK"] = f"{address}/broken"
-    failed = launch("train", *job, "run.name=dead", "task.trouble=killed", f"callbacks=[{hook}]", env=env)
+    notify = "notify=[bell,env:TEST_HOOK]"
+    failed = launch("train", *job, "run.name=dead", "task.trouble=killed", f"callbacks=[{hook}]", notify, env=env)
     assert failed.returncode == 1, "as without the message"
     assert "Callback Webhook did not report that the run is failed: HTTPError: HTTP Error 500" in failed.stderr
-    assert received[1]["verdict"] == "failed"
+    assert [body["verdict"] for body in received[1:]] == ["failed"] * 2, "by the callback and by notify"
     assert "SIGKILL" in received[1]["error"]
     assert "SIGKILL" in (project / "runs/dead/outcome.txt").read_text()
 
@@ -156,4 +185,11 @@ def test_at_the_end_of_a_job(launch: Launch, project: Path, web: tuple[str, list
     hook = "callbacks=[{_target_: launcher.callbacks.Webhook, url_from: TEST_HOOK}]"
     done = launch("run", "run.name=loop", "--", *own, hook, env=env)
     assert done.returncode == 0, done.stderr
-    assert (received[2]["run"], received[2]["verdict"], received[2]["steps"]) == ("loop", "done", 3)
+    assert (received[3]["run"], received[3]["verdict"], received[3]["steps"]) == ("loop", "done", 3)
+    script = ["run", "run.name=script", "notify=[env:TEST_HOOK]", "cluster.workers_per_node=1", "--"]
+    (project / "script.py").write_text("print('hello')\n")
+    assert launch(*script, "script.py", env=env).returncode == 0
+    assert (received[4]["run"], received[4]["verdict"]) == ("script", "done")
+    refused = launch(*script, "script.py")
+    assert refused.returncode == 2
+    assert "notify=TEST_HOOK: there is no such environment variable here" in refused.stderr

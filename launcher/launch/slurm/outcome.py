@@ -14,6 +14,7 @@ from pathlib import Path
 
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, SiteError
 from launcher.launch.agent import NodeOutcome
+from launcher.launch.local import report_outcome
 from launcher.launch.slurm import client
 from launcher.launch.slurm.client import SlurmTask
 from launcher.plan.launch_plan import LaunchPlan
@@ -25,6 +26,8 @@ from launcher.rundir.files import last_lines, read_json, write_json
 from launcher.rundir.history import HANG, Failure, failure_record
 from launcher.rundir.paths import RunPaths
 
+# seconds for messages before a requeue, which must not come too late
+_REPORT_WITHIN_S = 5.0
 # seconds that Slurm may take to end the processes of a job that it requeues
 _REQUEUE_WITHIN_S = 120
 # a job that was restarted so often without a further step is not requeued again
@@ -96,6 +99,7 @@ def _requeue_unless_futile(plan: LaunchPlan, task: SlurmTask, fence: Fence, why:
         return EXIT_RESUMABLE
     fence.check()
     history.note_event(paths, "requeued", why=why)  # before the requeue, which ends this process
+    report_outcome(plan, (read_json(paths.summary) or {}) | {"verdict": "requeued"}, _REPORT_WITHIN_S)
     try:
         client.requeue(task.job)
     except SiteError as error:

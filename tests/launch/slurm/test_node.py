@@ -111,6 +111,21 @@ def test_what_was_saved_is_queued_again(now: Situation) -> None:
     assert now.requeued == ["7"], "node 0 alone does it"
 
 
+def test_a_message_precedes_the_requeue(now: Situation, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[str, list[str]]] = []
+
+    def send(plan: object, summary: dict[str, Any], within_s: float) -> None:
+        assert plan is now.plan
+        assert within_s < 10
+        sent.append((summary["verdict"], [*now.requeued]))
+
+    monkeypatch.setattr(outcome, "report_outcome", send)
+    write_json(now.paths.summary, {"verdict": "stopped", "steps": 5})
+    now.conclude(STOPPED)
+    assert sent == [("requeued", [])]
+    assert now.requeued == ["7"]
+
+
 def test_what_could_not_be_saved_is_not_called_stopped(now: Situation) -> None:
     now.conclude(STOPPED)
     assert (read_json(now.paths.summary) or {})["verdict"] == "killed"

@@ -1,0 +1,135 @@
+"""Progress of runs, as `launch top` shows it: from the end of their records, and from the processes of this machine."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from launcher.config.schema import ClusterKind
+from launcher.quantities import Interval
+from launcher.report.run_list import last_event
+from launcher.rundir import history
+from launcher.rundir.files import last_lines, object_from_json
+from launcher.rundir.paths import RunPaths, find, find_sweeps
+from launcher.runs.status import ACTIVE, Run, RunState, newest, statuses_of
+from launcher.sweeps.reuse import look_at_sweeps
+
+_RECORDS = 200  # newest records of a run that are read: 64 KiB at most
+_TIMED = 20  # newest records from which the rate of steps is taken
+_BARS = "▁▂▃▄▅▆▇█"
+_NVIDIA_SMI_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunProgress:
+    """Progress of one run.
+
+    Attributes:
+        name: name by which commands accept it; that of a cell is SWEEP/CELL.
+        losses: training losses of the newest records that have one, oldest first.
+        record: last record of metrics.jsonl; empty without one.
+        left_s: seconds to the last step at the newest rate; None if that is unknown, or if the run is not running.
+        event: its newest event, with the time of day; empty without one.
+    """
+
+    run: Run
+    name: str
+    losses: Sequence[float] = ()
+    record: dict[str, Any] = field(default_factory=dict[str, Any])
+    left_s: float | None = None
+    event: str = ""
+
+    @classmethod
+    def of(cls, run: Run) -> Self:
+        name = run.name if run.sweep is None else f"{Path(run.sweep).name}/{run.cell}"
+        if not run.dir:  # a cell that has not started
+            return cls(run=run, name=name)
+        paths = RunPaths(Path(run.dir))
+        lines = last_lines(paths.metrics, _RECORDS)
+        records = [record for line in lines if (record := object_from_json(line)) is not None]
+        return cls(
+            run=run,
+            name=name,
+            losses=[float(loss) for record in records if (loss := record.get("train/loss")) is not None],
+            record=records[-1] if records else {},
+            left_s=_seconds_left(run, records[-_TIMED:]),
+            event=last_event(paths),
+        )
+
+    @property
+    def speedup(self) -> str:
+        """Measured speed-up over synchronising every micro-batch: 1.93x, or "none" if no difference was measured."""
+        measured = Interval.of_record(self.record, "comm/speedup")
+        return "" if measured is None else f"{measured.value:.2f}x" if measured.excludes(1) else "none"
+
+
+def _seconds_left(run: Run, records: Sequence[dict[str, Any]]) -> float | None:
+    if run.state is not RunState.running or run.steps is None or len(records) < 2:
+        return None
+    first, last = records[0], records[-1]
+    steps, seconds = last["step"] - first["step"], last["time/total_s"] - first["time/total_s"]
+    return (run.steps - last["step"]) * seconds / steps if steps > 0 else None
+
+
+def look(runs: Path, most: int) -> list[RunProgress]:
+    """Return the newest ``most`` runs of a directory and of its sweeps: active ones first, then by age."""
+    cells = [cell for cells in look_at_sweeps(find_sweeps(runs)).values() for cell in cells if cell.dir]
+    found = {run.dir: run for run in [*cells, *statuses_of(newest(find(runs), most))]}
+    ordered = sorted(found.values(), key=lambda run: run.created, reverse=True)
+    ordered.sort(key=lambda run: run.state not in ACTIVE)
+    return [RunProgress.of(run) for run in ordered[:most]]
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Return ``values`` as a curve of at most ``width`` characters, each the mean of a part of them."""
+    count = min(width, len(values))
+    parts = [values[len(values) * i // count : len(values) * (i + 1) // count] for i in range(count)]
+    means = [sum(part) / len(part) for part in parts]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+
+
+def device_use(runs: Iterable[Run]) -> dict[str, str]:
+    """Return how much of this machine's cores or GPUs each active local run uses, by the run's directory.
+
+    Cores are counted since the last call: the first one returns none.
+    """
+    import psutil
+
+    # psutil keeps these objects, and with them what a process had used before
+    processes = {process.pid: process for process in psutil.process_iter()}
+    gpus = _gpu_use()
+    used: dict[str, str] = {}
+    for run in runs:
+        if run.kind == ClusterKind.slurm or run.state is not RunState.running:
+            continue
+        starter = history.submissions(RunPaths(Path(run.dir)))[-1].pid
+        if starter not in processes:
+            continue
+        try:
+            family = [starter, *(child.pid for child in processes[starter].children(recursive=True))]
+            on_gpus = [gpus[pid] for pid in family if pid in gpus]
+            cores = sum(processes[pid].cpu_percent() for pid in family if pid in processes) / 100
+        except psutil.Error:  # it has just ended
+            continue
+        used[run.dir] = f"GPU {sum(on_gpus) / len(on_gpus):.0f}%" if on_gpus else f"{cores:.1f} cores" if cores else ""
+    return used
+
+
+def _gpu_use() -> dict[int, float]:
+    """Return the utilisation, in percent, of the GPU of each process that has one; none without nvidia-smi."""
+
+    def rows(query: str) -> list[list[str]]:
+        command = ["nvidia-smi", f"--query-{query}", "--format=csv,noheader,nounits"]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=True)
+        return [line.split(", ") for line in answer.stdout.splitlines()]
+
+    try:
+        of_gpu = {uuid: float(percent) for uuid, percent in rows("gpu=uuid,utilization.gpu")}
+        return {int(pid): of_gpu[uuid] for pid, uuid in rows("compute-apps=pid,gpu_uuid")}
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError):
+        return {}

@@ -1,0 +1,309 @@
+"""Live view of all runs in a terminal: `launch top`."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rich.text import Text
+from textual import on
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.screen import ModalScreen, Screen
+from textual.widgets import DataTable, Footer, Label, RichLog, Static
+
+from launcher.config.schema import ClusterKind
+from launcher.quantities import duration_text, exposed_text, first_lines, speedup_text
+from launcher.report.live import rank_logs
+from launcher.report.run_list import COLOURS, error_of, progress_text, states_text
+from launcher.report.run_progress import RunProgress, device_use, look, sparkline
+from launcher.rundir.files import last_lines
+from launcher.rundir.paths import RunPaths
+from launcher.runs.status import ACTIVE, Run
+
+LISTED = 200
+# seconds between two looks; a Slurm controller is asked less often than a directory
+_LOOK_S, _LOOK_AT_SLURM_S, _LOG_S = 2.0, 5.0, 0.5
+_RESUMED_WITHIN_S = 10.0  # a resume that is refused has ended by then
+_NAME_WIDTH, _BETWEEN = 20, 2  # least width of the names, and between columns
+_MESSAGE_LINES = 6
+
+
+@dataclass(frozen=True)
+class TopColumn:
+    """Column of the table. ``text``: returns a run's cell."""
+
+    title: str
+    width: int
+    text: Callable[[RunProgress], str | Text]
+
+
+def _left(progress: RunProgress) -> str:
+    return "" if progress.left_s is None else duration_text(progress.left_s)
+
+
+def _rate(progress: RunProgress) -> str:
+    value = progress.record.get("throughput/samples_per_s")
+    return "" if value is None else f"{value:,.0f}"
+
+
+# the first ones are shown in narrow terminals, too
+COLUMNS = (
+    TopColumn("state", 9, lambda each: Text(each.run.state.value, COLOURS[each.run.state])),
+    TopColumn("step", 11, lambda each: progress_text(each.run)),
+    TopColumn("loss", 7, lambda each: "" if each.run.loss is None else f"{each.run.loss:.4f}"),
+    TopColumn("", 10, lambda each: sparkline(each.losses, 10)),
+    TopColumn("left", 9, _left),
+    TopColumn("samples/s", 9, _rate),
+    TopColumn("speed-up", 8, lambda each: each.speedup),
+    TopColumn("ranks", 5, lambda each: "" if each.run.ranks is None else str(each.run.ranks)),
+    TopColumn("job", 8, lambda each: each.run.job or each.run.kind),
+    TopColumn("last event", 40, lambda each: each.event),
+)
+
+
+class Confirmation(ModalScreen[bool]):
+    """Question that is answered with y or n."""
+
+    CSS = "Confirmation { align: center middle; } Confirmation Label { border: round $primary; padding: 1 2; }"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("y", "dismiss(True)", "yes"), Binding("n,escape,q", "dismiss(False)", "no"),
+    ]  # fmt: skip
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text = text
+
+    def compose(self) -> ComposeResult:
+        yield Label(Text(f"{self._text}\n\ny: yes    n: no"))
+        yield Footer()
+
+
+class Log(Screen[None]):
+    """Output of one rank of a run, which is followed; a digit shows that rank."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q,escape", "dismiss", "back"),
+        Binding("0", "rank(0)", "rank", key_display="0-9"),
+        *(Binding(str(rank), f"rank({rank})", show=False) for rank in range(1, 10)),
+    ]
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self._paths = RunPaths(Path(run.dir))
+        self._source = rank_logs(self._paths, 0)
+        self._output = RichLog(max_lines=10_000, wrap=True)
+
+    def compose(self) -> ComposeResult:
+        yield self._output
+        yield Footer()
+
+    def on_mount(self) -> None:
+        self.set_interval(_LOG_S, self._read)
+        self.action_rank(0)
+
+    def action_rank(self, rank: int) -> None:
+        """Show the output of ``rank`` from its start."""
+        self._source = rank_logs(self._paths, rank)
+        self._output.clear()
+        if not self._source.exists():
+            self._output.write(Text(self._source.missing()))
+        elif not self._read():
+            self._output.write(Text("no output yet", "dim"))
+
+    def _read(self) -> int:
+        """Show what was added, and return the number of its lines."""
+        lines = self._source.lines()
+        for line in lines:
+            self._output.write(Text.from_ansi(line))
+        return len(lines)
+
+
+class Top(App[None]):
+    """Table of the runs of a directory, and details of the one under the cursor.
+
+    Args:
+        runs: directory of the runs.
+    """
+
+    CSS = """
+    #states { height: 1; padding: 0 1; text-style: bold; }
+    DataTable { height: 1fr; }
+    #details { height: auto; max-height: 12; padding: 0 1; border-top: solid $primary; }
+    """
+    ENABLE_COMMAND_PALETTE = False
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("l", "logs", "logs"), Binding("c", "cancel", "cancel"), Binding("r", "resume", "resume"),
+        Binding("q", "quit", "quit"),
+    ]  # fmt: skip
+
+    def __init__(self, runs: Path) -> None:
+        super().__init__()
+        self._runs = runs
+        self._table = DataTable[str | Text](cursor_type="row", zebra_stripes=True)
+        self._shown: list[RunProgress] = []
+        self._columns: tuple[TopColumn, ...] = ()
+        self._use: dict[str, str] = {}
+
+    def compose(self) -> ComposeResult:
+        with Vertical():
+            yield Static("", id="states")
+            yield self._table
+            yield Static("", id="details")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        self._table.focus()
+        self.run_worker(self._watch())
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool:  # noqa: ARG002
+        """Return False for the table's keys while a log or a question covers it."""
+        return len(self.screen_stack) == 1 or action not in ("logs", "cancel", "resume")
+
+    async def _watch(self) -> None:
+        """Show the runs until the view is closed. Reading them may take long where Slurm or a disk is slow."""
+        while True:
+            try:
+                shown = await asyncio.to_thread(look, self._runs, LISTED)
+                self._use = await asyncio.to_thread(device_use, [each.run for each in shown])
+            except OSError as error:
+                self.query_one("#states", Static).update(Text(f"{error}", "red"))
+            else:
+                self._show(shown)
+            asks_slurm = any(each.run.job is not None and each.run.state in ACTIVE for each in self._shown)
+            await asyncio.sleep(_LOOK_AT_SLURM_S if asks_slurm else _LOOK_S)
+
+    def on_resize(self) -> None:
+        self._show(self._shown)
+
+    def _show(self, shown: list[RunProgress]) -> None:
+        """Fill the table, with the cursor on the run on which it was."""
+        table, chosen = self._table, self._chosen
+        self._shown = shown
+        self.query_one("#states", Static).update(self._headline())
+        if self._columns != (columns := _fitting(self.size.width)):
+            self._columns = columns
+            table.clear(columns=True)
+            left = self.size.width - sum(column.width + _BETWEEN for column in columns) - 2 * _BETWEEN
+            table.add_column("run", width=max(left, _NAME_WIDTH))
+            for column in columns:
+                table.add_column(column.title, width=column.width)
+        table.clear()
+        for each in shown:
+            name = Text(each.name, no_wrap=True, overflow="ellipsis")
+            table.add_row(name, *(column.text(each) for column in columns))
+        rows = [number for number, each in enumerate(shown) if chosen is not None and each.run.dir == chosen.run.dir]
+        table.move_cursor(row=rows[0] if rows else 0)
+        self._detail()
+
+    def _headline(self) -> str:
+        if not self._shown:
+            return f"There is no run in {self._runs} yet."
+        return f"{self._runs}: {states_text([each.run for each in self._shown], noun='run')}"
+
+    @property
+    def _chosen(self) -> RunProgress | None:
+        row = self._table.cursor_row
+        return self._shown[row] if 0 <= row < len(self._shown) else None
+
+    @on(DataTable.RowHighlighted)
+    def _detail(self) -> None:
+        text = Text()
+        if (chosen := self._chosen) is not None:
+            for name, value in self._details(chosen):
+                text.append(f"{name:9} ", "bold").append(f"{value}\n")
+        text.right_crop(1)
+        self.query_one("#details", Static).update(text)
+
+    def _details(self, each: RunProgress) -> Iterator[tuple[str, str]]:
+        run, record = each.run, each.record
+        ranks = "" if run.ranks is None else f"{run.ranks} ranks"
+        yield "run", ", ".join(filter(None, (each.name, run.job or run.kind, run.nodes, ranks, run.precision)))
+        if run.failure is not None:
+            yield "why", "\n          ".join(first_lines(error_of(run.failure).splitlines(), 3))
+        elif run.detail:
+            yield "why", run.detail
+        if each.losses:
+            yield "loss", f"{sparkline(each.losses, max(10, self.size.width - 30))} {each.losses[-1]:.4f}"
+        if (speedup := speedup_text(record)) is not None:
+            yield "speed-up", speedup
+        if (exposed := exposed_text(record)) is not None:
+            yield "waiting", exposed
+        mfu = record.get("throughput/mfu")
+        rate = f"{_rate(each)} samples/s" if _rate(each) else ""
+        left = f"{_left(each)} left" if each.left_s is not None else ""
+        used = ", ".join(
+            filter(None, (rate, left, self._use.get(run.dir, ""), "" if mfu is None else f"{mfu:.0%} of peak FLOP/s"))
+        )
+        if used:
+            yield "rate", used
+        if each.event:
+            yield "event", each.event
+
+    @on(DataTable.RowSelected)
+    def action_logs(self) -> None:
+        if (chosen := self._chosen) is not None:
+            self.push_screen(Log(chosen.run))
+
+    def action_cancel(self) -> None:
+        """Ask, and cancel the run; its workers save a checkpoint first."""
+        self._ask("cancel", "Cancel {}? Its workers save a checkpoint first.", self._cancel)
+
+    def action_resume(self) -> None:
+        """Ask, and resume the run from its newest checkpoint."""
+        self._ask("resume", "Resume {} from its newest checkpoint?", self._resume)
+
+    def _ask(self, verb: str, question: str, act: Callable[[RunProgress], Any]) -> None:
+        if (chosen := self._chosen) is None:
+            return
+        if (chosen.run.state in ACTIVE) != (verb == "cancel"):
+            self.notify(f"{chosen.name} is {chosen.run.state.value}.", severity="warning", markup=False)
+            return
+
+        def answered(yes: bool | None) -> None:
+            if yes:
+                self.run_worker(act(chosen))
+
+        self.push_screen(Confirmation(question.format(chosen.name)), answered)
+
+    async def _cancel(self, each: RunProgress) -> None:
+        command = [*_LAUNCH, "cancel", each.run.dir]
+        answer = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
+        self._answer(each, answer.returncode, [*answer.stdout.splitlines(), *answer.stderr.splitlines()])
+
+    async def _resume(self, each: RunProgress) -> None:
+        """Resume a run by a process of its own, which stays when this view is closed."""
+        log = RunPaths(Path(each.run.dir)).launch_log
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                [*_LAUNCH, "resume", each.run.dir], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                start_new_session=True,
+            )  # fmt: skip
+        try:
+            status = await asyncio.to_thread(process.wait, _RESUMED_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            where = "" if each.run.kind == ClusterKind.slurm else f" Its output: {log}"
+            self.notify(f"{each.name} resumes.{where}", markup=False)
+            return
+        self._answer(each, status, last_lines(log, _MESSAGE_LINES))
+
+    def _answer(self, each: RunProgress, status: int, lines: Sequence[str]) -> None:
+        text = "\n".join(lines[-_MESSAGE_LINES:]) or f"{each.name}: exit status {status}"
+        self.notify(text, severity="error" if status else "information", timeout=20 if status else 8, markup=False)
+
+
+_LAUNCH = (sys.executable, "-P", "-m", "launcher")
+
+
+def _fitting(width: int) -> tuple[TopColumn, ...]:
+    """Return the first columns, as many as fit beside the names in a terminal of ``width`` characters."""
+    left = width - _NAME_WIDTH - 2 * _BETWEEN
+    ends = accumulate(column.width + _BETWEEN for column in COLUMNS)
+    return tuple(column for column, end in zip(COLUMNS, ends, strict=True) if end <= left)

@@ -1,0 +1,191 @@
+"""Live view: its keys and its layout, by Textual's own driver without a terminal; and on real runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pty
+import subprocess
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import DataTable, RichLog, Static
+
+from launcher.cli import run
+from launcher.report.top import Confirmation, Log, Top
+from launcher.rundir.paths import RunPaths
+from tests.helpers import launch_command, patience
+from tests.infra.made_runs import make_run
+from tests.infra.runs import start, wait_for, wait_for_steps
+from tests.report.test_run_progress import running
+
+Steps = Callable[[Top, "Pilot[None]"], Awaitable[None]]
+
+
+def drive(runs: Path, steps: Steps, size: tuple[int, int] = (80, 24)) -> None:
+    """Open the view, wait for its first look, and take ``steps``."""
+
+    async def body() -> None:
+        app = Top(runs)
+        async with app.run_test(size=size) as pilot:
+            await until(lambda: app.query_one(DataTable).row_count > 0, pilot)
+            await steps(app, pilot)
+
+    asyncio.run(body())
+
+
+async def until(condition: Callable[[], bool], pilot: Pilot[None], seconds: float = 60) -> None:
+    end = time.monotonic() + patience(seconds)
+    while not condition():
+        assert time.monotonic() < end
+        await pilot.pause(0.05)
+
+
+def column(app: Top, title: str) -> list[str]:
+    table = app.query_one(DataTable)
+    key = next(key for key, each in table.columns.items() if str(each.label) == title)
+    return [str(cell) for cell in table.get_column(key)]
+
+
+def text_of(app: Top, name: str) -> str:
+    return str(app.query_one(f"#{name}", Static).render())
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_the_table_fits_into_the_terminal(tmp_path: Path, width: int) -> None:
+    make_run(tmp_path, "a" * 70)
+
+    async def steps(app: Top, pilot: Pilot[None]) -> None:
+        del pilot
+        table = app.query_one(DataTable)
+        assert table.virtual_size.width <= width
+        titles = [str(each.label) for each in table.columns.values()]
+        assert {"run", "state", "step", "loss"} <= set(titles)
+        assert ("left" in titles) == (width >= 80)
+        assert ("samples/s" in titles) == (width > 100)
+        assert ("last event" in titles) == (width == 200)
+
+    drive(tmp_path, steps, (width, 24))
+
+
+def test_the_details_are_those_of_the_run_under_the_cursor(tmp_path: Path) -> None:
+    running(tmp_path, "first", recorded=10)
+    make_run(tmp_path, "second", verdict="failed")
+
+    async def steps(app: Top, pilot: Pilot[None]) -> None:
+        assert column(app, "run") == ["first", "second"]
+        assert column(app, "state") == ["running", "failed"]
+        assert "first" in text_of(app, "details")
+        await pilot.press("down")
+        assert "second" in text_of(app, "details")
+        assert "rank 1: out of luck" in text_of(app, "details")
+        running(tmp_path, "third")
+        await until(lambda: app.query_one(DataTable).row_count == 3, pilot)
+        assert "second" in text_of(app, "details"), "the cursor stays on its run"
+
+    drive(tmp_path, steps)
+
+
+def test_the_log_of_a_rank_is_followed(tmp_path: Path) -> None:
+    paths = running(tmp_path, "talks")
+    paths.logs.mkdir()
+    paths.rank_log(0).write_text("from rank 0 [not markup]\n")
+    paths.rank_log(1).write_text("from rank 1\n")
+
+    async def steps(app: Top, pilot: Pilot[None]) -> None:
+        def shown() -> str:
+            return "\n".join(line.text for line in app.screen.query_one(RichLog).lines)
+
+        await pilot.press("l")
+        await until(lambda: isinstance(app.screen, Log) and "from rank 0 [not markup]" in shown(), pilot)
+        with paths.rank_log(0).open("a") as log:
+            log.write("one more\n")
+        await until(lambda: "one more" in shown(), pilot)
+        await pilot.press("1")
+        await until(lambda: "from rank 1" in shown(), pilot)
+        assert "one more" not in shown()
+        await pilot.press("7")
+        await until(lambda: "rank 7 has no log yet" in shown(), pilot)
+        await pilot.press("escape")
+        assert not isinstance(app.screen, Log)
+
+    drive(tmp_path, steps)
+
+
+def test_what_makes_no_sense_is_not_asked(tmp_path: Path) -> None:
+    make_run(tmp_path, "over")
+
+    async def steps(app: Top, pilot: Pilot[None]) -> None:
+        await pilot.press("c")
+        assert not isinstance(app.screen, Confirmation)
+        await pilot.press("r")
+        assert isinstance(app.screen, Confirmation)
+        await pilot.press("n")
+        assert not isinstance(app.screen, Confirmation)
+
+    drive(tmp_path, steps)
+
+
+def test_it_needs_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["top"]) == 2
+    assert "needs a terminal" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_is_cancelled_and_resumed(project: Path) -> None:
+    job = start(project, "train.steps=100000", "checkpoint.every=10")
+    wait_for_steps(project / "runs/own", 3)
+
+    def state() -> str:
+        return json.loads((project / "runs/own/summary.json").read_text())["verdict"]
+
+    async def steps(app: Top, pilot: Pilot[None]) -> None:
+        await pilot.press("c", "y")
+        await until(lambda: column(app, "state") == ["cancelled"], pilot)
+        assert state() == "stopped"
+        job.communicate()
+        await pilot.press("r", "y")
+        await until(lambda: column(app, "state") == ["running"], pilot)
+        await pilot.press("c", "y")
+        await until(lambda: column(app, "state") == ["cancelled"], pilot)
+
+    drive(project / "runs", steps)
+    events = [json.loads(line)["event"] for line in RunPaths(project / "runs/own").events.read_text().splitlines()]
+    assert events.count("cancelled") == 2
+
+
+@pytest.mark.slow
+def test_in_a_real_terminal(tmp_path: Path) -> None:
+    make_run(tmp_path / "runs", "seen")
+    main, side = pty.openpty()
+    process = subprocess.Popen(
+        launch_command("top"), cwd=tmp_path, stdin=side, stdout=side, stderr=side, env={**os.environ, "TERM": "xterm"}
+    )
+    os.close(side)
+    shown = b""
+    while b"seen" not in shown:
+        shown += os.read(main, 10_000)
+    os.write(main, b"q")
+    with suppress(OSError):  # the other side is closed
+        while os.read(main, 10_000):
+            pass
+    assert process.wait() == 0
+    os.close(main)
+
+
+@pytest.mark.slow
+def test_a_run_is_watched_until_it_is_over(project: Path) -> None:
+    job = start(project, "train.steps=30")
+    wait_for((project / "runs/own/plan.json").exists, "the run's start")
+    watched = subprocess.run(
+        launch_command("status", "own", "--watch"), cwd=project, capture_output=True, text=True, check=False
+    )
+    assert (watched.returncode, watched.stderr) == (0, "")
+    assert "Run own: done" in watched.stdout
+    job.communicate()
+    assert job.returncode == 0
