@@ -11,19 +11,22 @@ from launcher.quantities import bytes_text, count, duration_text, seconds_text
 
 
 def forecast_lines(plan: RunPlan) -> Iterator[tuple[str, str]]:
-    """Yield name and text of each line; a further line of one subject has no name."""
+    """Yield name and text of each line, that of the step or of its bytes first; a further line of one subject has no
+    name."""
     strategy = plan.strategy
-    if any(each.peak_bytes is not None or each.wire_s is not None or each.step for each in strategy.forecasts):
-        for number, forecast in enumerate(strategy.forecasts):
-            yield "" if number else "policies", _policy(forecast)
-        if strategy.memory_bytes is not None:
-            yield "", f"{bytes_text(strategy.memory_bytes)} are available to each rank"
+    forecast = RunForecast.of(plan)
+    if forecast is not None:
+        yield "step time", _step(forecast.step)
     if strategy.wire_bytes is not None and strategy.wire_bytes_every is not None:
         every = f"{bytes_text(strategy.wire_bytes_every)} with sync=every"
         yield "wire a step", f"{bytes_text(strategy.wire_bytes)} a rank predicted; {every}"
-    if (forecast := RunForecast.of(plan)) is not None:
-        yield "step time", _step(forecast.step)
-        yield "", _parts(forecast.step)
+    if any(each.peak_bytes is not None or each.wire_s is not None or each.step for each in strategy.forecasts):
+        for number, each in enumerate(strategy.forecasts):
+            yield "" if number else "policies", _policy(each)
+        if strategy.memory_bytes is not None:
+            yield "", f"{bytes_text(strategy.memory_bytes)} are available to each rank"
+    if forecast is not None:
+        yield "parts of a step", _parts(forecast.step)
         yield "throughput", _rates(forecast)
         if forecast.total_s is not None:
             yield "whole run", _run(plan, forecast)

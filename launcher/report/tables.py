@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from launcher.config.choices import WandbMode
 from launcher.config.schema import (
@@ -39,57 +40,84 @@ from launcher.rundir.files import last_lines, read_json
 from launcher.rundir.paths import RunPaths
 
 
-def named_lines(title: str) -> tuple[Table, Callable[[str, str], None]]:
-    """Return a table of named lines and a function that adds one; brackets in a path are text, not rich's markup."""
+def named_lines(title: str) -> tuple[Table, Callable[..., None]]:
+    """Return a table of named lines, and a function that adds one from its name, its text and perhaps a style; brackets
+    in a path are text, not rich's markup."""
     table = Table(title=escape(title), title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    return table, lambda name, text: table.add_row(name, escape(text))
+
+    def add(name: str, text: str, style: str | None = None) -> None:
+        table.add_row(name, Text(text, style or ""))
+
+    return table, add
 
 
 def plan_table(plan: RunPlan) -> Table:
-    """Return the plan as a table with one row per decision."""
+    """Return the plan as a table with one row per decision: what matters most, the job, predictions, places, notes."""
     table, add = named_lines(f"Plan: {plan.run.name}")
-    batch, epoch, cluster, strategy = plan.batch, plan.epoch, plan.cluster, plan.strategy
+    forecasts = list(forecast_lines(plan))
+    groups = (_main_lines(plan, forecasts[:1]), _job_lines(plan), forecasts[1:], _places(plan))
+    for number, lines in enumerate(groups):
+        if number and lines:
+            add("", "")
+        for name, text in lines:
+            add(name, text, None if number else "bold")
+    if plan.notes:
+        add("", "")
+    for note in plan.notes:
+        add("note", note, "yellow")
+    return table
+
+
+def _main_lines(plan: RunPlan, forecast: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the lines on which everything else depends. ``forecast``: that of a step."""
+    cluster = plan.cluster
     hosts = f"{cluster.range.text} host{'' if cluster.nodes == 1 else 's'}"
-    add("workers", f"{hosts} × {count(cluster.workers_per_node, 'worker')}, {cluster.device.value}")
+    lines = [("workers", f"{hosts} × {count(cluster.workers_per_node, 'worker')}, {cluster.device.value}")]
     for world in plan.worlds():
         where = "" if cluster.range.fixed else f"on {count(world.cluster.nodes, 'host')}: "
-        add("global batch" if world.batch is batch else "", f"{where}{world.batch.text}")
+        lines.append(("global batch" if world.batch is plan.batch else "", f"{where}{world.batch.text}"))
+    lines += [("precision", precision_text(plan.precision)), ("strategy", _strategy(plan.strategy)), *forecast]
+    return lines
+
+
+def _job_lines(plan: RunPlan) -> list[tuple[str, str]]:
+    """Return the lines on what is learned from what."""
+    batch, epoch = plan.batch, plan.epoch
+    lines = [("task", _task(plan))]
+    if plan.initial is not None:
+        lines.append(("starts with", f"the weights of {plan.initial.text}"))
     if batch.on_oom is OnOom.shrink:
-        add("", "out of memory: micro-batches are halved and the window is repeated")
+        lines.append(("micro-batches", "are halved when memory runs out, and the window is repeated"))
     if batch.balance is Balance.length:
-        add("", "each window's samples are divided among ranks and micro-batches by their lengths")
+        lines.append(("balance", "each window's samples are divided among ranks and micro-batches by their lengths"))
     if batch.ramp:
         stages = ", then ".join(f"{stage.global_size} for {count(stage.windows, 'window')}" for stage in batch.ramp)
-        add("", f"at first {stages}")
-    add("task", _task(plan))
-    if plan.initial is not None:
-        add("starts with", f"the weights of {plan.initial.text}")
-    add("windows", _windows(plan))
+        lines.append(("ramp", f"at first {stages}"))
+    lines.append(("windows", _windows(plan)))
     if epoch.windows is not None and epoch.short_window_policy is ShortWindow.drop and plan.task.samples is not None:
         left_out = plan.task.samples % batch.global_size
-        add("", f"batch.short_window=drop leaves out {count(left_out, 'sample')} an epoch")
-    add("length", _length(plan))
-    add("precision", precision_text(plan.precision))
+        lines.append(("", f"batch.short_window=drop leaves out {count(left_out, 'sample')} an epoch"))
+    lines.append(("length", _length(plan)))
     clip = "no clipping" if plan.train.clip_norm is None else f"clip {plan.train.clip_norm:g}"
-    for number, text in enumerate(_updates(plan, clip)):
-        add("" if number else "optimizer", text)
+    lines += [("" if number else "optimizer", text) for number, text in enumerate(_updates(plan, clip))]
     if (scaled := _scaled_adam(plan.optimizer)) is not None:
-        add("", scaled)
-    add("strategy", _strategy(strategy))
+        lines.append(("", scaled))
     if plan.callbacks:
-        add("callbacks", ", ".join(map(name_of, plan.callbacks)))
-    for name, text in forecast_lines(plan):
-        add(name, text)
+        lines.append(("callbacks", ", ".join(map(name_of, plan.callbacks))))
     if (best := _best(plan)) is not None:
-        add("best", best)
-    add("files", near(plan.run.dir))
-    for tracker in plan.trackers:
-        add(TRACKER_KINDS[tracker].title, _destination(plan, tracker))
-    for note in plan.notes:
-        add("note", note)
-    return table
+        lines.append(("best", best))
+    return lines
+
+
+def _places(plan: RunPlan) -> list[tuple[str, str]]:
+    """Return where the run is stored, shown and announced."""
+    lines = [("files", near(plan.run.dir))]
+    lines += [(TRACKER_KINDS[tracker].title, _destination(plan, tracker)) for tracker in plan.trackers]
+    if plan.notify:
+        lines.append(("messages", ", ".join(plan.notify)))
+    return lines
 
 
 def _best(plan: RunPlan) -> str | None:

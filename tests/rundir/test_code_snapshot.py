@@ -162,7 +162,7 @@ def test_a_script_has_pythonpath_too_and_the_copies_take_its_places(
     missing, ours = str(tmp_path / "missing"), str(Path(code_snapshot.__file__).parents[2])
     monkeypatch.setenv("PYTHONPATH", f"{missing}:{library}:{ours}:{project / 'pkg'}")
     plan = solve_script(
-        compose(["cluster=slurm"]).cluster, Site(gpus=0, cores=2, cwd=str(project)),
+        compose(["cluster=slurm"]), Site(gpus=0, cores=2, cwd=str(project)),
         RunInfo(name="r", id="0", dir=str(tmp_path / "runs" / "r"), created="", version=""), ["pkg/main.py", "--x"],
     )  # fmt: skip
     plan.paths.root.mkdir(parents=True)
