@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from launcher.config.schema import OptimizerKind, Parameters
 from launcher.plan.gpus import FULL_SHARE, OVERHEAD_BYTES
 from launcher.plan.run_plan import Forecast, RunPlan
 from launcher.quantities import bytes_text
@@ -24,6 +25,21 @@ def excess_bytes(forecast: Forecast, memory_bytes: int) -> int:
     """
     limit = memory_bytes if forecast.reserved_bytes is not None else round(USABLE_MEMORY * memory_bytes)
     return max(0, (needed_bytes(forecast) or 0) - limit)
+
+
+def least_note(plan: RunPlan, memory_bytes: int | None) -> str:
+    """Return a sentence on what a rank needs for its share of parameters, gradients and optimizer state, which is known
+    for a task that cannot be traced, too. Empty if the parameters are unknown, or in host memory."""
+    task, strategy = plan.task, plan.strategy
+    if task.parameters is None or strategy.cpu_offload:
+        return ""
+    narrow = (task.narrow_parameters or 0) if plan.precision.parameters is Parameters.keep else 0
+    adam = plan.optimizer.kind is OptimizerKind.adamw and plan.optimizer.target is None and not task.own_optimizer
+    trained = (4 * task.parameters - 2 * narrow) * (4 if adam else 2)
+    least = (trained + 2 * task.frozen_parameters) // strategy.shard_size  # frozen ones may be in bf16
+    parts = "parameters, gradients and the state of AdamW" if adam else "parameters and gradients"
+    excess = "" if memory_bytes is None or least <= memory_bytes else f", and has {bytes_text(memory_bytes)}"
+    return f"A rank needs more than {bytes_text(least)}, which {parts} take{excess}."
 
 
 def is_full(forecast: Forecast, memory_bytes: int) -> bool:

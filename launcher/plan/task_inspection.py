@@ -22,7 +22,7 @@ from launcher.plan.gpus import OVERHEAD_BYTES, find_gpu
 from launcher.plan.host import free_host_bytes, visible_gpus
 from launcher.plan.initial_weights import InitialWeights
 from launcher.plan.links import links_of
-from launcher.plan.memory_limit import full_notes
+from launcher.plan.memory_limit import full_notes, least_note
 from launcher.plan.optimizer_plan import parameter_groups
 from launcher.plan.past_runs import PastRuns
 from launcher.plan.run_plan import Forecast, PrecisionPlan, RunPlan, TaskPlan, extended
@@ -279,6 +279,7 @@ def weigh_memory(
     note = ""
     if problem:
         note = f"The memory of each sync policy is unknown and was not considered: {str(problem).rstrip('.')}."
+        note = f"{note} {least_note(plan, memory)}".rstrip()
     elif choose and memory is None and plan.cluster.kind is ClusterKind.elsewhere:
         note = "It is unknown which policies fit into the memory of the hosts: name their GPU (cluster.gpu=h100)."
     elif choose and memory is None:
