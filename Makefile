@@ -84,14 +84,14 @@ bench-forecast: $(VENV)/.installed-dev tools
 
 # The system tests make hosts of their own, and a Slurm cluster of them; where these are missing they skip, and say so.
 # Whether apt-get can start the daemons as services does not matter: the tests start their own.
-# zsh and fish: tests of their completion
-TOOLS = ip slurmctld slurmd munged sbatch zsh fish
+# zsh and fish: tests of their completion; sshd: tests of cluster.login
+TOOLS = ip slurmctld slurmd munged sbatch zsh fish sshd ssh
 .PHONY: tools
 tools:
 	@PATH="$$PATH:/usr/sbin:/sbin"; there() { for tool in $(TOOLS); do command -v $$tool >/dev/null || return 1; done; }; \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! there; then \
 		apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-			iproute2 slurm-wlm munge zsh fish >/dev/null; there || echo "still missing: some of $(TOOLS)" >&2; fi
+			iproute2 slurm-wlm munge zsh fish openssh-server openssh-client >/dev/null; there || echo "still missing: some of $(TOOLS)" >&2; fi
 
 # Every CUDA path that one GPU allows, on a machine that has torch and needs no network: a table of checks and figures.
 # make gpu-wheels, on a connected machine, makes the folder that `make gpu` installs from: carry it along with the tree.

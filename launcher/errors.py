@@ -20,6 +20,7 @@ LauncherError
     ├── NoGoodCheckpoint    there are checkpoints to resume from, and all of them are damaged
     ├── ExportFailed        a file of an export could not be written, or is not what was written
     ├── WrongCheckpoint     the newest checkpoint is intact, but of another model, another contract, or a newer format
+    ├── ConnectionLost      the connection to the login node was lost; jobs that were submitted there continue
     └── Superseded          the run continues elsewhere: this process belongs to an earlier attempt
 """
 
@@ -121,6 +122,10 @@ class ExportFailed(RunError):
 
 
 class WrongCheckpoint(RunError):
+    pass
+
+
+class ConnectionLost(RunError):
     pass
 
 

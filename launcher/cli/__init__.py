@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from launcher.cli.overrides import discard_output, print_disk_error, print_error
+from launcher.cli.overrides import OnLoginNode, discard_output, print_disk_error, print_error
 from launcher.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, LauncherError, UserError, did_you_mean
 
 HELP = """\
@@ -49,6 +49,7 @@ launch: distributed training with an exact global batch.
   report       --csv        for spreadsheets                   --html FILE    path of the page; --loss X: hours to X
   overrides    --help       the config's groups and values     --cfg job      the composed config
                --config-dir DIR   directory with your own config files
+  cluster.login=USER@HOST      train, run, plan, drill and doctor on that login node; RUN is found there, too
   launch --version
 
 Exit status: 0 done; 1 the job failed; 2 the input is wrong; 75 stopped from outside, resumable; 130 stopped by Ctrl-C.
@@ -102,4 +103,9 @@ def _dispatch(arguments: list[str]) -> int:
             f"  {did_you_mean(verb, _MODULES)}Commands: {', '.join(_MODULES)}."
         )
     module = importlib.import_module(f"launcher.cli.{_MODULES[verb]}")
-    return getattr(module, f"launch_{verb}")(rest)
+    try:
+        return getattr(module, f"launch_{verb}")(list(rest))
+    except OnLoginNode as there:
+        from launcher.cli.login import run_there
+
+        return run_there(there, verb, rest)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+from launcher.cli import login
 from launcher.errors import UserError, did_you_mean
 from launcher.quantities import first_names
 from launcher.report.tables import near
@@ -43,6 +44,7 @@ def resolve_any(word: str, runs: Path) -> RunPaths | SweepPaths:
     """Return the run or sweep named by its directory, its name, or a prefix of its name; a cell's run by SWEEP/CELL.
 
     Raises:
+        OnLoginNode: it is on a login node.
         UserError: there is none, or several.
     """
     if not word.strip():
@@ -52,6 +54,7 @@ def resolve_any(word: str, runs: Path) -> RunPaths | SweepPaths:
             return RunPaths(place.resolve())
         if is_sweep(place):
             return SweepPaths(place.resolve())
+    login.look_for(word, runs)
     sweeps = {paths.root.name: paths for paths in find_sweeps(runs)}
     if (found := _in_a_sweep(word, runs, sweeps)) is not None:
         return found

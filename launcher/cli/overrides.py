@@ -6,15 +6,25 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from launcher.errors import EXIT_FAILED, EXIT_INTERRUPTED, LauncherError, RecordFailed, UserError, did_you_mean
+from launcher.config.choices import ClusterKind
+from launcher.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    ConfigError,
+    LauncherError,
+    RecordFailed,
+    UserError,
+    did_you_mean,
+)
 from launcher.plan.gpus import require_at_hand
 from launcher.process import signal_handler
 
 if TYPE_CHECKING:
+    from launcher.config.multirun import RequestedCell, Result
     from launcher.config.schema import Config
 
 
@@ -26,6 +36,21 @@ _HYDRA_FLAGS = {
     "--config-path": True, "-cp": True,
 }  # fmt: skip
 _OWN_FLAGS = ("--quiet", "--json", "--wait", "--yes", "--windows", "--html")
+# commands with a config that run on the login node if cluster.login names one
+_ON_LOGIN_NODE = ("train", "run", "plan", "drill", "doctor")
+
+
+class OnLoginNode(Exception):
+    """Raised by a command that is to run on a login node: `launcher.cli.login.run_there` does that.
+
+    Attributes:
+        target: the command's config, which names the login node; or a function that runs a command on runs, given its
+            name and all of its arguments, and returns its exit status.
+    """
+
+    def __init__(self, target: Config | Callable[[str, Sequence[str]], int]) -> None:
+        super().__init__()
+        self.target = target
 
 
 def print_error(error: LauncherError) -> int:
@@ -108,6 +133,9 @@ def with_config(verb: str, arguments: list[str], act: Callable[[Config, str], in
 
     Args:
         sweep: handling of -m, see `launcher.config.hydra.run_with_config`.
+
+    Raises:
+        OnLoginNode: the config says so.
     """
     from launcher.config.hydra import run_with_config
 
@@ -115,6 +143,7 @@ def with_config(verb: str, arguments: list[str], act: Callable[[Config, str], in
 
     def act_or_explain(config: Config, yaml: str) -> int:
         try:
+            _leave_for_login_node(verb, config)
             if verb != "plan":
                 require_at_hand(config.cluster)
             status = act(config, yaml)
@@ -128,7 +157,33 @@ def with_config(verb: str, arguments: list[str], act: Callable[[Config, str], in
             raise KeyboardInterrupt  # also skips the sweep's remaining cells
         return status
 
+    if "cells" in sweep:
+        begin = sweep["cells"]
+
+        def begin_here(requested: Sequence[RequestedCell], with_results: bool) -> Sequence[Result]:
+            _leave_for_login_node(verb, requested[0].config)
+            return begin(requested, with_results)
+
+        sweep["cells"] = begin_here
     return run_with_config(verb, arguments, act_or_explain, **sweep)
+
+
+def _leave_for_login_node(verb: str, config: Config) -> None:
+    """Check whether a command is to run on a login node.
+
+    Raises:
+        OnLoginNode: it is.
+        ConfigError: it is said to be, but not of a job on Slurm.
+    """
+    cluster = config.cluster
+    if cluster.login is None or verb not in _ON_LOGIN_NODE:
+        return
+    if cluster.kind is not ClusterKind.slurm:
+        raise ConfigError(
+            "cluster.login", cluster.login, f"has no effect with cluster={cluster.kind.value}.",
+            "It submits jobs to Slurm from another machine: add cluster=slurm.",
+        )  # fmt: skip
+    raise OnLoginNode(config)
 
 
 def signals_as_interrupt() -> AbstractContextManager[None]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
+from launcher.cli import login
 from launcher.cli.names import Parser, resolve, resolve_any
 from launcher.cli.overrides import flags_first
 from launcher.config.schema import Tracker
@@ -62,21 +63,24 @@ def launch_runs(arguments: list[str]) -> int:
         if not isinstance(paths, SweepPaths):
             raise UserError(f"{options.sweep}: is a run, not a sweep.\n  `launch status {options.sweep}` shows it.")
         return _show_cells(paths, as_json=options.json)
+    elsewhere = login.places(options.dir)
     found, several = find(options.dir), find_sweeps(options.dir)
     everything = options.all or options.json
     runs = statuses_of(found if everything else newest(found, run_list.LISTED))
     sweeps = look_at_sweeps(several, partial(statuses_of, brief=not options.json))
     if options.json:
         cells = [cell for several in sweeps.values() for cell in several]
-        print(json.dumps([run.to_json() for run in [*runs, *cells]], indent=2))
-    elif not runs and not sweeps:
+        objects = [run.to_json() for run in [*runs, *cells]]
+        print(json.dumps(objects + login.listed(elsewhere), indent=2))
+        return EXIT_DONE
+    if not runs and not sweeps and not elsewhere:
         print(f"There is no run in {options.dir}. For another directory: launch runs --dir DIR.")
-    else:
+    elif runs or sweeps:
         named = {Path(sweep).name: its for sweep, its in sweeps.items()}
         live.console().print(run_list.runs_table(runs, named))
         if len(runs) < len(found):
             print(f"{len(found) - len(runs)} older runs are not listed: launch runs --all, or --json.")
-    return EXIT_DONE
+    return login.show_lists(elsewhere, ["--all"] if options.all else [])
 
 
 def _show_cells(paths: SweepPaths, *, as_json: bool) -> int:
@@ -142,6 +146,7 @@ def launch_top(arguments: list[str]) -> int:
     options = _parser("top", does, run=False).parse_args(arguments)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UserError("launch top: needs a terminal.\n  For scripts: launch runs --json.")
+    login.follow_there(options.dir)
     from launcher.report.top import Top
 
     Top(options.dir).run()
@@ -351,6 +356,7 @@ def _runs_of(word: str, runs: Path) -> list[RunPaths | SweepPaths]:
         if place.is_dir() and not is_run(place) and not is_sweep(place):
             if runs_there := [*find(place), *find_sweeps(place)]:
                 return runs_there
+            login.follow_there(place)
             raise UserError(
                 f"{word}: {near(place.absolute())} contains no run and no sweep.\n"
                 "  Name a run, a sweep, or a directory that contains runs; `launch runs` lists them."

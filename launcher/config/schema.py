@@ -99,6 +99,15 @@ class ClusterConfig:
     """slurm: dependency on other jobs, such as "afterok:1234"."""
     setup: list[str] = field(default_factory=list[str])
     """slurm: shell lines that run on the first node before the job, such as "module load cuda"."""
+    login: str | None = None
+    """slurm: [USER@]HOST of a login node, as ssh knows it: the command copies the project there and runs there
+    (docs/guides/laptop.md). train, run, plan, drill and doctor; later commands find the runs."""
+    login_dir: str | None = None
+    """slurm: directory on the login node for the project and for a relative run.dir. Default: launcher/NAME in the home
+    directory, with the name of this directory and a digest of its path."""
+    login_setup: list[str] = field(default_factory=list[str])
+    """slurm: shell lines after which a login shell on the login node finds `launch`, such as
+    "source venv/bin/activate"."""
     container: str | None = None
     """slurm: container image for the job's tasks (pyxis)."""
     sbatch: dict[str, Any] = field(default_factory=dict[str, Any])

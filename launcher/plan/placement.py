@@ -121,7 +121,7 @@ def _require_one_kind(config: ClusterConfig, site: Site) -> None:
 
 _SLURM_KEYS = (
     "partition", "account", "qos", "time", "mem", "cpus_per_worker", "constraint", "exclude", "dependency", "setup",
-    "container", "sbatch",
+    "container", "sbatch", "login", "login_dir", "login_setup",
 )  # fmt: skip
 # keys that only some kinds of cluster have -> those kinds
 _KINDS = dict.fromkeys(_SLURM_KEYS, (ClusterKind.slurm,)) | {
@@ -140,6 +140,11 @@ def _check_kind(config: ClusterConfig, nodes: NodeRange) -> None:
                 f"cluster.{name}", value, f"has no effect with cluster={config.kind.value}{_WHY.get(name, '')}.",
                 f"It belongs to {' or '.join(f'cluster={kind.value}' for kind in kinds)}.",
             )  # fmt: skip
+    if config.login is not None:  # commands that run on the login node do not get here
+        raise ConfigError(
+            "cluster.login", config.login, "has an effect on `launch train`, `run`, `plan`, `drill` and `doctor` only.",
+            "Leave it out, and submit on the login node.",
+        )  # fmt: skip
     if config.kind is ClusterKind.local and nodes != (1, 1):
         raise ConfigError(
             "cluster.nodes", config.nodes, "cluster=local is one machine.",

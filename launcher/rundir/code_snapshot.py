@@ -1,20 +1,23 @@
 """Code snapshot: a copy of the user's code taken at submission, so that later edits do not affect a pending job.
 
 In a git work tree it has the files that git tracks or does not ignore, including uncommitted changes; elsewhere all
-small files. Installed packages are not copied.
+small files. Installed packages are not copied. `pack` sends the same files to a login node, where the list that came
+with them takes the place of git.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
+import io
 import os
 import shutil
 import site
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -31,6 +34,9 @@ _CODE = (
 _NOTES = "code.json"  # written last
 _PATIENCE_S = 10.0
 _NOT_CODE = {"__pycache__", "node_modules", "wandb", "site-packages", "build", "dist"}
+# directory in a project that `pack` sent: names of its files, each ended by a zero byte, and its git commit
+SENT = ".launcher"
+_SENT_FILES, _SENT_COMMIT = f"{SENT}/files", f"{SENT}/commit"
 
 
 def roots_of_task(target: str, cwd: str) -> list[Path]:
@@ -40,19 +46,20 @@ def roots_of_task(target: str, cwd: str) -> list[Path]:
     """
     origin = _origin(target.partition(".")[0], cwd)
     own = [] if origin is None or not origin.is_dir() or _is_installed(origin) else [origin]
-    return list(dict.fromkeys([*own, *_roots_of_pythonpath()]))
+    return list(dict.fromkeys([*own, *roots_of_pythonpath()]))
 
 
 def roots_of_script(script: Path) -> list[Path]:
     """Return the script's directory and those on PYTHONPATH."""
-    return list(dict.fromkeys([script.resolve().parent, *_roots_of_pythonpath()]))
+    return list(dict.fromkeys([script.resolve().parent, *roots_of_pythonpath()]))
 
 
 def _pythonpath() -> list[str]:
     return [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
 
 
-def _roots_of_pythonpath() -> list[Path]:
+def roots_of_pythonpath() -> list[Path]:
+    """Return the directories on PYTHONPATH without installed packages."""
     roots = [Path(place).resolve() for place in _pythonpath()]
     return [root for root in roots if root.is_dir() and not _is_installed(root)]
 
@@ -102,6 +109,33 @@ def copy_code(roots: Sequence[Path], target: Path, leave_out: Path) -> tuple[str
     target.mkdir(parents=True, exist_ok=True)
     write_json(target / _NOTES, notes)
     return tuple(map(str, copies))
+
+
+def pack(roots: Mapping[str, Path], leave_out: Path) -> tuple[bytes, int]:
+    """Return a compressed tar archive of the code in ``roots`` for another machine, and its number of files.
+
+    Args:
+        roots: directories by their names in the archive, each with a slash at its end; "" is the project itself.
+        leave_out: as in ``copy_code``.
+
+    Raises:
+        SiteError: far more data than code.
+    """
+    files: dict[str, Path] = {}
+    for place, root in roots.items():
+        names = _counted(root, _Omitted(root, leave_out, leave_out), empty=True)
+        files |= {place + name: root / name for name in names}
+    encoded = sorted(map(os.fsencode, files))
+    notes = {_SENT_FILES: b"".join(name + b"\0" for name in encoded), _SENT_COMMIT: (_commit(roots[""]) or "").encode()}
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w:gz", compresslevel=6, dereference=True) as archive:
+        for name in map(os.fsdecode, encoded):
+            archive.add(files[name], name)
+        for name, content in notes.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    return stream.getvalue(), len(encoded)
 
 
 def take_once(roots: Sequence[Path], target: Path, leave_out: Path) -> tuple[str, ...]:
@@ -158,7 +192,7 @@ def _places(roots: Sequence[Path], target: Path) -> list[Path]:
 
 def _files(root: Path, omitted: _Omitted) -> Iterator[str]:
     """Yield the names of the files to copy."""
-    for name in _git_files(root) or _small_files(root, omitted):
+    for name in _sent_files(root) or _git_files(root) or _small_files(root, omitted):
         source = root / name
         if source.is_file() and source.parent not in omitted:  # git's index may list deleted files
             yield name
@@ -195,11 +229,11 @@ def _copy(root: Path, copy: Path, omitted: _Omitted) -> int:
     return len(names)
 
 
-def _counted(root: Path, omitted: _Omitted) -> list[str]:
+def _counted(root: Path, omitted: _Omitted, *, empty: bool = False) -> list[str]:
     """Return the sorted names of the files to copy.
 
     Raises:
-        SiteError: far more data than code, or no code.
+        SiteError: far more data than code, or no code and not ``empty``.
     """
     names: list[str] = []
     size = 0
@@ -211,7 +245,7 @@ def _counted(root: Path, omitted: _Omitted) -> list[str]:
                 f"{root} contains more than {_MOST_FILES:,} files or {_MOST_BYTES >> 20} MiB to copy as the job's "
                 "code.\n  Run the command in a directory with little but code, or have git ignore the rest."
             )
-    if not names:
+    if not names and not empty:
         raise SiteError(
             f"{root} contains no code to copy for the job: no file that git tracks or does not ignore; without git, no "
             f"file up to {_SMALL_BYTES >> 20} MiB outside of hidden directories and of runs.\n"
@@ -222,6 +256,8 @@ def _counted(root: Path, omitted: _Omitted) -> list[str]:
 
 def _commit(root: Path) -> str | None:
     """Return the commit of ``root``, with a time limit for slow disks and without refreshing git's index."""
+    if (sent := _sent_project(root)) is not None:
+        return (sent / _SENT_COMMIT).read_text(encoding="utf-8") or None
     look = ("--no-optional-locks", "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv")
     try:
         head = _git(root, "rev-parse", "--verify", "HEAD", within_s=_PATIENCE_S).decode().strip()
@@ -242,6 +278,22 @@ def _git(root: Path, *command: str, within_s: float | None = None) -> bytes:
         return subprocess.run(line, capture_output=True, check=True, timeout=within_s).stdout
     except (OSError, subprocess.CalledProcessError):  # no git, or no work tree
         return b""
+
+
+def _sent_project(root: Path) -> Path | None:
+    """Return the project of ``pack`` that ``root`` belongs to, on the machine to which it was sent."""
+    return next((place for place in (root, *root.parents) if (place / _SENT_FILES).is_file()), None)
+
+
+def _sent_files(root: Path) -> list[str]:
+    project = _sent_project(root)
+    if project is None:
+        return []
+    names = [os.fsdecode(name) for name in (project / _SENT_FILES).read_bytes().split(b"\0")[:-1]]
+    if root == project:
+        return [name for name in names if not name.startswith(f"{SENT}/")]
+    place = f"{root.relative_to(project)}/"
+    return [name.removeprefix(place) for name in names if name.startswith(place)]
 
 
 def _git_files(root: Path) -> list[str]:

@@ -176,3 +176,27 @@ def test_a_script_has_pythonpath_too_and_the_copies_take_its_places(
     assert files(str(code / "library.1")) == {"helper.py"}
     monkeypatch.delenv("PYTHONPATH")
     assert code_snapshot.moved_pythonpath([], []) == ""
+
+
+def test_what_was_sent_to_another_machine_is_copied_there_with_its_commit(project: Path, tmp_path: Path) -> None:
+    (project / ".gitignore").write_text("venv/\nruns/\n")
+    git(project, "init")
+    git(project, "add", ".gitignore", "pkg/tasks.py", "data.bin")
+    git(project, "commit", "-m", "first")
+    (there := tmp_path / "there").mkdir()
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "words.py").write_text("")
+    archive, number = code_snapshot.pack({"": project, ".launcher/path0/": shared}, project / "runs")
+    subprocess.run(["tar", "-xzf", "-", "-C", str(there)], input=archive, check=True)
+    (there / "dataset").mkdir()
+    (there / "dataset/image.json").write_text("of the cluster")
+    roots = [there, there / "pkg", there / ".launcher/path0"]
+    mine, package, other = code_snapshot.copy_code(roots, tmp_path / "code", there / "runs")
+    assert files(mine) == {".gitignore", "pkg/tasks.py", "pkg/words.json", "data.bin"}
+    assert files(package) == {"tasks.py", "words.json"}
+    assert files(other) == {"words.py"}
+    assert number == 5
+    commit = code_snapshot.commit_of(project / "pkg/tasks.py", ())
+    assert commit is not None
+    assert code_snapshot.commit_of(Path(mine) / "pkg/tasks.py", (mine, package, other)) == commit

@@ -1,0 +1,381 @@
+"""Login node: commands that are typed on this machine and run on a cluster's login node over ssh (cluster.login).
+
+The project is copied to a directory there, and the same command runs in it with the same arguments. A file in the
+directory of runs names the places that have runs, so that later commands find them. The connection is that of the
+user's own ssh configuration and keys; ssh is not allowed to ask for anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tarfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from launcher.cli.overrides import OnLoginNode, print_error, take_value
+from launcher.config.schema import ClusterConfig, Config
+from launcher.errors import EXIT_DONE, ConfigError, ConnectionLost, SiteError, UserError
+from launcher.quantities import count, first_names
+from launcher.report.tables import near
+from launcher.rundir.code_snapshot import SENT, pack, roots_of_pythonpath
+from launcher.rundir.files import read_json, value_from_json, write_json
+from launcher.rundir.paths import LOGINS, find, find_sweeps, is_run, is_sweep
+
+# LogLevel: no "Connection closed" after a command with a terminal
+_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "LogLevel=ERROR", "-o", "ServerAliveInterval=15")
+_NO_CONNECTION, _NO_COMMAND = 255, 127  # exit statuses of ssh and of a shell
+_OTHER_VERSION, _NO_DIRECTORY = 91, 92  # of the lines below
+_KEYS = {"cluster.login": "null", "cluster.login_dir": "null", "cluster.login_setup": "[]"}
+# of the terminal here, for the command there
+_TERMINAL_VARIABLES = ("NO_COLOR",)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Project on a login node.
+
+    Attributes:
+        login: destination of ssh.
+        setup: shell lines before each command.
+        directory: copy of the project; relative to the home directory until it exists.
+        runs: directory of its runs, seen from there.
+    """
+
+    login: str
+    setup: tuple[str, ...]
+    directory: str
+    runs: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.login}:{self.directory}"
+
+    @property
+    def enter(self) -> str:
+        """Shell line that changes to the project."""
+        return f"cd -- {shlex.quote(self.directory)} || exit {_NO_DIRECTORY}"
+
+    def error(self, problem: str, remedy: str) -> ConfigError:
+        return ConfigError("cluster.login", self.login, problem, remedy)
+
+
+def run_there(there: OnLoginNode, verb: str, arguments: Sequence[str]) -> int:
+    """Run a command on the login node, and return its exit status. ``arguments``: all that were typed."""
+    if isinstance(there.target, Config):
+        return _start(there.target, verb, arguments)
+    return there.target(verb, arguments)
+
+
+def _start(config: Config, verb: str, arguments: Sequence[str]) -> int:
+    """Copy the project to the login node, and run the command that has this config there. Return its exit status."""
+    cluster, here = config.cluster, Path.cwd()
+    roots = {"": here}
+    for number, root in enumerate(roots_of_pythonpath()):
+        roots[f"{root.relative_to(here)}/" if root.is_relative_to(here) else f"{SENT}/path{number}/"] = root
+    moved = _moved(arguments, here)
+    place, files = _send(cluster, config.run.dir, {name: root for name, root in roots.items() if _is_sent(name)})
+    if "--quiet" not in arguments:
+        print(f"Copied {count(files, 'file')} to {place.name}", file=sys.stderr)
+    if verb in ("train", "run"):
+        _remember(place)
+    searched = ":".join(f"{place.directory}/{name}" for name in roots if name)
+    return _run(place, verb, moved, {"PYTHONPATH": searched} if searched else {})
+
+
+def _is_sent(name: str) -> bool:
+    """Return whether a directory is an entry of its own in the archive, and not part of the project."""
+    return not name or name.startswith(f"{SENT}/")
+
+
+def _moved(arguments: Sequence[str], here: Path) -> list[str]:
+    """Return the arguments of the command on the login node: without its keys, and with paths relative to the project.
+
+    Raises:
+        ConfigError: a directory of config files is outside of the project.
+    """
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    words = [word for word in arguments[:cut] if word.lstrip("+").partition("=")[0] not in _KEYS]
+    for at, word in enumerate(words):
+        flag, joined, value = word.partition("=")
+        if flag in ("--config-dir", "-cd") and (joined or at + 1 < len(words)):
+            given = Path(value if joined else words[at + 1])
+            inside = Path(os.path.normpath(here / given))
+            if not inside.is_relative_to(here):
+                raise ConfigError(
+                    "--config-dir", given, "is outside of the directory that is copied to the login node.",
+                    f"Move it into {here}.",
+                )  # fmt: skip
+            words[at if joined else at + 1] = f"{flag}={inside.relative_to(here)}" if joined else near(inside)
+    script = [*arguments[cut:]]
+    if len(script) > 1:
+        script[1] = near(script[1])
+    # a sweep of very many cells was confirmed here
+    confirmed = ["--yes"] if {"-m", "--multirun"} & set(words) and "--yes" not in words else []
+    return [*words, *(f"{key}={value}" for key, value in _KEYS.items()), *confirmed, *script]
+
+
+def _send(cluster: ClusterConfig, run_dir: str, roots: Mapping[str, Path]) -> tuple[Place, int]:
+    """Copy the project to the login node. Return where it is now, and its number of files.
+
+    Files that an earlier command has copied and that are no longer in the project are deleted there.
+
+    Raises:
+        ConfigError: ssh cannot connect, or there is no `launch` of the same version there.
+    """
+    here, version = Path.cwd(), metadata.version("launcher")
+    assert cluster.login is not None
+    digest = hashlib.sha256(f"{os.uname().nodename}:{here}".encode()).hexdigest()[:6]
+    directory = (cluster.login_dir or f"launcher/{here.name}.{digest}").removeprefix("~/")
+    place = Place(cluster.login, tuple(cluster.login_setup), directory, run_dir)
+    if place.login.startswith("-") or place.login.split() != [place.login]:
+        raise place.error("must be a destination of ssh.", "Write cluster.login=USER@HOST, or a Host of ~/.ssh/config.")
+    if os.path.normpath(directory) in (".", "~", "/"):
+        raise ConfigError("cluster.login_dir", directory, "must be a directory for this project alone.")
+    archive, files = pack(roots, here / run_dir)
+    entries, incoming = f"{SENT}/files", f"{SENT}/incoming"
+    lines = (
+        "version=$(launch --version </dev/null) || exit",
+        f'[ "$version" = {shlex.quote(version)} ] || {{ echo "$version" >&2; exit {_OTHER_VERSION}; }}',
+        "set -e; cd",
+        f"mkdir -p -- {shlex.quote(f'{directory}/{SENT}')}; cd -- {shlex.quote(directory)}",
+        f"exec 9>{SENT}/lock; flock 9 || true",  # some file systems have no locks
+        f"rm -rf {incoming}; mkdir {incoming}; tar -xzf - --no-same-owner -C {incoming}",
+        f"[ ! -f {entries} ] || LC_ALL=C comm -z -23 {entries} {incoming}/{entries} | xargs -0 -r rm -f --",
+        f"cp -R -p {incoming}/. .; rm -rf {incoming}; pwd",
+    )
+    directory = _ask(place, *lines, send=archive).decode().splitlines()[-1]
+    return dataclasses.replace(place, directory=directory), files
+
+
+def _run(place: Place, verb: str, arguments: Sequence[str], variables: Mapping[str, str] | None = None) -> int:
+    """Run a command in the project on the login node, on this terminal. Return its exit status.
+
+    Raises:
+        ConnectionLost: the connection was lost.
+    """
+    arguments = list(arguments)
+    html = take_value("--html", arguments) if verb in ("plan", "report") else None
+    if html is None and verb == "report" and not {"--csv", "--json", "--help", "-h"} & set(arguments):
+        html = str(_runs_here(place) / "report.html")
+    page = None if html is None else Path(html)
+    folder = f"{SENT}/page.{os.urandom(4).hex()}"
+    lines = [place.enter]
+    if page is not None:
+        arguments += ["--html", f"{folder}/{page.name}"]
+        lines.append(f"mkdir {folder}")
+    for name, value in (variables or {}).items():
+        lines.append(f'export {name}={shlex.quote(value)}"${{{name}:+:${name}}}"')
+    for name in _TERMINAL_VARIABLES:
+        lines += [f"export {name}={shlex.quote(os.environ[name])}"] if name in os.environ else []
+    lines.append(shlex.join(["exec", "launch", verb, *arguments]))
+    has_terminal = all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
+    command = _command(place, lines, terminal=has_terminal)
+    sys.stdout.flush()
+    process = _process(
+        command, stdin=None if has_terminal else subprocess.DEVNULL, stdout=None if page is None else subprocess.PIPE
+    )
+    with process:
+        if page is not None:
+            assert process.stdout is not None
+            there, shown = f"{folder}/{page.name}".encode(), near(page.absolute()).encode()
+            for line in process.stdout:
+                sys.stdout.buffer.write(line.replace(there, shown))
+                sys.stdout.buffer.flush()
+        status = process.wait()
+    if status == _NO_CONNECTION:
+        raise ConnectionLost(
+            f"the connection to {place.login} was lost. Jobs that were submitted there continue.\n"
+            "  `launch runs` lists them, and `launch logs RUN --follow` follows one."
+        )
+    if status in (_NO_COMMAND, _NO_DIRECTORY):
+        raise _explained(place, status, "")
+    if page is not None:
+        _fetch(place, folder, page.absolute().parent)
+    return status if status >= 0 else 128 - status
+
+
+def _fetch(place: Place, folder: str, target: Path) -> None:
+    """Move the files of a directory on the login node into ``target``."""
+    lines = (place.enter, f"tar -cf - -C {folder} .", f"rm -rf {folder}")
+    with tarfile.open(fileobj=io.BytesIO(_ask(place, *lines))) as archive:
+        for entry in archive:
+            if entry.isfile():
+                target.mkdir(parents=True, exist_ok=True)
+                archive.extract(entry, target, filter="data")
+
+
+def _command(place: Place, lines: Sequence[str], *, terminal: bool = False) -> list[str]:
+    """Return the command line that runs shell lines on the login node, in a login shell.
+
+    What the shell's start-up files and ``setup`` print is discarded, except errors, because a program may read the
+    output; they read nothing, because the input may be an archive. The user's own shell may be any: it sees one line.
+    """
+    script = "; ".join([*(f"eval {shlex.quote(line)}" for line in place.setup), "exec >&3 3>&- <&4 4<&-", *lines])
+    inner = f"exec bash -lc {shlex.quote(script)} 3>&1 >/dev/null 4<&0 </dev/null"
+    return [*_SSH, "-tt" if terminal else "-T", "--", place.login, f"exec bash -c {shlex.quote(inner)}"]
+
+
+def _process(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen[bytes](command, **options)
+    except FileNotFoundError:
+        raise SiteError("cluster.login: there is no `ssh` on this machine.\n  Install the client of OpenSSH.") from None
+
+
+def _ask(place: Place, *lines: str, send: bytes = b"") -> bytes:
+    """Return what shell lines print on the login node. ``send``: their input.
+
+    Raises:
+        ConfigError: ssh cannot connect, or they fail.
+    """
+    pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with _process(_command(place, lines), **pipes) as process:
+        out, err = process.communicate(send)
+    if process.returncode:
+        raise _explained(place, process.returncode, err.decode(errors="replace").strip())
+    return out
+
+
+def _explained(place: Place, status: int, text: str) -> ConfigError:
+    """Return the error for an exit status. ``text``: what was printed on standard error."""
+    last = (text.splitlines() or ["no message"])[-1].rstrip(".")
+    if status == _NO_CONNECTION:
+        return place.error(
+            f"ssh cannot connect: {last}.",
+            f"ssh must not ask for anything: `ssh -o BatchMode=yes {place.login} true` has to work. Use a key and an "
+            "agent (ssh-add), or open a shared connection first (ControlMaster in ~/.ssh/config).",
+        )
+    version = metadata.version("launcher")
+    if status == _NO_COMMAND:
+        return place.error(
+            "a login shell there finds no `launch`.",
+            f"Install launcher {version} there, and set cluster.login_setup to the shell lines that activate it, such "
+            "as cluster.login_setup=['source venv/bin/activate'].",
+        )
+    if status == _OTHER_VERSION:
+        return place.error(f"launcher {last} is there, and {version} here.", "Install the same version on both.")
+    if status == _NO_DIRECTORY:
+        return place.error(
+            f"the directory {place.directory} is no longer there.", f"Delete {near(_runs_here(place) / LOGINS)}."
+        )
+    return place.error(f"the command there ended with status {status}.", text.replace("\n", "\n  ") or "No message.")
+
+
+def _runs_here(place: Place) -> Path:
+    """Return the directory on this machine that stands for the directory of runs there."""
+    return Path("runs") if Path(place.runs).is_absolute() else Path(place.runs)
+
+
+def places(runs: Path) -> list[Place]:
+    """Return the places on login nodes that have runs of this directory of runs."""
+    entries: list[Any] = (read_json(runs / LOGINS) or {}).get("places", [])
+    return [value_from_json(Place, entry) for entry in entries]
+
+
+def _remember(place: Place) -> None:
+    runs = _runs_here(place)
+    runs.mkdir(parents=True, exist_ok=True)
+    others = [each for each in places(runs) if dataclasses.replace(each, setup=place.setup) != place]
+    write_json(runs / LOGINS, {"places": [dataclasses.asdict(each) for each in [*others, place]]})
+
+
+def look_for(word: str, runs: Path) -> None:
+    """Look for the run or sweep that ``word`` names on the login nodes as well as here.
+
+    Raises:
+        OnLoginNode: it is there.
+        UserError: there are several.
+    """
+    known = places(runs)
+    if not known:
+        return
+    head = _name(word, runs).partition("/")[0]
+    here = {paths.root.name for paths in (*find(runs), *find_sweeps(runs))}
+    if head in here:
+        return
+    names = {place: _names(place) for place in known}
+    found = [place for place in known if head in names[place]]
+    if not found:
+        found = [place for place in known if any(name.startswith(head) for name in names[place])]
+        if found and (local := sorted(name for name in here if name.startswith(head))):
+            raise UserError(
+                f"{word}: matches {first_names(local)} here, and runs on {found[0].login}.\n  Write more of the name."
+            )
+    if len(found) > 1:
+        raise UserError(
+            f"{word}: several login nodes have such a run: {', '.join(place.name for place in found)}.\n"
+            "  Write more of the name, or use the commands there."
+        )
+    if not found and len(known) == 1 and not here:
+        found = known  # whose message lists what is there
+    if found:
+        raise OnLoginNode(partial(_run_on, found[0], runs))
+
+
+def follow_there(runs: Path) -> None:
+    """Have a command on all runs, such as `launch top`, run on the login node if there are no runs here.
+
+    Raises:
+        OnLoginNode: so it is, and only one place has runs.
+    """
+    known = places(runs)
+    if len(known) == 1 and not find(runs) and not find_sweeps(runs):
+        raise OnLoginNode(partial(_run_on, known[0], runs))
+
+
+def _names(place: Place) -> list[str]:
+    listing = f"ls -- {shlex.quote(place.runs)} 2>/dev/null || true"  # no run may have been submitted yet
+    return _ask(place, place.enter, listing).decode(errors="surrogateescape").splitlines()
+
+
+def _name(word: str, runs: Path) -> str:
+    """Return a word without the directory of runs here, which a shell's completion may have put before it."""
+    path = Path(word)
+    return str(path.relative_to(runs)) if path.is_relative_to(runs) else word
+
+
+def _run_on(place: Place, runs: Path, verb: str, arguments: Sequence[str]) -> int:
+    """Run a command on runs of the directory ``runs`` where they are."""
+    words = list(arguments)
+    take_value("--dir", words)
+    if verb == "report" and (local := [word for word in words if is_run(runs / word) or is_sweep(runs / word)]):
+        raise UserError(
+            f"{local[0]}: is here, and other runs are on {place.login}.\n  `launch report` compares runs of one place."
+        )
+    for at, word in enumerate(words):
+        if not word.startswith("-") and (at == 0 or words[at - 1] not in ("--to", "--html")):
+            words[at] = place.runs if Path(word) == runs else _name(word, runs)
+    return _run(place, verb, [*words, "--dir", place.runs])
+
+
+def listed(known: Sequence[Place]) -> list[dict[str, Any]]:
+    """Return the objects of `launch runs --json` at these places, each with its login node."""
+    found: list[dict[str, Any]] = []
+    for place in known:
+        line = shlex.join(["launch", "runs", "--json", "--dir", place.runs])
+        each = json.loads(_ask(place, place.enter, line))
+        found += [{**run, "login": place.login} for run in each]
+    return found
+
+
+def show_lists(known: Sequence[Place], arguments: Sequence[str]) -> int:
+    """Print the list of runs at each of these places. Return the highest exit status."""
+    status = EXIT_DONE
+    for place in known:
+        print(f"\n{place.name}")
+        try:
+            status = max(status, _run(place, "runs", [*arguments, "--dir", place.runs]))
+        except (UserError, ConnectionLost) as error:
+            status = max(status, print_error(error))
+    return status

@@ -1,0 +1,315 @@
+"""Commands that run on a login node, through a real sshd: what arrives there, what comes back, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shlex
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from launcher.rundir.paths import LOGINS
+from tests.helpers import launch, launch_command, patience
+from tests.infra import warm
+from tests.infra.made_runs import make_run
+from tests.infra.runs import wait_for
+from tests.infra.sshd import LoginNode, login_node, needs_sshd
+
+pytestmark = [pytest.mark.slow, pytest.mark.root, needs_sshd]
+
+THERE = ("cluster=slurm", "cluster.login=login")
+# records its directory and its arguments, then does what a test says
+RECORDER = """\
+#!/bin/sh
+[ "$1" = --version ] && echo {version} && exit
+pwd > ~/directory
+printf '%s\\0' "$@" > ~/arguments
+{then}
+"""
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoginNode]:
+    with login_node(tmp_path_factory.mktemp("login") / "node") as there:
+        yield there
+
+
+@pytest.fixture
+def laptop(tmp_path: Path) -> Path:
+    """A user's project."""
+    project = tmp_path / "my project"
+    project.mkdir()
+    (project / "job.py").write_text("print(1)\n")
+    return project
+
+
+def record(node: LoginNode, then: str = "", version: str = metadata.version("launcher")) -> None:
+    node.install(RECORDER.format(version=version, then=then))
+    (node.home / "arguments").unlink(missing_ok=True)
+
+
+def arrived(node: LoginNode) -> list[str]:
+    return (node.home / "arguments").read_text().split("\0")[:-1]
+
+
+def directory(node: LoginNode) -> Path:
+    """The project's copy."""
+    return Path((node.home / "directory").read_text().rstrip("\n"))
+
+
+def typed(node: LoginNode, laptop: Path, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    done = launch(*arguments, cwd=laptop, env=node.env)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
+
+
+STRANGE = ("a b", "it's", 'say "x"', "$HOME `id` $(id)", "back\\slash", "*", "", "a;b&c|d>e", "#no", "-n", "é")
+
+
+def test_arguments_and_paths_arrive_as_they_were_typed(node: LoginNode, laptop: Path) -> None:
+    record(node)
+    name = 'run.name="it\'s $HOME"'
+    typed(node, laptop, "run", *THERE, "cluster.login_dir='~/the \"scratch\" $HOME'", name, "--", "job.py", *STRANGE)
+    ours = [name, "cluster.login=null", "cluster.login_dir=null", "cluster.login_setup=[]"]
+    assert arrived(node) == ["run", "cluster=slurm", *ours, "--", "job.py", *STRANGE]
+    assert directory(node) == node.home / 'the "scratch" $HOME'
+    assert (directory(node) / "job.py").read_text() == "print(1)\n"
+
+
+def test_the_copy_follows_the_project(node: LoginNode, laptop: Path) -> None:
+    record(node)
+    (laptop / "package").mkdir()
+    (laptop / "package/old module.py").write_text("")
+    (laptop / "library").mkdir()
+    (laptop / "library/mine.py").write_text("")
+    (laptop / "runs/earlier").mkdir(parents=True)
+    (laptop / "runs/earlier/code.py").write_text("")
+    typed(node, laptop, "train", *THERE)
+    copy = directory(node)
+    assert copy.parent == node.home / "launcher"
+    assert copy.name.startswith("my project.")
+    (copy / "data").mkdir()
+    (copy / "data/words.txt").write_text("of the cluster")
+    (laptop / "package/old module.py").rename(laptop / "package/new module.py")
+    (laptop / "job.py").write_text("print(2)\n")
+    typed(node, laptop, "train", *THERE)
+    assert directory(node) == copy
+    files = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
+    files -= {".launcher/commit", ".launcher/files", ".launcher/lock"}
+    assert files == {"job.py", "package/new module.py", "library/mine.py", "data/words.txt"}
+    assert (copy / "job.py").read_text() == "print(2)\n"
+
+
+def test_directories_of_pythonpath_are_copied(node: LoginNode, laptop: Path, tmp_path: Path) -> None:
+    record(node, "echo $PYTHONPATH")
+    for place in (laptop / "src", tmp_path / "shared"):
+        place.mkdir()
+        (place / f"{place.name}_module.py").write_text("")
+    done = launch("train", *THERE, cwd=laptop, env={**node.env, "PYTHONPATH": f"src:{tmp_path}/shared"})
+    first, second = done.stdout.strip().split(":")
+    assert Path(first) == directory(node) / "src"
+    assert (Path(second) / "shared_module.py").is_file()
+
+
+def test_output_and_status_come_back(node: LoginNode, laptop: Path) -> None:
+    record(node, "echo out; echo err >&2; exit 75")
+    done = typed(node, laptop, "train", *THERE, "--quiet", status=75)
+    assert done.stdout == "out\n", "what .bash_profile prints is not the command's"
+    assert done.stderr == "err\n"
+
+
+def test_setup_lines_find_launch(node: LoginNode, laptop: Path) -> None:
+    record(node, 'echo "$GREETING"')
+    (node.home / "bin/launch").rename(node.home / "elsewhere")
+    (node.home / "my tools").mkdir()
+    (node.home / "elsewhere").rename(node.home / "my tools/launch")
+    lines = """cluster.login_setup=['export PATH="$HOME/my tools:$PATH"  # tools','export GREETING="it is here"']"""
+    assert typed(node, laptop, "plan", *THERE, lines).stdout == "it is here\n"
+    (node.home / "my tools/launch").unlink()
+
+
+def test_a_config_file_names_the_login_node(node: LoginNode, laptop: Path) -> None:
+    record(node)
+    (laptop / "conf/cluster").mkdir(parents=True)
+    (laptop / "conf/cluster/ours.yaml").write_text("kind: slurm\nlogin: login\npartition: gpu\n")
+    typed(node, laptop, "train", "--config-dir", f"{laptop}/conf", "cluster=ours")
+    assert arrived(node)[:4] == ["train", "--config-dir", "conf", "cluster=ours"]
+    assert (directory(node) / "conf/cluster/ours.yaml").is_file()
+    other = laptop.parent / "conf/cluster"
+    other.mkdir(parents=True)
+    (other / "ours.yaml").write_text("kind: slurm\nlogin: login\n")
+    refused = typed(node, laptop, "train", "--config-dir=../conf", "cluster=ours", status=2)
+    assert "--config-dir=../conf: is outside of the directory that is copied" in refused.stderr
+
+
+def test_a_sweep_is_one_command_there(node: LoginNode, laptop: Path) -> None:
+    record(node, "echo once >> ~/times")
+    typed(node, laptop, "train", "-m", *THERE, "train.seed=1,2,3")
+    assert (node.home / "times").read_text() == "once\n"
+    assert arrived(node)[:4] == ["train", "-m", "cluster=slurm", "train.seed=1,2,3"]
+    assert "--yes" in arrived(node)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "cluster.login=login"], "cluster.login=login: has no effect with cluster=local."),
+        (["doctor", "cluster=hosts", "cluster.login=login"], "cluster.login=login: has no effect with cluster=hosts."),
+        (["train", "cluster=slurm", "cluster.login=nowhere"], "cluster.login=nowhere: ssh cannot connect: "),
+        (["train", "cluster=slurm", "cluster.login=stranger"], "ssh cannot connect: "),
+        (["train", "cluster=slurm", "cluster.login=-oProxyCommand\\=x"], "must be a destination of ssh"),
+        (["train", "cluster=slurm", "cluster.login='a b'"], "must be a destination of ssh"),
+        (["train", *THERE, "cluster.login_dir=."], "cluster.login_dir=.: must be a directory for this project alone"),
+        (["train", *THERE, "train.stepz=3"], "train.stepz=3: there is no such key"),
+        (["verify", *THERE], "`launch verify` runs its ranks on this machine"),
+    ],
+)
+def test_mistakes_are_one_message(node: LoginNode, laptop: Path, arguments: list[str], words: str) -> None:
+    record(node)
+    done = typed(node, laptop, *arguments, status=2)
+    assert words in done.stderr
+    assert done.stderr.count("error: ") == 1
+    assert not (node.home / "arguments").exists()
+    assert not (laptop / "runs").exists()
+    if "stranger" in str(arguments):
+        assert "Permission denied" in done.stderr
+        assert "ssh-add" in done.stderr
+
+
+def test_launch_must_be_there_in_the_same_version(node: LoginNode, laptop: Path) -> None:
+    record(node, version="0.0.9")
+    old = typed(node, laptop, "train", *THERE, status=2)
+    assert f"launcher 0.0.9 is there, and {metadata.version('launcher')} here" in old.stderr
+    (node.home / "bin/launch").unlink()
+    (node.home / "bin/launch").symlink_to("nothing")
+    hidden = ["cluster.login_setup=['export PATH=/usr/bin:/bin']"]
+    assert "a login shell there finds no `launch`" in typed(node, laptop, "train", *THERE, *hidden, status=2).stderr
+    (node.home / "bin/launch").unlink()
+
+
+def test_without_ssh_nothing_is_tried(laptop: Path) -> None:
+    done = launch("train", *THERE, cwd=laptop, env={"PATH": "/nowhere"})
+    assert done.returncode == 2
+    assert "there is no `ssh` on this machine" in done.stderr
+
+
+def test_a_lost_connection_is_said(node: LoginNode, laptop: Path) -> None:
+    record(node, "echo $$ > ~/pid; echo started; exec sleep 1000")
+    with warm.Popen(
+        launch_command("train", *THERE, "--wait"), cwd=laptop, env={**os.environ, **node.env},
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout.readline() == "started\n"
+        node.cut()
+        _, errors = process.communicate(timeout=patience(60))
+    os.kill(int((node.home / "pid").read_text()), signal.SIGKILL)  # it has no output that would fail
+    assert process.returncode == 1
+    assert "the connection to login was lost. Jobs that were submitted there continue." in errors
+    assert "launch logs RUN --follow" in errors
+
+
+def on_terminal(node: LoginNode, laptop: Path, *arguments: str, until: str = "", then: bytes = b"") -> tuple[int, str]:
+    """Type a command on a terminal, and ``then`` once it shows ``until``. Return its status and what it showed."""
+    leader, follower = pty.openpty()
+    process = warm.Popen(
+        launch_command(*arguments), cwd=laptop, env={**os.environ, **node.env},
+        stdin=follower, stdout=follower, stderr=follower,
+    )  # fmt: skip
+    os.close(follower)
+    shown = b""
+    while until.encode() not in shown:
+        shown += os.read(leader, 1000)
+    os.write(leader, then)
+    status = process.wait(patience(60))
+    with suppress(OSError):  # the end of a terminal's output
+        while more := os.read(leader, 1000):
+            shown += more
+    os.close(leader)
+    return status, shown.decode()
+
+
+def test_ctrl_c_on_a_terminal_reaches_the_command_there(node: LoginNode, laptop: Path) -> None:
+    record(node, "trap 'echo stopped; exit 130' INT; test -t 1 && echo started; while :; do sleep 0.1; done")
+    status, shown = on_terminal(node, laptop, "train", *THERE, until="started", then=b"\x03")
+    assert status == 130
+    assert "stopped" in shown
+
+
+def test_top_runs_where_the_runs_are(node: LoginNode, laptop: Path) -> None:
+    record(node, "if test -t 0 && test -t 1; then echo on a terminal; fi")
+    typed(node, laptop, "train", *THERE)
+    status, shown = on_terminal(node, laptop, "top")
+    assert (status, arrived(node)) == (0, ["top", "--dir", "runs"])
+    assert "on a terminal" in shown
+
+
+@pytest.fixture
+def submitted(node: LoginNode, laptop: Path) -> Path:
+    """The directory of runs on the login node, with two runs; the laptop has submitted there."""
+    record(node)
+    typed(node, laptop, "train", *THERE)
+    node.install_launcher()
+    runs = directory(node) / "runs"
+    for name in ("own", "other one"):
+        paths = make_run(runs, name)
+        paths.logs.mkdir()
+        paths.rank_log(0).write_text("printed there\n")
+    return runs
+
+
+def test_commands_on_runs_find_them_there(node: LoginNode, laptop: Path, submitted: Path) -> None:
+    assert (laptop / "runs" / LOGINS).is_file()
+    assert json.loads(typed(node, laptop, "status", "own", "--json").stdout)["dir"] == str(submitted / "own")
+    assert "other one" in typed(node, laptop, "status", "oth").stdout, "a prefix"
+    assert typed(node, laptop, "logs", "runs/other one", "--follow").stdout == "printed there\n"
+    assert "there is no such run" in typed(node, laptop, "status", "nope", status=2).stderr
+    listed = json.loads(typed(node, laptop, "runs", "--json").stdout)
+    assert {(run["name"], run["login"]) for run in listed} == {("own", "login"), ("other one", "login")}
+
+
+def test_runs_here_are_listed_beside_those_there(node: LoginNode, laptop: Path, submitted: Path) -> None:
+    make_run(laptop / "runs", "own-here")
+    shown = typed(node, laptop, "runs").stdout
+    assert shown.index("own-here") < shown.index(f"login:{submitted.parent}") < shown.index("other one")
+    assert json.loads(typed(node, laptop, "status", "own", "--json").stdout)["name"] == "own", "a whole name"
+    assert json.loads(typed(node, laptop, "status", "own-", "--json").stdout)["name"] == "own-here"
+    assert "matches own-here here, and runs on login" in typed(node, laptop, "status", "ow", status=2).stderr
+    mixed = typed(node, laptop, "report", "own-here", "own", status=2).stderr
+    assert "`launch report` compares runs of one place" in mixed
+
+
+def test_the_page_of_a_report_comes_back(node: LoginNode, laptop: Path, submitted: Path) -> None:
+    shown = typed(node, laptop, "report", "own", "other one").stdout
+    assert "The page: runs/report.html" in shown
+    assert "<html" in (laptop / "runs/report.html").read_text()
+    typed(node, laptop, "report", "runs", "--html", "out.html", "--csv")
+    assert "<html" in (laptop / "out.html").read_text()
+    assert not list((submitted.parent / ".launcher").glob("page.*"))
+
+
+def test_a_changed_command_is_sent_as_typed(node: LoginNode, laptop: Path, submitted: Path) -> None:
+    assert submitted.is_dir()
+    record(node)
+    typed(node, laptop, "resume", "own", "train.steps=7", "--wait")
+    assert arrived(node) == ["resume", "own", "train.steps=7", "--wait", "--dir", "runs"]
+
+
+def test_ssh_is_called_without_a_shell(node: LoginNode, laptop: Path, tmp_path: Path) -> None:
+    """A user's options of ssh are those of its own configuration: the command line has only what must not be asked."""
+    record(node)
+    calls = tmp_path / "calls"
+    (tmp_path / "bin").mkdir()
+    client = shlex.quote(f"{node.root}/bin/ssh")
+    (tmp_path / "bin/ssh").write_text(f'#!/bin/sh\necho "$*" >> {calls}\nexec {client} "$@"\n')
+    (tmp_path / "bin/ssh").chmod(0o755)
+    done = launch("plan", *THERE, cwd=laptop, env={"PATH": f"{tmp_path}/bin:{node.env['PATH']}"})
+    assert done.returncode == 0, done.stderr
+    assert all("BatchMode=yes" in line and " -- login exec bash" in line for line in calls.read_text().splitlines())
+    wait_for(lambda: len(calls.read_text().splitlines()) == 2, "two calls")
