@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: train test test-all coverage lint docs-reference bench bench-balance bench-sync bench-speedup bench-peers bench-forecast gpu gpu-wheels clean
+.PHONY: train test test-all coverage lint docs docs-reference bench bench-balance bench-sync bench-speedup bench-peers bench-forecast gpu gpu-wheels clean
 
 train: $(VENV)/.installed
 	$(BIN)/launch train $(ARGS)
@@ -35,9 +35,16 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# The generated page of docs/reference; tests/test_docs.py fails if it is not up to date.
+# The site in build/site, for reading without a network; tests/test_docs.py builds it, too.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo "Open build/site/index.html."
+
+# What is generated in docs/; tests/test_docs.py fails if it is not up to date.
 docs-reference: $(VENV)/.installed
 	$(BIN)/python docs/configuration.py
+	$(BIN)/python docs/assets/make_timelines.py
+	$(BIN)/python docs/outputs.py
 
 bench: $(VENV)/.installed
 	$(BIN)/launch run -- jobs/bench.py
@@ -117,6 +124,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/pip
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.installed-docs
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
 	@touch $@
 
 # torchtitan asks for datasets before 4.8, which it only reads data with; this project has a newer one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import launcher
+from launcher.cli.completion import FLAGS
 from tests.helpers import ROOT
 
 DOCS = ROOT / "docs"
@@ -68,9 +70,13 @@ def test_no_sentence_is_written_twice() -> None:
     assert [sentence for sentence, times in sentences.items() if times > 1] == []
 
 
-def test_the_configuration_page_is_up_to_date() -> None:
-    done = subprocess.run([sys.executable, str(DOCS / "configuration.py"), "--check"], check=False)
-    assert done.returncode == 0, "run `make docs-reference`"
+GENERATORS = ("configuration.py", "assets/make_timelines.py", "outputs.py")
+
+
+@pytest.mark.parametrize("script", GENERATORS)
+def test_what_is_generated_is_up_to_date(script: str) -> None:
+    done = subprocess.run([sys.executable, str(DOCS / script), "--check"], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}: run `make docs-reference`"
 
 
 def test_the_readme_lists_every_command() -> None:
@@ -85,3 +91,115 @@ def test_the_readme_lists_every_command() -> None:
 def test_the_api_page_lists_every_public_name() -> None:
     text = (DOCS / "reference" / "python-api.md").read_text(encoding="utf-8")
     assert {name for name in launcher.__all__ if not re.search(rf"`{name}[`(]", text)} == set()
+
+
+def test_the_command_line_page_has_every_flag() -> None:
+    text = (DOCS / "reference" / "cli.md").read_text(encoding="utf-8")
+    table = "\n".join(line for line in text.splitlines() if line.startswith("| `-"))
+    assert {flag for flags in FLAGS.values() for flag in flags if not re.search(rf"`{flag}\b", table)} == set()
+
+
+# messages
+
+
+def templates() -> dict[Path, list[str]]:
+    """Return all texts in the source, by file, with a mark in place of what varies."""
+    texts: dict[Path, list[str]] = {}
+    for path in (ROOT / "launcher").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            if all(isinstance(part, ast.Constant | ast.FormattedValue) for part in parts):
+                words = [str(part.value) if isinstance(part, ast.Constant) else "\0" for part in parts]
+                texts.setdefault(path, []).append(re.sub(r"\s+", " ", "".join(words)))
+    return texts
+
+
+def messages() -> list[str]:
+    text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    return re.findall(r"^### (.*)$", text, re.MULTILINE)
+
+
+def test_messages_of_the_troubleshooting_page_exist() -> None:
+    """Each part of a message between two ellipses is in a text of one and the same module."""
+    texts = templates()
+    unknown: list[str] = []
+    for heading in messages():
+        parts = [part.strip(" :.()'") for part in heading.strip("`").split("...")]
+        parts = [part for part in parts if len(part) > 3]
+        assert max(map(len, parts)) > 7, f"{heading}: nothing to recognise it by"
+        if not any(all(any(part in text for text in found) for part in parts) for found in texts.values()):
+            unknown.append(heading)
+    assert unknown == []
+
+
+def test_labels_of_measured_outputs_exist() -> None:
+    """What a plan and a summary on the page begin their lines with is still printed."""
+    printed = {text for path, found in templates().items() if path.parent.name in ("report", "cli") for text in found}
+    shown = re.findall(r"<!-- output: launch train .*?-->\n\n```text\n([\s\S]*?)^```$", all_docs(), re.MULTILINE)
+    labels = {label for text in shown for label in re.findall(r"^(\S.*?)(?:  +|: )", text, re.MULTILINE)}
+    assert {"Plan", "loss", "speed-up"} <= labels
+    assert {label for label in labels if not any(text.startswith(label) for text in printed)} == set()
+
+
+def all_docs() -> str:
+    return "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+
+
+# the site
+
+BUILD = (sys.executable, "-m", "mkdocs", "build")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site; the build fails on a broken link, a missing anchor, or a page that is not in its navigation."""
+    place = tmp_path_factory.mktemp("site")
+    done = subprocess.run([*BUILD, "--site-dir", str(place)], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return place
+
+
+def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
+    """With --quiet, mkdocs would not count warnings as errors."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "README.md").write_text("# Title\n\n[a](nowhere.md) [b](#nothing)\n")
+    (tmp_path / "docs" / "unlisted.md").write_text("# Unlisted\n")
+    own = "docs_dir: docs\nsite_dir: site\nhooks: []\nplugins: [search]\nextra_css: []\nnav: [README.md]\n"
+    (tmp_path / "mkdocs.yml").write_text(f"INHERIT: {ROOT}/mkdocs.yml\n{own}")
+    done = subprocess.run(BUILD, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    for place in ("'nowhere.md'", "'#nothing'", "unlisted.md"):
+        assert place in done.stderr
+    recipe = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\ndocs:")[2].partition("\n\n")[0]
+    assert "mkdocs build\n" in recipe
+
+
+def test_the_site_has_every_page(site: Path) -> None:
+    names = {page.relative_to(DOCS).with_suffix(".html") for page in DOCS.rglob("*.md") if page.name != "README.md"}
+    assert {name for name in names if not (site / name).exists()} == set()
+    assert "engine.finish_step(result)" in text_of(site / "repository" / "jobs" / "own_loop.py.html")
+    assert not list(site.rglob("*.py"))
+
+
+def text_of(page: Path) -> str:
+    return re.sub(r"<[^>]*>", "", page.read_text(encoding="utf-8"))
+
+
+def test_the_site_needs_no_network(site: Path) -> None:
+    """Scripts, styles, fonts and pictures are its own, and the search index is a script, as file:// needs."""
+    loads = re.compile(r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"?(?:https?:)?//|<link\b[^>]*href=\"?https?://")
+    foreign = re.compile(r"url\(\s*[\"']?https?://|@import")
+    for page in site.rglob("*.html"):
+        assert loads.findall(page.read_text(encoding="utf-8")) == [], page
+    for style in site.rglob("*.css"):
+        assert not foreign.search(style.read_text(encoding="utf-8")), style
+    assert (site / "search" / "search_index.js").exists()
+
+
+def test_the_site_shows_signatures_and_formulas(site: Path) -> None:
+    signatures = text_of(site / "reference" / "python-signatures.html")
+    assert ":::" not in signatures
+    assert "finish_step(" in signatures
+    readme = (site / "repository" / "index.html").read_text(encoding="utf-8")
+    assert "<math" in readme
+    assert "\\frac" not in readme
