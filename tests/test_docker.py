@@ -55,11 +55,18 @@ def test_the_training_image_has_no_rights_and_installs_torch_before_the_code() -
     assert places == sorted(places)
 
 
-def test_labels_say_what_the_package_says() -> None:
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=str)
+def test_labels_say_what_the_package_says(dockerfile: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    text = DOCKERFILES[0].read_text()
-    assert f'org.opencontainers.image.version="{project["version"]}"' in text
-    assert f'org.opencontainers.image.licenses="{project["license"]}"' in text
+    labels = dict(re.findall(r'org\.opencontainers\.image\.(\w+)="(.*)"', dockerfile.read_text()))
+    assert labels.pop("description")
+    assert labels == {
+        "title": "launcher" if dockerfile.parent == DOCKER else "launcher-slurm",
+        "version": project["version"],
+        "revision": "${REVISION}",
+        "licenses": project["license"],
+    }
+    assert "ARG REVISION=unknown" in dockerfile.read_text()
 
 
 def test_the_context_holds_what_the_build_needs_and_no_more() -> None:

@@ -12,6 +12,11 @@ class ClusterKind(StrEnum):
     elsewhere = "elsewhere"
 
 
+class ContainerRuntime(StrEnum):
+    pyxis = "pyxis"
+    apptainer = "apptainer"
+
+
 class Device(StrEnum):
     auto = "auto"
     cpu = "cpu"

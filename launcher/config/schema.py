@@ -18,6 +18,7 @@ from launcher.config.choices import (
     BestMode,
     ClusterKind,
     Compress,
+    ContainerRuntime,
     Device,
     Float8Recipe,
     LrScaling,
@@ -109,7 +110,11 @@ class ClusterConfig:
     """slurm: shell lines after which a login shell on the login node finds `launch`, such as
     "source venv/bin/activate"."""
     container: str | None = None
-    """slurm: container image for the job's tasks (pyxis)."""
+    """slurm: container image for the job's tasks: the path of a .sif file or an address such as oras://HOST/IMAGE:TAG
+    (apptainer), or IMAGE:TAG or the path of a .sqsh file (pyxis)."""
+    container_runtime: ContainerRuntime | None = None
+    """slurm: what starts the container: pyxis, or apptainer (singularity on nodes that have that instead). Default: by
+    the form of the image."""
     sbatch: dict[str, Any] = field(default_factory=dict[str, Any])
     """slurm: any other option of sbatch by its long name; true for an option without a value."""
 

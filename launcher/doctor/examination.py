@@ -20,7 +20,7 @@ from pathlib import Path
 from launcher.config.choices import Tracker, WandbMode
 from launcher.config.schema import ClusterKind, Config, Device
 from launcher.doctor import host_checks, slurm_checks
-from launcher.doctor.check import Check, merge
+from launcher.doctor.check import Check, CheckState, merge
 from launcher.doctor.probe import Answer, Network, Question, answer, directory_facts, host_facts, read_answers
 from launcher.errors import EXIT_DONE
 from launcher.launch.local import POLL_S
@@ -102,10 +102,13 @@ def _check_hosts(config: Config, site: Site, say: Callable[[str], None]) -> list
             device=cluster.device.value, interface=cluster.interface, env=plan.env,
             online=_wandb_mode(config) is WandbMode.online, met=met,
         )  # fmt: skip
-        of_job: list[Check] = []
+        of_job = slurm_checks.container(plan)
+        if any(one.state is CheckState.failure for one in of_job):
+            return of_job
         if slurm:
             job = slurm_checks.run_probes(plan, question, say)
-            of_job, answers = slurm_checks.judge_job(job, cluster.nodes, folder), job.answers
+            of_job += slurm_checks.judge_job(job, cluster.nodes, folder, in_container=bool(of_job))
+            answers = job.answers
         else:
             answers = _ask_here(question, folder, login["host"])
         checks = judge_hosts(config, plan, login, answers, unwritten)

@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.config.schema import ClusterConfig
+from launcher.config.schema import ClusterConfig, ContainerRuntime
 from launcher.doctor.check import Check, failure, ok, warning
 from launcher.doctor.probe import Answer, Question, read_answers, run_slurm_task
+from launcher.errors import ConfigError
 from launcher.launch.slurm import client, submit
 from launcher.launch.slurm.client import ENDED, WAITING, SlurmJob
 from launcher.plan.host import Partition, torch_has_cuda
@@ -104,6 +105,27 @@ def accounting(settings: Mapping[str, str], *, sacct: bool) -> Check:
         return ok("accounting", f"sacct ({storage}); Slurm itself remembers ended jobs for {age}")
     why = "no sacct" if not sacct else f"nothing is kept ({storage})"
     return ok("accounting", f"{why}: not needed; Slurm itself remembers ended jobs for {age}")
+
+
+def container(plan: LaunchPlan) -> list[Check]:
+    """Check what is known here of the job's container, if it has one."""
+    slurm = plan.cluster.slurm
+    if slurm is None or slurm.container is None:
+        return []
+    try:
+        submit.require_container(plan)
+    except ConfigError as error:
+        found, _, remedy = str(error).partition("\n")
+        return [failure("container", found, remedy.strip())]
+    shown = f"{slurm.container}, for {slurm.container_runtime.value}"
+    if slurm.container_runtime is ContainerRuntime.pyxis and "--container-image" not in client.ask("srun", "--help"):
+        found = f"{shown}; srun on this host has no --container-image"
+        return [warning("container", found, "Without pyxis on the nodes make a .sif file of it, for apptainer.")]
+    tracking = client.setting("ProctrackType")
+    if slurm.container_runtime is ContainerRuntime.apptainer and tracking != "proctrack/cgroup":
+        found = f"{shown}; ProctrackType={tracking}: stop signals also end the process that mounts the image"
+        return [warning("container", found, "Without proctrack/cgroup use an apptainer that is installed with setuid.")]
+    return [ok("container", shown)]
 
 
 NAME = "launch-doctor"
@@ -212,7 +234,7 @@ def _last_lines(folder: Path) -> dict[int, str]:
     return {int(match[1]): match[2] for match in labelled if match}
 
 
-def judge_job(probes: ProbeJob, nodes: int, folder: Path) -> list[Check]:
+def judge_job(probes: ProbeJob, nodes: int, folder: Path, *, in_container: bool = False) -> list[Check]:
     """Return failures of the job itself, and of each node without an answer, with the likely cause."""
     job, checks = probes.job, list[Check]()
     if job is not None and job.state in WAITING:
@@ -235,6 +257,14 @@ def judge_job(probes: ProbeJob, nodes: int, folder: Path) -> list[Check]:
             found = f"the node does not see {run_dir}: it wrote no answer there"
             checks.append(failure("run directory", found, shared, host))
         else:
-            remedy = "The interpreter, its packages and launcher must have the same paths as on the login node."
-            checks.append(failure("python", f"no probe ran: {output}", remedy, host))
+            name, remedy = (
+                "python",
+                "The interpreter, its packages and launcher must have the same paths as on the login node.",
+            )
+            if in_container:
+                name, remedy = (
+                    "container",
+                    "The image needs this version of launcher in its python3, and the node its runtime.",
+                )
+            checks.append(failure(name, f"no probe ran: {output}", remedy, host))
     return checks

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
-from launcher.config.schema import ClusterKind, Device
+from launcher.config.schema import ClusterKind, ContainerRuntime, Device
 from launcher.errors import ConfigError, UserError
 from launcher.rundir.files import Absent, value_from_json, write_text
 from launcher.rundir.paths import RunPaths
@@ -95,11 +95,12 @@ class SlurmPlan:
     """Slurm submission options.
 
     Attributes:
-        options: long sbatch options; True for one without a value. Includes further options of the container.
+        options: long sbatch options; True for one without a value. Includes options of the container.
         setup: shell lines.
         cpus_per_node: cores.
         signal_s: seconds before the time limit at which SIGUSR2 requests a checkpoint.
         container: image that the tasks run in; None: no container.
+        container_runtime: what starts the container.
     """
 
     options: dict[str, Any]
@@ -107,6 +108,7 @@ class SlurmPlan:
     cpus_per_node: int
     signal_s: int
     container: str | None
+    container_runtime: ContainerRuntime = ContainerRuntime.pyxis
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -121,7 +121,7 @@ def _require_one_kind(config: ClusterConfig, site: Site) -> None:
 
 _SLURM_KEYS = (
     "partition", "account", "qos", "time", "mem", "cpus_per_worker", "constraint", "exclude", "dependency", "setup",
-    "container", "sbatch", "login", "login_dir", "login_setup",
+    "container", "container_runtime", "sbatch", "login", "login_dir", "login_setup",
 )  # fmt: skip
 # keys that only some kinds of cluster have -> those kinds
 _KINDS = dict.fromkeys(_SLURM_KEYS, (ClusterKind.slurm,)) | {

@@ -1,19 +1,14 @@
-"""Slurm submission options and container mounts: ClusterConfig -> SlurmPlan, LaunchPlan -> srun options. Pure.
-
-The batch script, cluster.setup included, and the submitter run outside the container. Plans hold absolute paths, so
-everything that the tasks read or write is mounted at the path that it has outside.
-"""
+"""Slurm submission options: ClusterConfig -> SlurmPlan. Pure."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from pathlib import PurePosixPath
 
 from launcher.config.schema import ClusterConfig, Device
 from launcher.errors import ConfigError
+from launcher.plan.container import solve_runtime
 from launcher.plan.host import Partition
-from launcher.plan.launch_plan import LaunchPlan, NodeRange, SlurmPlan
+from launcher.plan.launch_plan import NodeRange, SlurmPlan
 
 CPUS_PER_WORKER = 2  # on a CPU: the rank itself and its data loading process
 # Slurm checks time limits every 30 s, so its signal can come up to 30 s early
@@ -59,7 +54,7 @@ def solve_sbatch(
     _require_time(config, partition)
     more = {str(key).replace("_", "-"): value for key, value in config.sbatch.items()}
     _require_free(more)
-    require_image(config.container, more)
+    runtime = solve_runtime(config, more)
     more = {option: value for option, value in more.items() if value is not None and value is not False}
     cpus = workers * (config.cpus_per_worker or _default_cpus(workers, device, partition))
     options: dict[str, object] = {
@@ -83,6 +78,7 @@ def solve_sbatch(
         cpus_per_node=cpus,
         signal_s=signal_s,
         container=config.container,
+        container_runtime=runtime,
     )
 
 
@@ -206,87 +202,3 @@ def clock(limit_s: int) -> str:
     days, rest = divmod(limit_s, 86400)
     text = f"{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
     return f"{days}-{text}" if days else text
-
-
-# the submitter's interpreter does not exist in the image; use the first one on the image's PATH
-PYTHON = "python3"
-SLURM_CONF = "/etc/slurm/slurm.conf"
-# directory of munge's socket, which Slurm's commands need
-_MUNGE = "/run/munge"
-
-
-def is_option(name: str) -> bool:
-    """Return whether an option is pyxis's and belongs to srun: sbatch would put the batch script into the container.
-
-    --container-id is Slurm's own.
-    """
-    return name.startswith(("container-", "no-container-")) and name != "container-id"
-
-
-def srun_options(plan: LaunchPlan, environment: Mapping[str, str]) -> list[str]:
-    """Return the srun options that run the tasks of ``plan`` in its container; none if it has no container.
-
-    Args:
-        environment: the submitter's; SLURM_CONF is read from it.
-
-    Raises:
-        ConfigError: a path cannot be written as a mount.
-    """
-    slurm = plan.cluster.slurm
-    if slurm is None or slurm.container is None:
-        return []
-    more = {name: value for name, value in slurm.options.items() if is_option(name)}
-    mounts = [f"{path}:{path}" for path in _needed(plan)]
-    # nofail: some sites' nodes have no slurm.conf or no munge
-    for path in (str(PurePosixPath(environment.get("SLURM_CONF") or SLURM_CONF).parent), _MUNGE):
-        _require_mountable("SLURM_CONF", path)
-        mounts.append(f"{path}:{path}:nofail")
-    if own_mounts := more.pop("container-mounts", None):
-        mounts.append(str(own_mounts))
-    options = [
-        f"--container-image={slurm.container}",
-        f"--container-mounts={','.join(mounts)}",
-        f"--container-workdir={plan.cluster.cwd}",
-    ]
-    # packages installed in the home directory for another Python must not be imported
-    if "container-mount-home" not in more:
-        more["no-container-mount-home"] = True
-    return options + [f"--{name}" if value is True else f"--{name}={value}" for name, value in more.items()]
-
-
-def _needed(plan: LaunchPlan) -> list[str]:
-    """Return the directories to mount: the parent of all runs and the working directory, or the outer one if nested.
-
-    The run's directory, with its copy of the code, is inside the former.
-    """
-    runs, cwd = PurePosixPath(plan.run.dir).parent, PurePosixPath(plan.cluster.cwd)
-    _require_mountable("run.dir", str(runs))
-    _require_mountable("cluster.container (the working directory)", str(cwd))
-    if cwd.is_relative_to(runs):
-        return [str(runs)]
-    return [str(cwd)] if runs.is_relative_to(cwd) else [str(runs), str(cwd)]
-
-
-def _require_mountable(key: str, path: str) -> None:
-    if re.search(r"[,:\s\\]", path) or path == "/":
-        raise ConfigError(
-            key, path, "cannot be mounted into a container: pyxis writes SRC:DST,SRC:DST.",
-            "With cluster.container use a directory below / without comma, colon, backslash or space in its path.",
-        )  # fmt: skip
-
-
-def require_image(image: str | None, options: Mapping[str, object]) -> None:
-    """Check the image name and the pyxis options.
-
-    Raises:
-        ConfigError: not an image, a reserved option, or a pyxis option without an image.
-    """
-    if image is not None and not re.fullmatch(r"[^\s\x00]+", image):
-        raise ConfigError("cluster.container", repr(image), "must be an image: IMAGE:TAG, or the path of a .sqsh file.")
-    for name, value in options.items():
-        if name in ("container-workdir", "no-container-workdir"):
-            raise ConfigError(f"cluster.sbatch.{name}", value, "is set by the launcher.", "Leave it out.")
-        if image is None and is_option(name):
-            raise ConfigError(
-                f"cluster.sbatch.{name}", value, "has no effect without a container.", "Set cluster.container=IMAGE."
-            )

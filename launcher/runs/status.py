@@ -22,6 +22,9 @@ from launcher.rundir.files import last_lines, object_from_json, read_json
 from launcher.rundir.history import Submission
 from launcher.rundir.paths import RunPaths
 
+# starts of the lines that Slurm itself writes into the output of a task
+_OF_SLURM = ("srun: ", "slurmstepd")
+
 
 class RunState(StrEnum):
     """State of a run.
@@ -237,11 +240,19 @@ class _Read:
             unsaved = ", before it could save" if self.verdict == "killed" else ""
             return RunState.stopped, f"by {self.summary.get('stopped_by', 'Slurm')}{unsaved}; `launch resume` continues"
         if ended:
-            began = "" if self.has_started else " before its first line: does the node see the run's directory?"
+            began = "" if self.has_started else f" before its first line: {self._reason_without_start()}"
             return RunState.failed, f"Slurm reports {ended}{began}"
         if self.job is None:
             return RunState.lost, "it was never submitted"
         return RunState.lost, "Slurm no longer knows the job, and it left no verdict"
+
+    def _reason_without_start(self) -> str:
+        """Return the last line that a task of the job has written, which is that of a container that did not start."""
+        for log in sorted(self.paths.slurm.glob(f"{self.job}_*_log.out")):
+            lines = [line for line in last_lines(log, 20) if line.strip() and not line.startswith(_OF_SLURM)]
+            if lines:
+                return lines[-1]
+        return "does the node see the run's directory?"
 
     def _active(self, listed: Listed) -> tuple[RunState, str]:
         reason = "" if listed.reason in ("", "None") else listed.reason

@@ -98,6 +98,19 @@ def test_what_an_earlier_submission_said_is_over(tmp_path: Path, monkeypatch: py
     assert status.statuses_of([paths])[0].state is RunState.failed
 
 
+def test_a_job_that_never_started_shows_what_its_tasks_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = make_run(tmp_path, "a", "cluster=slurm")
+    slurm_says(monkeypatch, "FAILED")
+    before = "Slurm reports FAILED before its first line:"
+    assert status.statuses_of([paths])[0].detail == f"{before} does the node see the run's directory?"
+    paths.slurm.mkdir()
+    (paths.slurm / "6_0_log.out").write_text("of an earlier job\n")
+    (paths.slurm / "7_0_log.out").write_text(
+        "FATAL: no such image\nsrun: error: node1: exit code 255\nslurmstepd-node1: x\n"
+    )
+    assert status.statuses_of([paths])[0].detail == f"{before} FATAL: no such image"
+
+
 def test_another_clusters_job_of_the_same_number_is_not_this_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

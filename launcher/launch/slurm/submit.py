@@ -1,6 +1,6 @@
 """Submission to Slurm: freezes plan and code in the run's directory; submitit writes and submits the sbatch script.
 
-Its #SBATCH options come from launcher/plan/sbatch_options.py.
+Its #SBATCH options come from launcher/plan/sbatch_options.py, the start of its tasks from launcher/plan/container.py.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any, TypeVar
 
+from launcher.config.schema import ContainerRuntime
 from launcher.errors import ConfigError, SiteError, UserError
 from launcher.launch import local
 from launcher.launch.slurm import client, node
-from launcher.plan import sbatch_options
+from launcher.plan import container
 from launcher.plan.host import OWN_MEMORY, batch_env, file_system
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.placement import SCRIPT_COMMAND
@@ -35,8 +36,6 @@ P = TypeVar("P", bound=LaunchPlan)
 
 # a failing task ends the others, which may wait for it
 _SRUN_OPTIONS = ("--kill-on-bad-exit=1",)
-# a signal that comes before the agent has handlers must not kill the task, which asks Slurm later what it missed
-_PYTHON = '/bin/sh -c \'trap "" TERM USR2; exec "$0" "$@"\' {} -P'
 
 
 def submit_job(plan: P, config_yaml: str) -> tuple[P, str]:
@@ -51,7 +50,7 @@ def submit_job(plan: P, config_yaml: str) -> tuple[P, str]:
     """
     client.require()
     require_shared(plan.paths.root)
-    sbatch_options.srun_options(plan, os.environ)  # raises for paths that cannot be mounted
+    require_container(plan)
     roots = _roots(plan)
     local.create(plan, config_yaml)
     try:
@@ -107,6 +106,7 @@ def submit_array(plans: Sequence[LaunchPlan], name: str, folder: Path, at_once: 
         folder: submitit's folder.
         at_once: jobs that may run at the same time; None: no limit.
     """
+    require_container(plans[0])
     submission = dataclasses.replace(Submission.now(), name=name)
     each: list[tuple[str, int]] = []
     try:
@@ -200,11 +200,10 @@ def _executor(plan: LaunchPlan, srun: Sequence[str], name: str, folder: Path) ->
 
     slurm = plan.cluster.slurm
     assert slurm is not None
-    options = {name: value for name, value in slurm.options.items() if not sbatch_options.is_option(name)}
-    python = sys.executable if slurm.container is None else sbatch_options.PYTHON
+    options = {name: value for name, value in slurm.options.items() if not container.is_option(name)}
     limit = options.pop("time", None)
     del options["job-name"]  # the run's name; an array has another one
-    executor = Executor(folder, python=_PYTHON.format(shlex.quote(python)))
+    executor = Executor(folder, python=shlex.join(container.task_command(plan, os.environ, sys.executable)))
     executor.update_parameters(
         job_name=name,
         nodes=plan.cluster.nodes,  # submitit computes with it; the options, which come last, may have a range
@@ -215,7 +214,7 @@ def _executor(plan: LaunchPlan, srun: Sequence[str], name: str, folder: Path) ->
         wckey=None,  # a cluster that checks keys rejects submitit's default
         additional_parameters=options,
         # srun does not inherit the core count from sbatch
-        srun_args=[*srun, f"--cpus-per-task={slurm.cpus_per_node}", *sbatch_options.srun_options(plan, os.environ)],
+        srun_args=[*srun, f"--cpus-per-task={slurm.cpus_per_node}", *container.srun_options(plan, os.environ)],
     )
     return executor
 
@@ -258,6 +257,26 @@ def require_shared(directory: Path) -> None:
         raise ConfigError(
             "run.dir", directory.parent, f"is in this machine's memory ({kind} on {mount}): the nodes do not see it.",
             "Use a run.dir on a disk that the login node and all nodes share.",
+        )  # fmt: skip
+
+
+def require_container(plan: LaunchPlan) -> None:
+    """Check what is known here of the job's container. Whether the nodes have its runtime, only they know.
+
+    Raises:
+        ConfigError: A path cannot be mounted, or the image does not exist.
+    """
+    container.srun_options(plan, os.environ)
+    container.task_command(plan, os.environ, sys.executable)
+    slurm = plan.cluster.slurm
+    if slurm is None or slurm.container is None or slurm.container_runtime is ContainerRuntime.pyxis:
+        return
+    image = container.image_of(plan)
+    # a directory that is not on this host may be on the nodes
+    if "://" not in image and Path(image).parent.is_dir() and not Path(image).exists():
+        raise ConfigError(
+            "cluster.container", image, "does not exist.",
+            "Write the path of an image for apptainer, or an address such as oras://HOST/IMAGE:TAG.",
         )  # fmt: skip
 
 
