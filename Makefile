@@ -100,6 +100,12 @@ tools:
 		apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
 			iproute2 slurm-wlm munge zsh fish openssh-server openssh-client >/dev/null; there || echo "still missing: some of $(TOOLS)" >&2; fi
 
+# What tests/report/test_page_browser.py needs; without it these tests are skipped.
+.PHONY: browser
+browser:
+	command -v chromium >/dev/null || apt-get install -y -qq --no-install-recommends chromium >/dev/null
+	mkdir -p build && npm install --silent --no-save --prefix build axe-core@4
+
 # Every CUDA path that one GPU allows, on a machine that has torch and needs no network: a table of checks and figures.
 # make gpu-wheels, on a connected machine, makes the folder that `make gpu` installs from: carry it along with the tree.
 GPU_WHEELS ?= build/gpu-wheels

@@ -204,15 +204,19 @@ def compare_runs(asked: Sequence[RunPaths | SweepPaths], *, title: str, loss: fl
     return side_by_side(title, entries, cache.measurements(places), loss)
 
 
-def write_page(compared: RunComparison, place: Path) -> None:
+def write_page(compared: RunComparison, place: Path, *, standalone: bool = False) -> None:
     """Write the HTML page of a comparison.
+
+    Args:
+        standalone: the page contains the plot library; False: it is a file beside the page, shared by all pages there.
 
     Raises:
         UserError: ``place`` cannot be written.
     """
     from launcher.report.page import page, save_page
 
-    save_page(page(compared, datetime.now().astimezone()), place)
+    text = page(compared, datetime.now().astimezone(), standalone=standalone)
+    save_page(text, place, standalone=standalone)
 
 
 def typed(value: object) -> str:

@@ -68,7 +68,7 @@ def draw_terminal(output: str, place: Path) -> None:
 
 
 def photograph(page: Path, place: Path, height: int) -> None:
-    """Write a picture of an HTML page's upper part, with 64 colours."""
+    """Write a picture of an HTML page's upper part, with 128 colours."""
     from PIL import Image
 
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -81,13 +81,13 @@ def photograph(page: Path, place: Path, height: int) -> None:
             f"--window-size=1180,{height}", "--virtual-time-budget=20000", f"--screenshot={shot}", page.as_uri(),
         ]  # fmt: skip
         subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
-        Image.open(shot).convert("RGB").quantize(64).save(place, optimize=True)
+        Image.open(shot).convert("RGB").quantize(128).save(place, optimize=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("build/pictures"), help="directory for the runs")
-    parser.add_argument("--height", type=int, default=1500, help="pixels of the page that are shown")
+    parser.add_argument("--height", type=int, default=2000, help="pixels of the page that are shown")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
     work: Path = given.work.resolve()

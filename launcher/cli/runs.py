@@ -314,12 +314,15 @@ def launch_export(arguments: list[str]) -> int:
 def launch_report(arguments: list[str]) -> int:
     from launcher.api import compare_runs, write_page
     from launcher.report import comparison_tables
-    from launcher.report.page import require_place
+    from launcher.report.page import library_name, require_place
 
     parser = _parser("report", "Compare runs: tables, plots, one HTML page.", run=False)
     parser.add_argument("what", nargs="+", metavar="RUN", help="runs, sweeps, or directories of runs")
     parser.add_argument("--html", type=Path, metavar="FILE", help="path of the page")
     parser.add_argument("--loss", type=float, metavar="X", help="training loss up to which hours are counted")
+    parser.add_argument(
+        "--standalone", action="store_true", help="the page contains the plot library: one file of 5 MB"
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--csv", action="store_true", help="one line per run; no page without --html")
     form.add_argument("--json", action="store_true", help="one object; no page without --html")
@@ -337,12 +340,13 @@ def launch_report(arguments: list[str]) -> int:
         as_text = comparison_tables.as_csv if options.csv else comparison_tables.as_json
         print(as_text(compared), end="" if options.csv else "\n")
         if options.html is not None:
-            write_page(compared, options.html)
+            write_page(compared, options.html, standalone=options.standalone)
         return EXIT_DONE
     _show_comparison(compared)
     page = options.html or _page_of(options.what, chosen, options.dir)
-    write_page(compared, page)
-    print(f"\nThe page: {near(page.absolute())} (one file, opens without network)")
+    write_page(compared, page, standalone=options.standalone)
+    library = "one file" if options.standalone else f"with {library_name()} beside it"
+    print(f"\nThe page: {near(page.absolute())} ({library}; opens without network)")
     return EXIT_DONE
 
 
@@ -373,7 +377,7 @@ def _page_of(words: Sequence[str], chosen: Sequence[RunPaths | SweepPaths], runs
 
 
 def _show_comparison(compared: RunComparison) -> None:
-    from launcher.report import comparison_tables
+    from launcher.report import answer, comparison_tables
 
     console = live.console()
     console.print(comparison_tables.terminal_table(compared, run_list.LISTED))
@@ -388,3 +392,7 @@ def _show_comparison(compared: RunComparison) -> None:
             lines.append(f"Hours to a smoothed training loss{of} of {group.loss:.4g} ({which}).")
     for line in [*lines, *compared.notes]:
         console.print(escape(line), soft_wrap=True, highlight=False)
+    for group in compared.groups:
+        console.print(escape(f"\n{group.target}:") if len(compared.groups) > 1 else "", highlight=False)
+        for finding in answer.findings(group):
+            console.print(f"[bold]{finding.subject}:[/] {escape(finding.text)}", highlight=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections import Counter, defaultdict
@@ -13,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from launcher.quantities import NO_INTERVAL, Interval, first_names
-from launcher.report.measurements import SMOOTHED_OVER, RunData
+from launcher.report.curves import SMOOTHED_OVER
+from launcher.report.measurements import RunData
 from launcher.runs.status import RunState
 
 # (setting, value) pairs that runs on one line of a plot have in common
 Key = tuple[tuple[str, str], ...]
 
+PRICE, SEED = "cluster.price_per_gpu_hour", "train.seed"
 _WORKERS = ("cluster.nodes", "cluster.workers_per_node")
 _ACCUMULATION = ("batch.accumulation", "batch.micro_size")
 # settings of the run's length and of work between steps; they do not affect the time of a step
@@ -53,12 +54,14 @@ class Row:
 
     Attributes:
         figures: of the run, by the names in ``FIGURES`` and of all rows' metrics; rows with the same run share them.
+        varied: the settings that differ between the rows of the report; empty if the run's are not known.
         same_as: label of an earlier row with the same run, which is counted once.
     """
 
     entry: Entry
     data: RunData
     figures: dict[str, Any]
+    varied: dict[str, str]
     same_as: str = ""
 
     def __getitem__(self, name: str) -> Any:
@@ -128,7 +131,7 @@ class TaskGroup:
     @property
     def time_unit(self) -> tuple[str, float]:
         """Return (unit name, factor from hours) that suits the costs of these runs."""
-        longest = max((row["loss/hours"] for row in self.rows if row["loss/hours"] is not None), default=0.0)
+        longest = max((row["total/hours"] for row in self.rows if row["total/hours"] is not None), default=0.0)
         if longest * 60 < 2:
             return f"{self.worker}-seconds", 3600
         return (f"{self.worker}-minutes", 60) if longest < 2 else (f"{self.worker}-hours", 1)
@@ -167,13 +170,16 @@ def side_by_side(
     Args:
         loss: loss up to which hours are counted; None: the lowest that all finished runs of a task have reached.
     """
+    keys = _varying([run.settings for run in data.values() if run.settings])
     rows: list[Row] = []
     first: dict[Path | None, Row] = {}
     for entry in entries:
         earlier = first.get(entry.dir) if entry.dir else None
         run = data[entry.dir] if entry.dir else RunData()
         figures = earlier.figures if earlier else dict(run.figures)
-        rows.append(Row(entry=entry, data=run, figures=figures, same_as=earlier.entry.label if earlier else ""))
+        varied = {key: run.settings.get(key, "null") for key in keys if run.settings}
+        again = earlier.entry.label if earlier else ""
+        rows.append(Row(entry=entry, data=run, figures=figures, varied=varied, same_as=again))
         first.setdefault(entry.dir, rows[-1])
     metrics = dict.fromkeys(name for row in rows for name in row.data.metrics)
     for row in rows:
@@ -194,11 +200,19 @@ def _group(target: str, rows: Sequence[Row], given: float | None) -> TaskGroup:
     for row in rows:
         row.figures.update({"loss/target": loss, "loss/hours_unit": f"{group.worker}-hours"})
     for row in counted:
-        if loss is None or (reached := row.data.first_reached(loss)) is None:
-            continue
-        step, seconds = reached
-        row.figures.update({"loss/step": int(step), "loss/hours": row["batch/world_size"] * seconds / 3600})
+        _add_hours(row, "total", row["time/total_s"])
+        if loss is not None and (reached := row.data.first_reached(loss)) is not None:
+            step, seconds = reached
+            row.figures["loss/step"] = int(step)
+            _add_hours(row, "loss", seconds)
     return group
+
+
+def _add_hours(row: Row, name: str, seconds: float) -> None:
+    """Add the hours of all workers in ``seconds``, and their price if the run has one."""
+    hours, price = row["batch/world_size"] * seconds / 3600, row.data.settings.get(PRICE, "null")
+    row.figures[f"{name}/hours"] = hours
+    row.figures[f"{name}/cost"] = None if price == "null" else hours * float(price)
 
 
 def set_efficiencies(rows: Sequence[Row]) -> None:
@@ -223,7 +237,10 @@ def set_efficiencies(rows: Sequence[Row]) -> None:
 
 def varying(rows: Iterable[Row]) -> tuple[str, ...]:
     """Return the settings that differ between these runs; a setting that a run lacks counts as open ("null")."""
-    settings = [row.data.settings for row in rows if row.data.settings]
+    return _varying([row.varied for row in rows if row.varied])
+
+
+def _varying(settings: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
     keys: dict[str, str] = {}
     changed: set[str] = set()
     for each in settings:
@@ -232,9 +249,14 @@ def varying(rows: Iterable[Row]) -> tuple[str, ...]:
     return tuple(key for key in keys if key in changed and len({each.get(key, "null") for each in settings}) > 1)
 
 
+def axes(rows: Iterable[Row], but: Sequence[str]) -> list[str]:
+    """Return the settings that vary and affect a step or what is learned, without those in ``but``."""
+    return [key for key in varying(rows) if key not in but and not key.startswith(_BETWEEN_STEPS)]
+
+
 def lines_over_workers(rows: Sequence[Row]) -> dict[Key, list[Row]]:
     """Return the lines of a plot over the world size, by the settings that their runs have in common."""
-    keys = [key for key in varying(rows) if key not in _WORKERS and not key.startswith(_BETWEEN_STEPS)]
+    keys = axes(rows, _WORKERS)
     return _lines(rows, lambda row: _key(row, keys))
 
 
@@ -244,7 +266,7 @@ def lines_over_accumulation(rows: Sequence[Row]) -> dict[Key, list[Row]]:
     ``batch.global_size`` distinguishes lines unless accumulation determines it, as in a study with a constant
     micro-batch.
     """
-    keys = [key for key in varying(rows) if key not in _ACCUMULATION and not key.startswith(_BETWEEN_STEPS)]
+    keys = axes(rows, _ACCUMULATION)
     without_size = [key for key in keys if key != "batch.global_size"]
     sizes: dict[Key, set[tuple[int, int]]] = defaultdict(set)
     for row in rows:
@@ -258,10 +280,15 @@ def lines_over_accumulation(rows: Sequence[Row]) -> dict[Key, list[Row]]:
     return _lines(rows, key)
 
 
+def repeats(rows: Sequence[Row]) -> list[list[Row]]:
+    """Return the runs by their settings; what differs within a group is the seed, and chance."""
+    keys = [key for key in varying(rows) if key != SEED]
+    return [*_lines(rows, lambda row: _key(row, keys)).values()]
+
+
 def _families(rows: Sequence[Row]) -> dict[Key, list[Row]]:
     """Return the runs that differ only in workers, accumulation, batch sizes and length, by their other settings."""
-    free = (*_WORKERS, *_ACCUMULATION, "batch.global_size")
-    keys = [key for key in varying(rows) if key not in free and not key.startswith(_BETWEEN_STEPS)]
+    keys = axes(rows, (*_WORKERS, *_ACCUMULATION, "batch.global_size"))
     return _lines(rows, lambda row: _key(row, keys))
 
 
@@ -274,8 +301,7 @@ def with_drawn_runs(group: TaskGroup) -> TaskGroup:
     if len(group.rows) <= MOST_DRAWN:
         return group
     best_families = sorted(_families(group.rows).values(), key=lambda family: min(map(_final_loss, family)))
-    best_first = (row for family in best_families for row in sorted(family, key=_final_loss))
-    drawn = {*itertools.islice(best_first, MOST_DRAWN)}
+    drawn = {*[row for family in best_families for row in sorted(family, key=_final_loss)][:MOST_DRAWN]}
     return replace(group, rows=tuple(row for row in group.rows if row in drawn))
 
 
@@ -293,7 +319,7 @@ def _lines(rows: Sequence[Row], key: Callable[[Row], Key]) -> dict[Key, list[Row
 
 
 def _key(row: Row, keys: Iterable[str]) -> Key:
-    return tuple((key, row.data.settings.get(key, "null")) for key in keys)
+    return tuple((key, row.varied[key]) for key in keys)
 
 
 def settings_text(key: Key) -> str:

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from launcher.report.compare import Row, RunComparison
-from launcher.report.measurements import SMOOTHED_OVER
+from launcher.report.curves import SMOOTHED_OVER
 from launcher.report.run_list import COLOURS
 from launcher.report.tables import tracker_lines
 from launcher.rundir.paths import RunPaths
@@ -22,6 +22,8 @@ from launcher.rundir.paths import RunPaths
 DEFINITIONS = {
     "own_windows": "full windows: records with batch/samples = batch/global_size, of the largest global batch",
     "time/step_s": "median of time/step_s over full windows; seconds",
+    "time/step_low_s": "lower end of the 95% interval of that median (order statistics); time/step_high_s: the upper "
+    "end. It contains the spread of the steps inside a run, not what changes from one start to the next",
     "predicted/step_s": "time of a step of a full window as the plan has predicted it; predicted/step_low_s and "
     "predicted/step_high_s: its 90% interval; predicted/wire_bytes: the bytes; absent without a prediction; seconds",
     "time/data_s": "median of time/data_s over full windows: the part of a step that waited for data; seconds",
@@ -44,6 +46,8 @@ DEFINITIONS = {
     "time/total_s": "wall seconds of training up to the last record, summed over all starts of the run",
     "loss/hours": "batch/world_size × time/total_s / 3600 at the first record whose smoothed loss is loss/target or "
     "lower; GPU-hours on GPUs, worker-hours on CPUs",
+    "total/hours": "batch/world_size × time/total_s / 3600 at the last record; total/cost and loss/cost: the hours × "
+    "cluster.price_per_gpu_hour",
     "loss/target": "given by --loss; without it, the lowest smoothed loss that every finished run of the task reached",
 }
 
@@ -78,13 +82,10 @@ class Column:
             return f"{format(value * self.factor, self.form)} ({row['time/step_s'] / value - 1:+.0%})"
         return format(value * self.factor, self.form)
 
-    def cell(self, row: Row) -> tuple[str, str]:
-        """Return the text and the sort key of the row's value on the page; the key is "" if there is no value."""
-        value, text = row.figures[self.figure], self.text(row)
-        return text or "–", "" if value is None or not text else repr(value)
-
 
 PREDICTED_STEP = "predicted/step_s"
+# columns that are left out if no run has a value
+_OPTIONAL = (PREDICTED_STEP, "total/cost", "loss/cost")
 # most metrics of the tasks' own losses in the terminal's table
 MOST_METRICS = 4
 COLUMNS = (
@@ -104,17 +105,20 @@ COLUMNS = (
     Column("comm/speedup", "speed-up", "×", "speed-up", 1, ".2f"),
     Column("train/loss_smoothed", "loss, smoothed", "", "loss", 1, ".4f"),
     Column("eval/loss", "held-out loss", "", "", 1, ".4f"),
+    Column("total/hours", "{hours}", "", "", 1, ".4g"),
+    Column("total/cost", "price", "", "", 1, ",.4g"),
     Column("loss/hours", "{hours} to loss", "", "{hours} to loss", 1, ".4g"),
+    Column("loss/cost", "price to loss", "", "", 1, ",.4g"),
 )
 
 
 def columns_of(comparison: RunComparison) -> list[Column]:
-    """Return the columns, those of the tasks' own metrics last; that of predictions only if there are any. Of the own
-    metrics, the terminal shows the held-out ones."""
+    """Return the columns, those of the tasks' own metrics last. Of the own metrics, the terminal shows the held-out
+    ones."""
     shown = [name for name in comparison.metrics if name.startswith("eval/") and "/loss" not in name][:MOST_METRICS]
     own = [Column(name, name, "", name if name in shown else "", 1, ".4g") for name in comparison.metrics]
-    predicted = any(row[PREDICTED_STEP] is not None for row in comparison.rows)
-    return [*(column for column in COLUMNS if predicted or column.figure != PREDICTED_STEP), *own]
+    known = {name for name in _OPTIONAL if any(row[name] is not None for row in comparison.rows)}
+    return [*(column for column in COLUMNS if column.figure in known or column.figure not in _OPTIONAL), *own]
 
 
 def speedup_cell(row: Row) -> str:

@@ -26,7 +26,8 @@ MOST_FILES = 20
 # below this number of runs, reading them is as fast
 _FEWEST = 50
 _PLAIN = (
-    "problem", "resumed_after", "damaged_lines", "without_clock", "metrics", "minima", "trackers", "curves_json",
+    "problem", "resumed_after", "damaged_lines", "without_clock", "metrics", "minima", "trackers", "policies",
+    "curves_json",
 )  # fmt: skip
 _ANY = RunPaths(Path())
 # what the measurements and the state of a run are read from

@@ -7,71 +7,57 @@ import multiprocessing
 import os
 import re
 import statistics
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from launcher.config.schema import PrecisionKind
 from launcher.plan.launch_plan import PLAN_FORMAT
 from launcher.plan.tracker_plan import trackers_of_plan
 from launcher.plan.windows import WARM_UP_WINDOWS
 from launcher.process import die_with_parent
-from launcher.quantities import Interval
+from launcher.quantities import Interval, interval
+from launcher.report.curves import SMOOTH_POINTS, Columns, Point, curve_json, smoothed_points, thinned
 from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths
 from launcher.runs.status import task_metrics
 
 # the latest prediction of the windows that the run's figures are of
 PREDICTED = ("predicted/step_s", "predicted/step_low_s", "predicted/step_high_s", "predicted/wire_bytes")
-# Names of a run's figures, in the order of `--csv` and `--json`. scaling/* and loss/* need other runs
-# (launcher/report/compare.py); the first line's are decided before the start; the others are measured.
+# Names of a run's figures, in the order of `--csv` and `--json`. launcher/report/compare.py adds scaling/*, loss/* and
+# total/*; the first line's are decided before the start; the others are measured.
 FIGURES = (
     "version", "task", "device", "strategy", "sync", "batch/world_size", "batch/global_size", "batch/micro_size",
     "batch/accumulation", "step", "steps",
 
-    "progress/samples", "own_windows", "time/total_s", "time/step_s", "time/data_s", "time/compute_s",
-    "comm/exposed_s", "throughput/samples_per_s", *PREDICTED,
+    "progress/samples", "own_windows", "time/total_s", "time/step_s", "time/step_low_s", "time/step_high_s",
+    "time/data_s", "time/compute_s", "comm/exposed_s", "throughput/samples_per_s", *PREDICTED,
     "scaling/efficiency", "scaling/baseline_world_size",
     "comm/wire_bytes", "comm/wire_bytes_every", "comm/saved_fraction",
     "comm/speedup", "comm/speedup_low", "comm/speedup_high",
     "train/loss", "train/loss_smoothed", "train/loss_smoothed_min", "eval/loss",
 
-    "loss/target", "loss/hours", "loss/hours_unit", "loss/step",
+    "total/hours", "total/cost", "loss/target", "loss/hours", "loss/cost", "loss/hours_unit", "loss/step",
 )  # fmt: skip
-# number of latest logged losses to average, so that one lucky window does not count as reaching a loss
-SMOOTHED_OVER = 10
-# points per drawn curve; more could not be distinguished on a screen
-POINTS = 300
-SMOOTH_POINTS = 150
 # keys that name a run or configure its trackers; they do not affect measurements
 _NO_SETTINGS = (
     "run.", "trackers", "wandb.", "tensorboard.", "mlflow.", "trackio.", "prometheus.", "sweep.", "hydra.",
 )  # fmt: skip
 # after an out-of-memory error the micro-batch may change within an attempt, and the prediction does not
 _PREDICTED_FOR = ("batch/micro_size", "batch/world_size")
+# times of a predicted step, in seconds (launcher.plan.forecast.StepTime)
+POLICY_TIMES = (
+    "step_s", "low_s", "high_s", "data_s", "compute_s", "optimizer_s", "communication_s", "exposed_s",
+)  # fmt: skip
 # below this many bytes of records, starting processes takes longer than reading; a run's other files take as long as
 # 5 kB of them
 _ALONE_BYTES, _CONFIG_BYTES = 30_000_000, 5_000
 _SECTION = re.compile(r"^(?=[A-Za-z_])", re.MULTILINE)  # matches before each top-level key of config.yaml
 _OTHER_VERSION = "its plan was written by another version of launcher"
 _NOTHING_RECORDED = "nothing was recorded"
-
-
-class Point(NamedTuple):
-    """Loss after an optimizer step. ``seconds``: wall time of training; ``loss``: None if it is not finite."""
-
-    step: float
-    samples: float
-    seconds: float
-    loss: float | None
-
-
-# the fields of points, one list each; none of a curve without points
-Columns = list[list[float | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +71,7 @@ class RunData:
         curves_json: ``curves`` as JSON. The report of many runs draws few of them.
         minima: (step, seconds, smoothed loss) where the latter was lower than ever before.
         trackers: those that the plan lists.
+        policies: what the plan predicts of a step under each sync policy, by the names in ``POLICY_TIMES``.
         problem: why there are no settings or no measurements.
         resumed_after: step after which the run was resumed with settings that change a step's time or traffic; 0:
             never. Figures of steps cover the steps after it.
@@ -97,6 +84,7 @@ class RunData:
     curves_json: str = ""
     minima: list[list[float]] = field(default_factory=list[list[float]])
     trackers: list[str] = field(default_factory=list[str])
+    policies: dict[str, list[float]] = field(default_factory=dict[str, "list[float]"])
     metrics: dict[str, float | None] = field(default_factory=dict[str, "float | None"])
     problem: str = ""
     resumed_after: int = 0
@@ -136,9 +124,11 @@ def _size(run: Path) -> int:
 
 def read_run(run: Path) -> RunData:
     """Return the data in the directory ``run``. Never raises: errors are described in ``problem``."""
+    import orjson  # not at module level: `launch runs` works without it
+
     paths = RunPaths(run)
     try:
-        plan = json.loads(paths.plan.read_bytes())
+        plan = orjson.loads(paths.plan.read_bytes())
         if not isinstance(plan, dict) or plan.get("format") != PLAN_FORMAT:  # pyright: ignore[reportUnknownMemberType]
             return RunData(problem=_OTHER_VERSION, trackers=_trackers(plan))  # pyright: ignore[reportUnknownArgumentType]
         if "batch" not in plan:
@@ -146,12 +136,12 @@ def read_run(run: Path) -> RunData:
                 return RunData(problem="its script has no record: it does not call engine.resume()")
             plan = _plan_of_loop(plan, paths)  # pyright: ignore[reportUnknownArgumentType]
         figures, settings = _planned(plan), _settings(plan, paths)  # pyright: ignore[reportUnknownArgumentType]
-        trackers = _trackers(plan)
+        trackers, policies = _trackers(plan), _policies(plan)  # pyright: ignore[reportUnknownArgumentType]
     except FileNotFoundError as error:
         return RunData(problem=f"its {Path(error.filename).name} is missing")
     except Exception as error:  # any content is possible: another version, a damaged disk
         return RunData(problem=f"unreadable: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
-    data = RunData(figures=figures, settings=settings, trackers=trackers)
+    data = RunData(figures=figures, settings=settings, trackers=trackers, policies=policies)
     try:
         return _measured(paths.metrics, data)
     except FileNotFoundError:
@@ -162,6 +152,11 @@ def read_run(run: Path) -> RunData:
 
 def _trackers(plan: Any) -> list[str]:
     return [*trackers_of_plan(plan)] if isinstance(plan, dict) and "batch" in plan else []  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _policies(plan: dict[str, Any]) -> dict[str, list[float]]:
+    steps = {each["sync"]: each.get("step") for each in plan["strategy"].get("forecasts", ())}
+    return {sync: [step[name] for name in POLICY_TIMES] for sync, step in steps.items() if step}
 
 
 def _plan_of_loop(plan: dict[str, Any], paths: RunPaths) -> dict[str, Any]:
@@ -301,20 +296,21 @@ def _measured(metrics: Path, planned: RunData) -> RunData:
                 record.damaged_lines += line.endswith(b"\n")
     if not record.points:
         return replace(planned, problem=_NOTHING_RECORDED)
-    smoothed = _smoothed(record.points)
+    smoothed = smoothed_points(record.points)
     minima: list[list[float]] = []
     for step, _, seconds, loss in smoothed:
         if loss is not None and (not minima or loss < minima[-1][2]):
             minima.append([step, seconds, loss])
     curves = {
-        "training loss": _columns(thinned(record.points)),
-        "smoothed": _columns(thinned(smoothed, SMOOTH_POINTS)),
-        "held-out loss": _columns(thinned(record.held_out)),
+        "training loss": thinned(record.points),
+        "smoothed": thinned(smoothed, SMOOTH_POINTS),
+        "held-out loss": thinned(record.held_out),
     }
+    curves_json = ",".join(f'"{name}":{curve_json(points)}' for name, points in curves.items())
     return replace(
         planned,
         figures=planned.figures | _figures(record, planned.figures["batch/global_size"], smoothed, minima),
-        curves_json=orjson.dumps(curves).decode(),
+        curves_json=f"{{{curves_json}}}",
         minima=minima,
         metrics=task_metrics(record.seen)
         | {name: record.seen[name] for name in ("best/step", "best/value") if name in record.seen},
@@ -330,6 +326,7 @@ def _figures(record: _Record, global_size: int, smoothed: list[Point], minima: l
     windows = record.full_windows[WARM_UP_WINDOWS:] or record.full_windows
     columns = zip(*windows, strict=True) if windows else ()
     step_s, data_s, wire_bytes, wire_bytes_every = [statistics.median(column) for column in columns] or [None] * 4
+    steps = interval([window[0] for window in windows]) if len(windows) > 2 else None
     exposed_s = 0.0 if last.get("batch/world_size") == 1 else record.calibration.get("comm/exposed_s")
     compute_s = None
     if step_s is not None and data_s is not None and exposed_s is not None:
@@ -341,6 +338,8 @@ def _figures(record: _Record, global_size: int, smoothed: list[Point], minima: l
         "own_windows": len(record.full_windows),
         "time/total_s": record.points[-1].seconds,
         "time/step_s": step_s,
+        "time/step_low_s": steps and steps.low,
+        "time/step_high_s": steps and steps.high,
         "time/data_s": data_s,
         "time/compute_s": compute_s if compute_s is not None and compute_s >= 0 else None,
         "comm/exposed_s": exposed_s,
@@ -359,42 +358,3 @@ def _figures(record: _Record, global_size: int, smoothed: list[Point], minima: l
         "train/loss_smoothed_min": minima[-1][2] if minima else None,
         "eval/loss": record.held_out[-1].loss if record.held_out else None,
     }
-
-
-def _smoothed(points: Sequence[Point]) -> list[Point]:
-    """Return each point with the mean of the latest SMOOTHED_OVER finite losses; None before the first."""
-    latest: deque[float] = deque(maxlen=SMOOTHED_OVER)
-    smoothed: list[Point] = []
-    for step, samples, seconds, loss in points:
-        if loss is not None:
-            latest.append(loss)
-        smoothed.append(Point(step, samples, seconds, sum(latest) / len(latest) if latest else None))
-    return smoothed
-
-
-def _columns(points: Iterable[Point]) -> Columns:
-    return [rounded(column) for column in zip(*points, strict=True)]
-
-
-def rounded(values: Iterable[float | None]) -> list[float | None]:
-    """Round to six digits: more are invisible in a plot, and would enlarge the page."""
-    return [None if value is None else float(f"{value:.6g}") for value in values]
-
-
-def thinned(points: list[Point], limit: int = POINTS) -> list[Point]:
-    """Return about ``limit`` points: first, last, and the lowest and highest loss of each of equally long stretches.
-
-    No spike is lost. A loss that is not finite interrupts the curve.
-    """
-    count, stretches = len(points), limit // 2 - 1
-    if count <= limit:
-        return points
-    kept = {0, count - 1}
-    for number in range(stretches):
-        stretch = range(number * count // stretches, (number + 1) * count // stretches)
-        finite = [(loss, index) for index in stretch if (loss := points[index].loss) is not None]
-        if finite:
-            kept |= {min(finite)[1], max(finite)[1]}
-        if len(finite) < len(stretch):
-            kept.add(next(index for index in stretch if points[index].loss is None))
-    return [points[index] for index in sorted(kept)]

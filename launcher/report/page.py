@@ -1,11 +1,10 @@
-"""HTML page of `launch report`: one file that works offline, for readers who do not know this tool."""
+"""HTML page of `launch report`: it works offline, for readers who do not know this tool."""
 
 from __future__ import annotations
 
 import html
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
@@ -14,10 +13,14 @@ from typing import Any
 from markupsafe import Markup
 
 from launcher.errors import UserError
-from launcher.quantities import NO_INTERVAL, count, first_names
+from launcher.quantities import count, first_names
+from launcher.report.answer import findings
 from launcher.report.compare import Row, RunComparison, TaskGroup, natural_sort_key, with_drawn_runs
 from launcher.report.comparison_tables import DEFINITIONS, Column, columns_of, page_headings, page_line
-from launcher.report.plots import Plot, plots
+from launcher.report.forecast_plots import forecast_plots
+from launcher.report.heat_maps import heat_maps
+from launcher.report.plotly_format import Plot
+from launcher.report.plots import plots
 from launcher.rundir.files import write_text
 
 # settings that are shown if all runs share them
@@ -28,48 +31,52 @@ _CONSTANT = {
 _VALUES_SHOWN = 8
 
 
-def page(comparison: RunComparison, now: datetime) -> str:
+def page(comparison: RunComparison, now: datetime, *, standalone: bool = True) -> str:
     """Return the HTML text.
 
     Args:
         now: time with a time zone.
+        standalone: the page contains the plot library; False: it needs ``library_name()`` beside it.
     """
     drawn: list[Plot] = []
     sections: list[dict[str, Any]] = []
     for group in comparison.groups:
         shown = with_drawn_runs(group)
-        numbered = list(enumerate(plots(shown), len(drawn)))
+        numbered = list(enumerate([*heat_maps(group), *plots(shown), *forecast_plots(shown)], len(drawn)))
         drawn += [plot for _, plot in numbered]
-        section = {"target": group.target, "headlines": headlines(group), "plots": numbered, "hints": _hints(group)}
+        section = {"target": group.target, "findings": findings(group), "plots": numbered, "hints": _hints(group)}
         sections.append(section | {"left_out": _left_out(group, shown)})
     columns = columns_of(comparison)
+    table = [page_line(row) | {"cells": _cells(columns, row)} for row in comparison.rows]
     return render(
         "page.html.j2",
         drawn,
+        standalone=standalone,
         title=comparison.title,
         now=now.strftime("%Y-%m-%d %H:%M %Z"),
         states=Counter(row.entry.state for row in comparison.rows).most_common(),
         varied=_varied(comparison),
         constant=_constant(comparison),
+        projects=_projects(table),
         sections=sections,
         columns=page_headings(comparison, columns),
-        table=[page_line(row) | {"cells": _cells(columns, row)} for row in comparison.rows],
+        table=table,
         notes=comparison.notes,
         definitions=DEFINITIONS,
     )
 
 
-def render(template: str, drawn: Sequence[Plot], **values: Any) -> str:
+def render(template: str, drawn: Sequence[Plot], *, standalone: bool = True, **values: Any) -> str:
     """Return the text of a page that works offline.
 
     Args:
         template: its file in this package.
         drawn: the page's plots, which the template refers to by their numbers.
+        standalone: see ``page``.
         values: what else the template contains.
     """
     import jinja2
     import orjson
-    from plotly.offline import get_plotlyjs  # pyright: ignore[reportMissingTypeStubs]
 
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("launcher", "report"),
@@ -80,11 +87,23 @@ def render(template: str, drawn: Sequence[Plot], **values: Any) -> str:
     )
     return environment.get_template(template).render(
         version=metadata.version("launcher"),
-        plotly=Markup(get_plotlyjs()),
+        library=library_name(),
+        plotly=Markup(_library()) if standalone else None,
         # escaped so that no text can close the <script> element
         figures=Markup(orjson.dumps(list(drawn)).decode().replace("<", "\\u003c")),
         **values,
     )
+
+
+def library_name() -> str:
+    """Return the name of the file with the plot library that the pages of a directory share."""
+    return f"plotly-{metadata.version('plotly')}.min.js"
+
+
+def _library() -> str:
+    from plotly.offline import get_plotlyjs  # pyright: ignore[reportMissingTypeStubs]
+
+    return get_plotlyjs()
 
 
 def require_place(place: Path) -> None:
@@ -97,13 +116,16 @@ def require_place(place: Path) -> None:
         raise UserError(f"--html {place}: there is no directory {place.parent}.\n  Create it, or choose another path.")
 
 
-def save_page(text: str, place: Path) -> None:
-    """Write a page.
+def save_page(text: str, place: Path, *, standalone: bool = True) -> None:
+    """Write a page and, unless it is standalone, the plot library beside it if it is not there.
 
     Raises:
         UserError: ``place`` cannot be written.
     """
+    library = place.with_name(library_name())
     try:
+        if not standalone and not library.exists():
+            write_text(library, _library())
         write_text(place, text)
     except OSError as error:
         raise UserError(
@@ -113,9 +135,14 @@ def save_page(text: str, place: Path) -> None:
 
 def _cells(columns: Sequence[Column], row: Row) -> Markup:
     """Return the HTML of a row's figures. The template would take most of the page's time for those of many rows."""
-    escaped = html.escape("\0".join(text for column in columns for text in column.cell(row))).split("\0")
-    pairs = zip(escaped[::2], escaped[1::2], strict=True)
-    return Markup("".join(f'<td class="number" data-value="{value}">{text}</td>' for text, value in pairs))
+    escaped = html.escape("\0".join(column.text(row) or "–" for column in columns), quote=False)
+    return Markup(f"<td>{escaped.replace(chr(0), '</td><td>')}</td>")
+
+
+def _projects(table: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Return name and address of each project that tracks runs of the table."""
+    links = dict.fromkeys(link for line in table for link in line["links"])
+    return list(dict.fromkeys((name, url.partition("/runs/")[0]) for name, url in links if "/runs/" in url))
 
 
 def _varied(comparison: RunComparison) -> list[tuple[str, str]]:
@@ -183,82 +210,3 @@ def _hints(group: TaskGroup) -> list[str]:
             f"No run has finished, so no loss is set up to which {group.worker}-hours count; `--loss X` sets one."
         )
     return hints
-
-
-@dataclass(frozen=True)
-class Headline:
-    """Headline of the page: a large ``figure`` and the ``text`` that explains it."""
-
-    figure: str
-    text: str
-
-
-def headlines(group: TaskGroup) -> list[Headline]:
-    """Return at most four headlines; none if no run has finished."""
-    done = [row for row in group.rows if row.done]
-    made = [_fastest(done, group), _scaling(done, group), _saved(done, group), _cheapest(done, group)]
-    return [headline for headline in made if headline is not None]
-
-
-def _fastest(rows: Sequence[Row], group: TaskGroup) -> Headline | None:
-    timed = [row for row in rows if row["throughput/samples_per_s"]]
-    if not timed:
-        return None
-    best = max(timed, key=lambda row: row["throughput/samples_per_s"])
-    which = f"the fastest of {len(timed)} finished runs: " if len(timed) > 1 else ""
-    return Headline(
-        f"{best['throughput/samples_per_s']:,.4g} samples/s",
-        f"on {count(best['batch/world_size'], group.worker)}: {which}{group.describe(best)}.",
-    )
-
-
-def _scaling(rows: Sequence[Row], group: TaskGroup) -> Headline | None:
-    """Return the headline on scaling from the fewest workers to the most that were compared with them."""
-    compared = [
-        row for row in rows if row["batch/world_size"] > (row["scaling/baseline_world_size"] or row["batch/world_size"])
-    ]
-    if not compared:
-        return None
-    most = max(row["batch/world_size"] for row in compared)
-    compared = [row for row in compared if row["batch/world_size"] == most]
-    baseline = min(row["scaling/baseline_world_size"] for row in compared)
-    values = [row["scaling/efficiency"] for row in compared if row["scaling/baseline_world_size"] == baseline]
-    gained = " to ".join(dict.fromkeys(f"{value * most / baseline:.2f}×" for value in (min(values), max(values))))
-    span = " to ".join(dict.fromkeys(f"{value:.0%}" for value in (min(values), max(values))))
-    over = "" if len(values) == 1 else f", across {len(values)} settings"
-    return Headline(
-        f"{gained} the speed", f"from {baseline} to {most} {group.worker}s: {span} scaling efficiency{over}."
-    )
-
-
-def _saved(rows: Sequence[Row], group: TaskGroup) -> Headline | None:
-    saving = [row for row in rows if row["comm/saved_fraction"]]
-    if not saving:
-        return None
-    best = max(saving, key=lambda row: (row["comm/saved_fraction"], row.claimed_speedup or 0.0))
-    if best.claimed_speedup is not None:
-        gain = f", and a step ran {best.claimed_speedup:.2f}× as fast"
-    elif best.speedup is not None:
-        gain = "; no difference in speed was measured"
-    elif best["comm/speedup"] is not None:
-        gain = f"; the speed-up was {NO_INTERVAL}"
-    else:
-        gain = "; the effect on speed was not measured"
-    return Headline(
-        f"{best['comm/saved_fraction']:.1%} fewer bytes",
-        f"on the wire with accumulation {best['batch/accumulation']} than if every micro-batch were synchronised{gain} "
-        f"({group.describe(best)}).",
-    )
-
-
-def _cheapest(rows: Sequence[Row], group: TaskGroup) -> Headline | None:
-    reached = sorted((row for row in rows if row["loss/hours"]), key=lambda row: row["loss/hours"])
-    if group.loss is None or len(reached) < 2:
-        return None
-    best, worst = reached[0], reached[-1]
-    unit, factor = group.time_unit
-    return Headline(
-        f"{best['loss/hours'] * factor:.3g} {unit}",
-        f"is the lowest cost of a training loss of {group.loss:.4g}: {group.describe(best)}. The highest is "
-        f"{worst['loss/hours'] / best['loss/hours']:.2f} times as much: {group.describe(worst)}.",
-    )

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from launcher.quantities import count
 from launcher.report import compare
 from launcher.report.compare import Key, Row, TaskGroup
-from launcher.report.measurements import SMOOTHED_OVER, rounded
+from launcher.report.curves import SMOOTHED_OVER, fewer_points, rounded
+from launcher.report.plotly_format import MAX_BARS, NEUTRAL, Plot, axes_layout, bar_layout, escape
 
 _COLOURS = (
     "#2563eb", "#e8710a", "#16935a", "#c62f4b", "#7c4dcc", "#0e8fa8", "#b8860b", "#d1529b", "#6b4f3a", "#556070",
@@ -20,25 +20,12 @@ _DASHES = {
     "solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "dash-dotted", "longdash": "long dashes",
     "longdashdot": "long dash-dots",
 }  # fmt: skip
-# above these numbers of curves, lines and bars, they are identified by hovering instead of a legend or label
-_MAX_CURVES, _MAX_LINES, _MAX_BARS = 14, 9, 32
+# above these numbers of curves and lines, they are identified by hovering instead of a legend or label
+_MAX_CURVES, _MAX_LINES = 14, 9
+# points of all curves of a kind; a page of many runs stays small
+_ALL_POINTS, _FEWEST_POINTS = 9000, 48
 _EVERY = "if every micro-batch were synchronised"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plot:
-    """Plot in plotly's format with title and caption.
-
-    Attributes:
-        choices: buttons; each has other x columns for the traces and the axis title.
-    """
-
-    title: str
-    caption: str
-    data: list[dict[str, Any]]
-    layout: dict[str, Any]
-    wide: bool = False
-    choices: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+_AXES = {"smoothed": "training loss, smoothed"}
 
 
 def plots(group: TaskGroup) -> list[Plot]:
@@ -86,36 +73,10 @@ def _dash(number: int) -> str:
     return list(_DASHES)[number % len(_DASHES)]
 
 
-def _escape(text: str) -> str:
-    """Escape text for use inside a plot, where plotly would interpret some markup."""
-    return html.escape(text).replace("%{", "%&#123;")
-
-
-def _layout(x: str, y: str, *, height: int = 380, legend: bool = True) -> dict[str, Any]:
-    """Return a layout with the axes' names and units; page.js has what all layouts share."""
-    return {
-        "height": height, "showlegend": legend, "xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}},
-    }  # fmt: skip
-
-
 def _level(value: float) -> dict[str, Any]:
     """Return a horizontal dashed line."""
-    line = {"color": "#64748b", "width": 1, "dash": "dash"}
+    line = {"color": NEUTRAL, "width": 1, "dash": "dash"}
     return {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": value, "y1": value, "line": line, "layer": "below"}
-
-
-def _bar_layout(rows: Sequence[Row], axis: str, *, legend: bool) -> dict[str, Any]:
-    """Return the layout of horizontal bars, the first on top, labelled with the runs' names if there is room."""
-    labelled = len(rows) <= _MAX_BARS
-    height = 96 + 34 * legend + (26 * len(rows) if labelled else 600)
-    side = "" if labelled else "runs in the order of the table; hover for names"
-    layout = _layout(axis, side, height=height, legend=legend)
-    layout |= {"barmode": "stack", "bargap": 0.28 if labelled else 0.1}
-    layout["yaxis"] |= {
-        "autorange": "reversed", "showgrid": False, "zeroline": False, "showticklabels": labelled,
-        "tickvals": list(range(len(rows))), "ticktext": [f"{_escape(row.name)}  " for row in rows],
-    }  # fmt: skip
-    return layout
 
 
 def _step_split(group: TaskGroup) -> list[Plot]:
@@ -125,7 +86,7 @@ def _step_split(group: TaskGroup) -> list[Plot]:
     split = [row for row in rows if row["comm/exposed_s"] is not None]
     unsplit = [row for row in rows if row["comm/exposed_s"] is None]
     parts = [
-        ("compute", "#44576f", {row: row["time/compute_s"] for row in split}),
+        ("compute", "#5b7a9d", {row: row["time/compute_s"] for row in split}),
         (
             "compute and communication, not separated", "#a9b8cc",
             {row: row["time/step_s"] - row["time/data_s"] for row in unsplit},
@@ -139,7 +100,7 @@ def _step_split(group: TaskGroup) -> list[Plot]:
             "type": "bar", "name": name, "orientation": "h", "marker": {"color": colour, "line": {"width": 0}},
             "x": rounded(None if seconds is None else 1e3 * seconds for seconds in values.values()),
             "y": [place[row] for row in values],
-            "text": [_escape(group.describe(row)) for row in values], "textposition": "none",
+            "text": [escape(group.describe(row)) for row in values], "textposition": "none",
             "hovertemplate": f"%{{text}}<br>{name}: %{{x:.4g}} ms<extra></extra>",
         }
         for name, colour, values in parts
@@ -148,7 +109,7 @@ def _step_split(group: TaskGroup) -> list[Plot]:
     caption = "Exposed communication: how much longer a step takes than the same micro-batches without any collective."
     if unsplit:
         caption += " Pale bars: it was not measured, so compute and communication are one bar."
-    layout = _bar_layout(rows, "ms per step (median)", legend=True)
+    layout = bar_layout(rows, "ms per step (median)", legend=True)
     return [Plot(title="Where the time of a step goes", caption=caption, data=data, layout=layout, wide=True)]
 
 
@@ -158,11 +119,11 @@ def _cost(group: TaskGroup, style: _Style) -> list[Plot]:
     unit, factor = group.time_unit
     costs = {row: None if row["loss/hours"] is None else row["loss/hours"] * factor for row in group.rows}
     hover = [
-        f"{_escape(group.describe(row))}<br>"
+        f"{escape(group.describe(row))}<br>"
         + ("not reached" if cost is None else f"{cost:.4g} {unit}, at step {row['loss/step']:,}")
         for row, cost in costs.items()
     ]
-    layout = _bar_layout(group.rows, f"{unit} to a training loss of {group.loss:.4g}", legend=False)
+    layout = bar_layout(group.rows, f"{unit} to a training loss of {group.loss:.4g}", legend=False)
     layout["xaxis"]["range"] = [0, 1.15 * max(cost or 0 for cost in costs.values()) or 1]
     which = (
         "the loss given by --loss"
@@ -174,7 +135,7 @@ def _cost(group: TaskGroup, style: _Style) -> list[Plot]:
         "x": [cost or 0.0 for cost in costs.values()], "y": list(range(len(costs))),
         "marker": {"color": [style.colour(row) for row in costs], "line": {"width": 0}},
         "text": ["  not reached" if cost is None else f"  {cost:.3g}" for cost in costs.values()],
-        "textposition": "outside" if len(costs) <= _MAX_BARS else "none",
+        "textposition": "outside" if len(costs) <= MAX_BARS else "none",
         "hovertext": hover, "hovertemplate": "%{hovertext}<extra></extra>",
     }  # fmt: skip
     title = f"{unit[0].upper()}{unit[1:]} to a loss"
@@ -210,18 +171,18 @@ class _Lines:
             if not rows:
                 continue
             colours = [self.style.colour(row) for row in rows]
-            stroke = {"color": "#475569", "dash": _dash(number)} if self.neutral else {"color": colours[0]}
+            stroke = {"color": NEUTRAL, "dash": _dash(number)} if self.neutral else {"color": colours[0]}
             data.append(
                 {
                     "type": "scatter", "mode": "lines+markers",
-                    "name": _escape(compare.settings_text(key)) or "all runs",
+                    "name": escape(compare.settings_text(key)) or "all runs",
                     "x": [row[self.x] for row in rows], "y": [row[y] * factor for row in rows],
                     "line": {**stroke, "width": 2},
                     "marker": {
                         "size": 9, "color": colours if self.neutral else colours[0],
                         "symbol": ["circle" if row.done else "circle-open" for row in rows],
                     },
-                    "text": [_escape(self.group.describe(row)) for row in rows],
+                    "text": [escape(self.group.describe(row)) for row in rows],
                     "hovertemplate": f"%{{text}}<br>{hover}<extra></extra>",
                 }
             )  # fmt: skip
@@ -229,7 +190,7 @@ class _Lines:
 
     def layout(self, y_axis: str, level: float | None = None) -> dict[str, Any]:
         """Return the layout: logarithmic x axis with ticks only at values that were run, y axis from zero."""
-        layout = _layout(self.axis, y_axis, legend=len(self.lines) <= _MAX_LINES)
+        layout = axes_layout(self.axis, y_axis, legend=len(self.lines) <= _MAX_LINES)
         ticks = sorted({row[self.x] for line in self.lines.values() for row in line})
         layout["xaxis"] |= {"type": "log", "tickvals": ticks, "ticktext": [str(tick) for tick in ticks]}
         layout["yaxis"]["rangemode"] = "tozero"
@@ -259,7 +220,7 @@ def _wire(lines: _Lines) -> Plot:
         sent[0]["name"] = "as run"
     for number, trace in enumerate(every):  # all share one legend entry
         trace |= {"name": _EVERY, "legendgroup": "every", "showlegend": number == 0}
-        trace |= {"line": {"color": "#94a3b8", "width": 1.6, "dash": "dot"}, "marker": {"color": "#94a3b8", "size": 6}}
+        trace |= {"line": {"color": NEUTRAL, "width": 1.6, "dash": "dot"}, "marker": {"color": NEUTRAL, "size": 6}}
     if lines.same(lambda row: row["batch/global_size"]):
         constant = "The global batch is constant along each line."
     elif lines.same(lambda row: row["batch/micro_size"]):
@@ -345,27 +306,31 @@ def _ideal(lines: _Lines) -> list[dict[str, Any]]:
 def _loss(group: TaskGroup, style: _Style) -> Plot:
     few = len(group.rows) <= _MAX_CURVES
     kinds = ("training loss", "smoothed", "held-out loss")
-    curves = [(kind, row, columns) for kind in kinds for row in group.rows if (columns := row.data.curves[kind])]
+    curves = [
+        (kind, row, fewer_points(columns, max(_FEWEST_POINTS, _ALL_POINTS // len(group.rows))))
+        for kind in kinds
+        for row in group.rows
+        if (columns := row.data.curves[kind])
+    ]
     data = [
         {
             "type": "scatter", "mode": "lines+markers" if kind == "held-out loss" else "lines",
-            "name": _escape(row.name), "meta": kind, "visible": kind == "training loss",
-            "x": columns[0],
+            "name": escape(row.name),
             "y": columns[3],
             "line": {"color": style.colour(row), "dash": style.dash(row), "width": 1.8 if few else 1},
             "opacity": 0.95 if few else 0.6, "connectgaps": False,
-            "text": _escape(group.describe(row)),
+            "text": escape(group.describe(row)),
             "hovertemplate": f"%{{text}}<br>{kind} %{{y:.4f}} at %{{x:,.6g}}<extra></extra>",
         }
         for kind, row, columns in curves
     ]  # fmt: skip
-    layout = _layout("optimizer steps", "training loss (mean over the step's items)", height=500, legend=few)
+    layout = axes_layout("optimizer steps", "training loss (mean over the step's items)", height=500, legend=few)
     if group.loss is not None:
         layout["shapes"] = [_level(group.loss)]
         layout["annotations"] = [
             {
                 "xref": "paper", "x": 0, "xanchor": "left", "y": group.loss, "yanchor": "top", "showarrow": False,
-                "text": f"{group.loss:.4g}: hours are counted up to here", "font": {"size": 12, "color": "#64748b"},
+                "text": f"{group.loss:.4g}: hours are counted up to here", "font": {"size": 12},
             }
         ]  # fmt: skip
     last = [row["train/loss_smoothed"] for row in group.rows if row.done and row["train/loss_smoothed"] is not None]
@@ -379,15 +344,25 @@ def _loss(group: TaskGroup, style: _Style) -> Plot:
         else "",
         "" if few else "Hover for the names.",
     ]
+    of_kind = {kind: [each == kind for each, *_ in curves] for kind in kinds}
     axes = {"steps": "optimizer steps", "samples": "samples seen", "wall time": "wall seconds of training"}
+    shown = {
+        kind: (
+            {"visible": visible},
+            {"yaxis.title.text": f"{_AXES.get(kind, kind)} (mean over items)", "yaxis.autorange": True},
+        )
+        for kind, visible in of_kind.items()
+        if any(visible)
+    }
+    along = {
+        name: ({"x": [columns[number] for *_, columns in curves]}, {"xaxis.title.text": title, "xaxis.autorange": True})
+        for number, (name, title) in enumerate(axes.items())
+    }
     return Plot(
         title="Loss",
         caption=" ".join(filter(None, caption)),
         data=data,
         layout=layout,
         wide=True,
-        choices={
-            name: {"x": [columns[column] for *_, columns in curves], "title": title}
-            for column, (name, title) in enumerate(axes.items())
-        },
+        choices=(shown, along),
     )

@@ -10,7 +10,7 @@ from typing import Any
 from launcher.plan.ranking import Candidate, Ranking
 from launcher.quantities import bytes_text, count
 from launcher.report.page import render
-from launcher.report.plots import Plot
+from launcher.report.plotly_format import Plot
 from launcher.report.ranking_table import columns, gpu_hours_unit, policy_text, ranked, sentences
 
 _COLOURS = {"single": "#556070", "ddp": "#2563eb", "fsdp": "#e8710a", "hsdp": "#16935a"}

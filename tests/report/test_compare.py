@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
-import html.parser
 import io
 import json
-import re
 import statistics
-from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import plotly.graph_objects
 import pytest
 
-from launcher.api import compare_runs
 from launcher.cli import run as launch
 from launcher.cli.runs import launch_report
 from launcher.errors import UserError
 from launcher.quantities import NO_INTERVAL
-from launcher.report import compare
-from launcher.report.compare import settings_text
-from launcher.report.page import page as render_page
-from launcher.rundir.paths import RunPaths, find
+from launcher.rundir.paths import RunPaths
 from tests.infra.made_runs import cell, make_run, make_sweep, read_records, write_records
 
 GRID = [(accumulation, workers) for accumulation in (1, 2, 4) for workers in (1, 2)]
@@ -200,15 +190,10 @@ def test_a_speedup_without_an_interval_was_not_measured_under_equal_conditions(t
         words = ("cluster.workers_per_node=2", f"batch.accumulation={accumulation}")
         paths = make_run(tmp_path, f"old{accumulation}", *words)
         write_records(paths, [{k: v for k, v in each.items() if "speedup_" not in k} for each in read_records(paths)])
-    page = tmp_path / "page.html"
-    given = as_json(tmp_path, "--html", page)
+    given = as_json(tmp_path)
     shown = {run["run"]: run for run in given["runs"]}["old4"]
     assert (shown["comm/speedup"], shown["comm/speedup_low"]) == (4 / 3, None)
     assert any(note.startswith(f"old2, old4: the speed-up was {NO_INTERVAL}") for note in given["notes"])
-    found = Page(page.read_text())
-    assert "no difference in speed" not in found.text
-    assert f"; the speed-up was {NO_INTERVAL}" in found.text
-    assert not [figure for figure in found.figures if figure["title"].startswith("Measured speed-up")]
 
 
 def test_a_loss_that_is_asked_for(grid: Path) -> None:
@@ -275,161 +260,10 @@ def test_a_sweep_of_another_version_is_shown_as_that(tmp_path: Path, capsys: pyt
     assert "another version" in row["detail"]
 
 
-class Page(html.parser.HTMLParser):
-    """Return the addresses that a browser would fetch, and the text and scripts that it would show and run."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.fetched: list[str] = []
-        self.open: list[str] = []
-        self.text = ""
-        self.scripts: list[str] = []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.fetched += [f"{name}={value}" for name, value in attrs if name in ("src", "href", "srcset", "data")]
-        if tag not in ("meta", "br", "link"):
-            self.open.append(tag)
-        if tag == "script":
-            self.scripts.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] == "script":
-            self.scripts[-1] += data
-        else:
-            self.text += data
-
-    @property
-    def figures(self) -> list[dict[str, Any]]:
-        found = re.search(r"^const FIGURES = (.*);$", self.scripts[1], re.MULTILINE)
-        assert found
-        return json.loads(found[1])
-
-
-def test_the_page_is_one_file_and_holds_every_run(grid: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch_report([str(grid)]) == 0
-    said = capsys.readouterr().out
-    assert "report.html" in said
-    assert "impossible" in said
-    page = Page((grid / "report.html").read_text())
-    assert (page.fetched, page.open, len(page.scripts)) == ([], [], 2)
-    assert "@import" not in page.text
-    for run in as_json(grid)["runs"]:
-        assert page.text.count(run["run"]) >= 1
-    for words in ("87.5% fewer", "75.0% fewer bytes", "scaling efficiency", "out of luck", "7 does not divide 64."):
-        assert (words in page.text) == (words != "87.5% fewer"), "the failed run makes no headline"
-    titles = [figure["title"] for figure in page.figures]
-    assert titles == [
-        "Where the time of a step goes", "Speed over workers", "Scaling efficiency over workers", "Bytes on the wire "
-        "over accumulation", "Measured speed-up over accumulation", "Loss", "Worker-seconds to a loss",
-    ]  # fmt: skip
-    for figure in page.figures:
-        plotly.graph_objects.Figure(data=figure["data"], layout=figure["layout"])  # validates every name and value
-    (loss,) = [figure for figure in page.figures if figure["title"] == "Loss"]
-    assert set(loss["choices"]) == {"steps", "samples", "wall time"}
-    for choice in loss["choices"].values():
-        assert [len(x) for x in choice["x"]] == [len(trace["y"]) for trace in loss["data"]]
-
-
-def test_names_are_text_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wild = "[bold]</script><script>alert(1)</script>"
-    root = tmp_path / "runs"
-    make_run(root, "plain", "cluster.workers_per_node=2")
-    make_sweep(root, cell("plain", f"task.word={wild}", "task.b=%{y}"), cell(None, f"task.c={wild}", problem=wild))
-    assert launch_report([str(root)]) == 0
-    assert "word=[bold]" in capsys.readouterr().out
-    text = (root / "report.html").read_text()
-    page = Page(text)
-    assert len(page.scripts) == 2
-    assert wild in page.text
-    assert "<script>alert" not in text
-    names = [trace["name"] for figure in page.figures for trace in figure["data"] if "name" in trace]
-    assert any("&lt;script&gt;" in name for name in names), "plotly takes markup"
-    assert "<script>" not in json.dumps(page.figures)
-
-
-def test_labels_titles_and_reasons_of_the_page(tmp_path: Path) -> None:
-    assert settings_text((("strategy.kind", "fsdp"), ("optimizer.lr", "0.1"))) == "strategy=fsdp lr=0.1"
-    make_run(tmp_path, "a", steps=10)
-    make_run(tmp_path, "b", verdict="failed", steps=2)
-    page = tmp_path / "page.html"
-    as_json(tmp_path, "--html", page)
-    split, hours = (figure for figure in Page(page.read_text()).figures if figure["data"][0]["type"] == "bar")
-    for figure in (split, hours):
-        assert figure["layout"]["yaxis"]["zeroline"] is False, "it would run through the first bar's label"
-    assert hours["layout"]["xaxis"]["title"]["text"].startswith(hours["title"].lower().replace(" a loss", ""))
-    assert '<tr class="why"><td colspan="18">rank 1: out of luck</td></tr>' in page.read_text()
-
-
-def test_many_runs(tmp_path: Path) -> None:
-    for seed in range(20):
-        for workers in (1, 2):
-            make_run(
-                tmp_path, f"r{seed}-{workers}", f"train.seed={seed}", f"cluster.workers_per_node={workers}", steps=2
-            )
-    page = tmp_path / "page.html"
-    assert len(as_json(tmp_path, "--html", page)["runs"]) == 40
-    for figure in Page(page.read_text()).figures:
-        plotly.graph_objects.Figure(data=figure["data"], layout=figure["layout"])  # colours and layout for many runs
-        if "over" in figure["title"] or figure["title"] == "Loss":
-            assert not figure["layout"]["showlegend"]
-
-
-def test_plots_of_very_many_runs_show_those_of_the_lowest_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs that are compared over workers or accumulation stay together; tables, notes and headlines are of all."""
-    for seed, loss in enumerate((3.0, 2.0, 1.0)):
-        for workers in (1, 2):
-            words = (f"train.seed={seed}", f"cluster.workers_per_node={workers}")
-            verdict = "failed" if seed == 2 else "done"
-            make_run(tmp_path, f"s{seed}-{workers}", *words, loss=loss + workers, verdict=verdict)
-    page = tmp_path / "page.html"
-    runs = as_json(tmp_path, "--html", page)["runs"]
-    assert "The plots show" not in page.read_text()
-    monkeypatch.setattr(compare, "MOST_DRAWN", 3)
-    assert as_json(tmp_path, "--html", page)["runs"] == runs
-    shown = Page(page.read_text())
-    assert "The plots show 3 of 6 runs" in shown.text
-    assert all(shown.text.count(run["run"]) for run in runs)
-    (loss,) = [figure for figure in shown.figures if figure["title"] == "Loss"]
-    # seed 2 has the lowest loss, but no finished run; of seed 0 there is room for one
-    assert {trace["name"] for trace in loss["data"]} == {"s1-1", "s1-2", "s0-1"}
-    (speed,) = [figure for figure in shown.figures if figure["title"] == "Speed over workers"]
-    assert [trace["x"] for trace in speed["data"] if trace["mode"] == "lines+markers"] == [[1], [1, 2]]
-
-
-def test_the_page_goes_through_the_runs_a_fixed_number_of_times(tmp_path: Path) -> None:
-    class Counted(tuple[Any, ...]):
-        times = 0
-
-        def __iter__(self) -> Iterator[Any]:
-            self.times += 1
-            return super().__iter__()
-
-    times: list[int] = []
-    for number in range(12):
-        make_run(tmp_path, f"r{number}", f"train.seed={number}", steps=2)
-        rows = compare_runs(find(tmp_path), title="runs")
-        counted = Counted(rows.rows)
-        render_page(dataclasses.replace(rows, rows=counted), datetime.now().astimezone())
-        times.append(counted.times)
-    assert times[3] == times[-1]
-
-
 def test_runs_with_the_same_problem_share_a_note(tmp_path: Path) -> None:
     for name in "abc":
         make_run(tmp_path, name).metrics.unlink()
     assert "a, b, c: nothing was recorded." in as_json(tmp_path)["notes"]
-
-
-def test_one_run_has_a_page(tmp_path: Path) -> None:
-    paths = make_run(tmp_path, "one", "cluster.workers_per_node=2")
-    assert launch_report([str(paths.root)]) == 0
-    page = Page((tmp_path / "report.html").read_text())
-    assert "no scaling to show" in page.text
 
 
 def test_metrics_of_the_evaluation_are_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,8 @@ import yaml
 
 from launcher.cli.runs import launch_report, launch_runs
 from launcher.report.compare import Entry, Row, lines_over_accumulation, set_efficiencies
-from launcher.report.measurements import POINTS, Point, read_run, thinned
+from launcher.report.curves import POINTS, Point, thinned
+from launcher.report.measurements import read_run
 from launcher.report.run_list import LISTED
 from launcher.rundir.paths import RunPaths
 from tests.infra.made_runs import make_run, read_records, write_records
@@ -167,7 +168,9 @@ def test_tables_of_many_runs_are_limited(
 def row(paths: RunPaths, samples_per_s: float | None = None, state: str = "done") -> Row:
     data = read_run(paths.root)
     entry = Entry(label=paths.root.name, state=state, detail="", dir=paths.root)
-    return Row(entry=entry, data=data, figures=data.figures | {"throughput/samples_per_s": samples_per_s})
+    return Row(
+        entry=entry, data=data, varied=data.settings, figures=data.figures | {"throughput/samples_per_s": samples_per_s}
+    )
 
 
 def test_lines_over_accumulation(tmp_path: Path) -> None:
