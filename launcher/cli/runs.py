@@ -125,7 +125,7 @@ def _watch(paths: RunPaths | SweepPaths) -> int:
     from rich.live import Live
 
     # without a terminal only the last state is printed
-    with Live(console=live.console(), auto_refresh=False, vertical_overflow="visible") as display:
+    with Live(console=live.console(), auto_refresh=False) as display:
         while True:
             if isinstance(paths, SweepPaths):
                 runs = look_at_sweeps([paths])[str(paths.root)]
@@ -133,7 +133,7 @@ def _watch(paths: RunPaths | SweepPaths) -> int:
             else:
                 runs = [control.status_of(paths)]
                 display.update(run_list.status_table(runs[0], history.read_events(paths)), refresh=True)
-            if not any(run.state in ACTIVE for run in runs):
+            if not any(run.state in control.MAY_CONTINUE for run in runs):
                 break
             time.sleep(_WATCH_S)
     if isinstance(paths, RunPaths):

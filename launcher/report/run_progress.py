@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 from launcher.config.schema import ClusterKind
 from launcher.quantities import Interval
@@ -53,7 +54,7 @@ class RunProgress:
         return cls(
             run=run,
             name=name,
-            losses=[float(loss) for record in records if (loss := record.get("train/loss")) is not None],
+            losses=[float(loss) for record in records if _is_number(loss := record.get("train/loss"))],
             record=records[-1] if records else {},
             left_s=_seconds_left(run, records[-_TIMED:]),
             event=last_event(paths),
@@ -66,21 +67,50 @@ class RunProgress:
         return "" if measured is None else f"{measured.value:.2f}x" if measured.excludes(1) else "none"
 
 
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
 def _seconds_left(run: Run, records: Sequence[dict[str, Any]]) -> float | None:
     if run.state is not RunState.running or run.steps is None or len(records) < 2:
         return None
     first, last = records[0], records[-1]
-    steps, seconds = last["step"] - first["step"], last["time/total_s"] - first["time/total_s"]
-    return (run.steps - last["step"]) * seconds / steps if steps > 0 else None
+    if "time/total_s" not in first or last["step"] <= first["step"]:
+        return None
+    per_step = (last["time/total_s"] - first["time/total_s"]) / (last["step"] - first["step"])
+    return (run.steps - last["step"]) * per_step
 
 
-def look(runs: Path, most: int) -> list[RunProgress]:
-    """Return the newest ``most`` runs of a directory and of its sweeps: active ones first, then by age."""
-    cells = [cell for cells in look_at_sweeps(find_sweeps(runs)).values() for cell in cells if cell.dir]
-    found = {run.dir: run for run in [*cells, *statuses_of(newest(find(runs), most))]}
-    ordered = sorted(found.values(), key=lambda run: run.created, reverse=True)
-    ordered.sort(key=lambda run: run.state not in ACTIVE)
-    return [RunProgress.of(run) for run in ordered[:most]]
+class ProgressReader:
+    """Reader of the runs of a directory and of its sweeps. What has not changed since the last call is not read again.
+
+    Args:
+        most: number of runs that are returned, the newest ones.
+    """
+
+    def __init__(self, runs: Path, most: int) -> None:
+        self._runs, self._most = runs, most
+        self._read: dict[str, tuple[Run, float, RunProgress]] = {}
+
+    def newest(self) -> list[RunProgress]:
+        """Return the newest runs: active ones first, then by age."""
+        cells = [cell for cells in look_at_sweeps(find_sweeps(self._runs)).values() for cell in cells if cell.dir]
+        found = {run.dir: run for run in [*cells, *statuses_of(newest(find(self._runs), self._most))]}
+        ordered = sorted(found.values(), key=lambda run: run.created, reverse=True)
+        ordered.sort(key=lambda run: run.state not in ACTIVE)
+        return [self._progress(run) for run in ordered[: self._most]]
+
+    def _progress(self, run: Run) -> RunProgress:
+        metrics = RunPaths(Path(run.dir)).metrics
+        changed = metrics.stat().st_mtime if metrics.exists() else 0.0
+        known, when, progress = self._read.get(run.dir, (None, 0.0, None))
+        if progress is None or known != run or when != changed:
+            try:
+                progress = RunProgress.of(run)
+            except (OSError, ValueError, LookupError, TypeError) as error:  # a damaged file must not hide other runs
+                progress = RunProgress(run=run, name=run.name, event=f"cannot be read: {error}")
+            self._read[run.dir] = run, changed, progress
+        return progress
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -98,15 +128,16 @@ def device_use(runs: Iterable[Run]) -> dict[str, str]:
 
     Cores are counted since the last call: the first one returns none.
     """
+    local = [run for run in runs if run.kind != ClusterKind.slurm and run.state is RunState.running]
+    if not local:
+        return {}
     import psutil
 
     # psutil keeps these objects, and with them what a process had used before
     processes = {process.pid: process for process in psutil.process_iter()}
     gpus = _gpu_use()
     used: dict[str, str] = {}
-    for run in runs:
-        if run.kind == ClusterKind.slurm or run.state is not RunState.running:
-            continue
+    for run in local:
         starter = history.submissions(RunPaths(Path(run.dir)))[-1].pid
         if starter not in processes:
             continue

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rich.text import Text
 from textual import on
@@ -19,21 +20,20 @@ from textual.containers import Vertical
 from textual.screen import ModalScreen, Screen
 from textual.widgets import DataTable, Footer, Label, RichLog, Static
 
-from launcher.config.schema import ClusterKind
-from launcher.quantities import duration_text, exposed_text, first_lines, speedup_text
-from launcher.report.live import rank_logs
-from launcher.report.run_list import COLOURS, error_of, progress_text, states_text
-from launcher.report.run_progress import RunProgress, device_use, look, sparkline
+from launcher.errors import LauncherError
+from launcher.quantities import count, duration_text, exposed_text, first_lines, speedup_text
+from launcher.report.live import LogSource, rank_logs
+from launcher.report.run_list import COLOURS, LISTED, progress_text, states_text
+from launcher.report.run_progress import ProgressReader, RunProgress, device_use, sparkline
 from launcher.rundir.files import last_lines
 from launcher.rundir.paths import RunPaths
-from launcher.runs.status import ACTIVE, Run
+from launcher.runs.status import ACTIVE, Run, RunState, error_of
 
-LISTED = 200
-# seconds between two looks; a Slurm controller is asked less often than a directory
+# seconds between two updates; a Slurm controller is asked less often than a directory
 _LOOK_S, _LOOK_AT_SLURM_S, _LOG_S = 2.0, 5.0, 0.5
 _RESUMED_WITHIN_S = 10.0  # a resume that is refused has ended by then
 _NAME_WIDTH, _BETWEEN = 20, 2  # least width of the names, and between columns
-_MESSAGE_LINES = 6
+_MESSAGE_LINES, _LOG_LINES = 6, 10_000
 
 
 @dataclass(frozen=True)
@@ -98,32 +98,31 @@ class Log(Screen[None]):
     def __init__(self, run: Run) -> None:
         super().__init__()
         self._paths = RunPaths(Path(run.dir))
-        self._source = rank_logs(self._paths, 0)
-        self._output = RichLog(max_lines=10_000, wrap=True)
+        self._output = RichLog(max_lines=_LOG_LINES, wrap=True)
 
     def compose(self) -> ComposeResult:
         yield self._output
         yield Footer()
 
     def on_mount(self) -> None:
-        self.set_interval(_LOG_S, self._read)
         self.action_rank(0)
 
     def action_rank(self, rank: int) -> None:
-        """Show the output of ``rank`` from its start."""
-        self._source = rank_logs(self._paths, rank)
+        """Follow the output of ``rank`` from its start."""
         self._output.clear()
-        if not self._source.exists():
-            self._output.write(Text(self._source.missing()))
-        elif not self._read():
-            self._output.write(Text("no output yet", "dim"))
+        self.run_worker(self._follow(rank_logs(self._paths, rank)), exclusive=True)
 
-    def _read(self) -> int:
-        """Show what was added, and return the number of its lines."""
-        lines = self._source.lines()
-        for line in lines:
-            self._output.write(Text.from_ansi(line))
-        return len(lines)
+    async def _follow(self, source: LogSource) -> None:
+        self._output.write(Text("no output yet" if source.exists() else source.missing(), "dim"))
+        first = True
+        while True:
+            lines = await asyncio.to_thread(source.lines)
+            if lines and first:
+                self._output.clear()
+                first = False
+            for line in lines[-_LOG_LINES:]:
+                self._output.write(Text.from_ansi(line))
+            await asyncio.sleep(_LOG_S)
 
 
 class Top(App[None]):
@@ -148,13 +147,14 @@ class Top(App[None]):
         super().__init__()
         self._runs = runs
         self._table = DataTable[str | Text](cursor_type="row", zebra_stripes=True)
+        self._headline = Static("reading ...", id="states")
         self._shown: list[RunProgress] = []
         self._columns: tuple[TopColumn, ...] = ()
         self._use: dict[str, str] = {}
 
     def compose(self) -> ComposeResult:
         with Vertical():
-            yield Static("", id="states")
+            yield self._headline
             yield self._table
             yield Static("", id="details")
         yield Footer()
@@ -169,25 +169,31 @@ class Top(App[None]):
 
     async def _watch(self) -> None:
         """Show the runs until the view is closed. Reading them may take long where Slurm or a disk is slow."""
+        reader = ProgressReader(self._runs, LISTED)
         while True:
             try:
-                shown = await asyncio.to_thread(look, self._runs, LISTED)
-                self._use = await asyncio.to_thread(device_use, [each.run for each in shown])
-            except OSError as error:
-                self.query_one("#states", Static).update(Text(f"{error}", "red"))
-            else:
-                self._show(shown)
-            asks_slurm = any(each.run.job is not None and each.run.state in ACTIVE for each in self._shown)
+                self._show(await asyncio.to_thread(reader.newest))
+                self._use = await asyncio.to_thread(device_use, [each.run for each in self._shown])
+            except (
+                OSError,
+                ValueError,
+                LookupError,
+                LauncherError,
+            ) as error:  # a file is damaged, or just gone
+                self._headline.update(Text(f"{type(error).__name__}: {error}", "red"))
+            asks_slurm = any(each.run.job is not None and each.run.state is not RunState.done for each in self._shown)
             await asyncio.sleep(_LOOK_AT_SLURM_S if asks_slurm else _LOOK_S)
 
     def on_resize(self) -> None:
-        self._show(self._shown)
+        if self._shown:
+            self._show(self._shown)
 
     def _show(self, shown: list[RunProgress]) -> None:
         """Fill the table, with the cursor on the run on which it was."""
         table, chosen = self._table, self._chosen
         self._shown = shown
-        self.query_one("#states", Static).update(self._headline())
+        states = states_text([each.run for each in shown], noun="run") if shown else "there is no run yet"
+        self._headline.update(Text(f"{self._runs}: {states}"))
         if self._columns != (columns := _fitting(self.size.width)):
             self._columns = columns
             table.clear(columns=True)
@@ -198,15 +204,11 @@ class Top(App[None]):
         table.clear()
         for each in shown:
             name = Text(each.name, no_wrap=True, overflow="ellipsis")
-            table.add_row(name, *(column.text(each) for column in columns))
+            cells = (column.text(each) for column in columns)  # a plain string would be taken for markup
+            table.add_row(name, *(Text(cell) if isinstance(cell, str) else cell for cell in cells))
         rows = [number for number, each in enumerate(shown) if chosen is not None and each.run.dir == chosen.run.dir]
         table.move_cursor(row=rows[0] if rows else 0)
         self._detail()
-
-    def _headline(self) -> str:
-        if not self._shown:
-            return f"There is no run in {self._runs} yet."
-        return f"{self._runs}: {states_text([each.run for each in self._shown], noun='run')}"
 
     @property
     def _chosen(self) -> RunProgress | None:
@@ -224,7 +226,7 @@ class Top(App[None]):
 
     def _details(self, each: RunProgress) -> Iterator[tuple[str, str]]:
         run, record = each.run, each.record
-        ranks = "" if run.ranks is None else f"{run.ranks} ranks"
+        ranks = "" if run.ranks is None else count(run.ranks, "rank")
         yield "run", ", ".join(filter(None, (each.name, run.job or run.kind, run.nodes, ranks, run.precision)))
         if run.failure is not None:
             yield "why", "\n          ".join(first_lines(error_of(run.failure).splitlines(), 3))
@@ -254,13 +256,13 @@ class Top(App[None]):
 
     def action_cancel(self) -> None:
         """Ask, and cancel the run; its workers save a checkpoint first."""
-        self._ask("cancel", "Cancel {}? Its workers save a checkpoint first.", self._cancel)
+        self._ask("cancel", "Cancel {}? Its workers save a checkpoint first.")
 
     def action_resume(self) -> None:
         """Ask, and resume the run from its newest checkpoint."""
-        self._ask("resume", "Resume {} from its newest checkpoint?", self._resume)
+        self._ask("resume", "Resume {} from its newest checkpoint?")
 
-    def _ask(self, verb: str, question: str, act: Callable[[RunProgress], Any]) -> None:
+    def _ask(self, verb: str, question: str) -> None:
         if (chosen := self._chosen) is None:
             return
         if (chosen.run.state in ACTIVE) != (verb == "cancel"):
@@ -269,36 +271,35 @@ class Top(App[None]):
 
         def answered(yes: bool | None) -> None:
             if yes:
-                self.run_worker(act(chosen))
+                self.run_worker(self._control(verb, chosen))
 
         self.push_screen(Confirmation(question.format(chosen.name)), answered)
 
-    async def _cancel(self, each: RunProgress) -> None:
-        command = [*_LAUNCH, "cancel", each.run.dir]
-        answer = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
-        self._answer(each, answer.returncode, [*answer.stdout.splitlines(), *answer.stderr.splitlines()])
-
-    async def _resume(self, each: RunProgress) -> None:
-        """Resume a run by a process of its own, which stays when this view is closed."""
+    async def _control(self, verb: str, each: RunProgress) -> None:
+        """Cancel or resume a run by a `launch` of its own, which continues if this view is closed."""
         log = RunPaths(Path(each.run.dir)).launch_log
-        with log.open("ab") as output:
-            process = subprocess.Popen(
-                [*_LAUNCH, "resume", each.run.dir], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                start_new_session=True,
-            )  # fmt: skip
         try:
-            status = await asyncio.to_thread(process.wait, _RESUMED_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            where = "" if each.run.kind == ClusterKind.slurm else f" Its output: {log}"
-            self.notify(f"{each.name} resumes.{where}", markup=False)
+            with log.open("ab") as output:
+                process = subprocess.Popen(
+                    [*_LAUNCH, verb, each.run.dir], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                    start_new_session=True,
+                )  # fmt: skip
+        except OSError as error:
+            self.notify(f"{error}", severity="error", markup=False)
             return
-        self._answer(each, status, last_lines(log, _MESSAGE_LINES))
-
-    def _answer(self, each: RunProgress, status: int, lines: Sequence[str]) -> None:
-        text = "\n".join(lines[-_MESSAGE_LINES:]) or f"{each.name}: exit status {status}"
+        _CONTROLLING.append(process)
+        end = time.monotonic() + _RESUMED_WITHIN_S
+        while (status := process.poll()) is None and (verb == "cancel" or time.monotonic() < end):
+            await asyncio.sleep(_LOOK_S / 10)
+        if status is None:
+            self.notify(f"{each.name} resumes. Its output: {log}", markup=False)
+            return
+        text = "\n".join(last_lines(log, _MESSAGE_LINES)) or f"{each.name}: exit status {status}"
         self.notify(text, severity="error" if status else "information", timeout=20 if status else 8, markup=False)
 
 
+# they may outlive the view, and are not ended with their objects
+_CONTROLLING: list[subprocess.Popen[bytes]] = []
 _LAUNCH = (sys.executable, "-P", "-m", "launcher")
 
 

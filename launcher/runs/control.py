@@ -36,7 +36,7 @@ _ENDS_WITHIN_S = 60
 # limit of `launch mirror`, seconds: a long record takes a server minutes
 MIRRORS_WITHIN_S = 3600
 _EXIT_STATUS = {RunState.done: EXIT_DONE, RunState.stopped: EXIT_RESUMABLE}
-_MAY_CONTINUE = ACTIVE | {RunState.unknown}
+MAY_CONTINUE = ACTIVE | {RunState.unknown}
 
 
 def status_of(paths: RunPaths) -> Run:
@@ -75,7 +75,7 @@ def cancel_runs(runs: Sequence[Run], say: Callable[[str], None]) -> list[Run]:
     say(f"Cancelling {what}: {whose} workers finish their window and save.")
     wait_s = _patience_s([load_plan(paths.plan) for paths in places])
     end = time.monotonic() + wait_s
-    while left := [run for run in statuses_of(places) if run.state in _MAY_CONTINUE]:
+    while left := [run for run in statuses_of(places) if run.state in MAY_CONTINUE]:
         if time.monotonic() > end:
             raise SiteError(
                 f"{left[0].name}: is still {left[0].state.value} ({left[0].detail}) {wait_s:.0f} s after it was "
@@ -262,7 +262,7 @@ def mirror_again(run: Run) -> list[tuple[str, str]]:
 
 
 def _require_over(run: Run, verb: str) -> None:
-    if run.state in _MAY_CONTINUE:
+    if run.state in MAY_CONTINUE:
         raise UserError(
             f"{run.name}: is {run.state.value}{f' ({run.detail})' if run.detail else ''}.\n"
             f"  `launch {verb}` is for a run that has ended; `launch cancel {run.name}` ends it."
@@ -290,7 +290,7 @@ def follow(paths: RunPaths, display: local.Display) -> Run:
             if time.monotonic() - last_query >= _ASK_SLURM_EVERY_S:
                 last_query = time.monotonic()
                 run = status_of(paths)
-                if run.state not in _MAY_CONTINUE:
+                if run.state not in MAY_CONTINUE:
                     display.refresh()
                     return run
             time.sleep(local.POLL_S)
@@ -302,7 +302,7 @@ def wait_for(places: Sequence[RunPaths], say: Callable[[Sequence[Run]], None]) -
     """Wait until all runs are over, through every requeue. ``say``: called with their status every two seconds."""
     while True:
         runs = statuses_of(places)
-        if not any(run.state in _MAY_CONTINUE for run in runs):
+        if not any(run.state in MAY_CONTINUE for run in runs):
             return runs
         say(runs)
         time.sleep(_ASK_SLURM_EVERY_S)

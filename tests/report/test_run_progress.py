@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.report.run_progress import RunProgress, device_use, look, sparkline
+from launcher.report.run_progress import ProgressReader, RunProgress, device_use, sparkline
 from launcher.rundir import history
 from launcher.rundir.history import Submission
 from launcher.rundir.paths import RunPaths
@@ -68,15 +69,39 @@ def test_active_runs_come_first(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         make_run(tmp_path, name)
     running(tmp_path, "z", recorded=3)
-    assert look(tmp_path, 3)[0].name == "z"
-    assert len(look(tmp_path, 3)) == 3
+    reader = ProgressReader(tmp_path, 3)
+    assert [each.name for each in reader.newest()][0:1] == ["z"]
+    assert len(reader.newest()) == 3
+
+
+def test_what_was_read_follows_the_run(tmp_path: Path) -> None:
+    paths = running(tmp_path, "grows", recorded=3)
+    reader = ProgressReader(tmp_path, 3)
+    before = reader.newest()
+    assert reader.newest()[0] is before[0]
+    lines = make_run(tmp_path / "other", "whole", loss=9.0).metrics.read_text()
+    paths.metrics.write_text(lines)
+    assert reader.newest()[0].losses[-1] == 9.0
+
+
+def test_a_damaged_run_hides_no_other(tmp_path: Path) -> None:
+    make_run(tmp_path, "good")
+    make_run(tmp_path, "bad").metrics.write_text('{"step": "x", "train/loss": NaN}\n{"train/loss": "many"}\n')
+    make_run(tmp_path, "worse").events.write_text('{"event": "odd"}\n')
+    found = {each.name: each for each in ProgressReader(tmp_path, 9).newest()}
+    assert set(found) == {"good", "bad", "worse"}
+    assert found["good"].losses
+    assert not found["bad"].losses
+    assert "cannot be read" in found["worse"].event
 
 
 def test_the_use_of_cores_and_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = status_of(running(tmp_path, "mine"))
     device_use([run])
-    sum(range(3_000_000))
-    assert device_use([run])[run.dir].endswith(" cores")
+    began = time.process_time()
+    while time.process_time() < began + 0.3:
+        pass
+    assert float(device_use([run])[run.dir].removesuffix(" cores")) > 0
 
     smi = tmp_path / "nvidia-smi"
     smi.write_text(

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import pty
+import select
 import subprocess
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from textual.pilot import Pilot
 from textual.widgets import DataTable, RichLog, Static
 
-from launcher.cli import run
+from launcher.cli import run, runs
 from launcher.report.top import Confirmation, Log, Top
+from launcher.rundir import history
 from launcher.rundir.paths import RunPaths
+from launcher.runs import control
+from launcher.runs.status import RunState
 from tests.helpers import launch_command, patience
 from tests.infra.made_runs import make_run
-from tests.infra.runs import start, wait_for, wait_for_steps
+from tests.infra.runs import start, wait_for_steps
 from tests.report.test_run_progress import running
 
 Steps = Callable[[Top, "Pilot[None]"], Awaitable[None]]
@@ -74,13 +78,15 @@ def test_the_table_fits_into_the_terminal(tmp_path: Path, width: int) -> None:
 
 
 def test_the_details_are_those_of_the_run_under_the_cursor(tmp_path: Path) -> None:
-    running(tmp_path, "first", recorded=10)
+    first = running(tmp_path, "first", recorded=10)
+    history.note_event(first, "failed", error="[/pytorch/x.cpp:1] no [red] markup")
     make_run(tmp_path, "second", verdict="failed")
 
     async def steps(app: Top, pilot: Pilot[None]) -> None:
         assert column(app, "run") == ["first", "second"]
         assert column(app, "state") == ["running", "failed"]
         assert "first" in text_of(app, "details")
+        assert column(app, "last event")[0].endswith("[/pytorch/x.cpp:1] no [red] markup")
         await pilot.press("down")
         assert "second" in text_of(app, "details")
         assert "rank 1: out of luck" in text_of(app, "details")
@@ -88,7 +94,7 @@ def test_the_details_are_those_of_the_run_under_the_cursor(tmp_path: Path) -> No
         await until(lambda: app.query_one(DataTable).row_count == 3, pilot)
         assert "second" in text_of(app, "details"), "the cursor stays on its run"
 
-    drive(tmp_path, steps)
+    drive(tmp_path, steps, (200, 24))
 
 
 def test_the_log_of_a_rank_is_followed(tmp_path: Path) -> None:
@@ -167,25 +173,42 @@ def test_in_a_real_terminal(tmp_path: Path) -> None:
         launch_command("top"), cwd=tmp_path, stdin=side, stdout=side, stderr=side, env={**os.environ, "TERM": "xterm"}
     )
     os.close(side)
-    shown = b""
-    while b"seen" not in shown:
-        shown += os.read(main, 10_000)
-    os.write(main, b"q")
-    with suppress(OSError):  # the other side is closed
-        while os.read(main, 10_000):
-            pass
-    assert process.wait() == 0
-    os.close(main)
+    try:
+        assert b"seen" in read_until(main, b"seen")
+        os.write(main, b"q")
+        read_until(main, None)
+        assert process.wait(patience(10)) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(main)
 
 
-@pytest.mark.slow
-def test_a_run_is_watched_until_it_is_over(project: Path) -> None:
-    job = start(project, "train.steps=30")
-    wait_for((project / "runs/own/plan.json").exists, "the run's start")
-    watched = subprocess.run(
-        launch_command("status", "own", "--watch"), cwd=project, capture_output=True, text=True, check=False
-    )
-    assert (watched.returncode, watched.stderr) == (0, "")
-    assert "Run own: done" in watched.stdout
-    job.communicate()
-    assert job.returncode == 0
+def read_until(terminal: int, wanted: bytes | None) -> bytes:
+    """Return what a terminal shows up to ``wanted``, or until the other side is closed."""
+    shown, end = b"", time.monotonic() + patience(60)
+    while wanted is None or wanted not in shown:
+        readable, _, _ = select.select([terminal], [], [], max(0.0, end - time.monotonic()))
+        assert readable, shown
+        try:
+            shown += os.read(terminal, 10_000)
+        except OSError:
+            break
+    return shown
+
+
+@pytest.mark.parametrize("last", [RunState.done, RunState.failed, RunState.stopped])
+def test_a_run_is_watched_until_it_is_over(
+    tmp_path: Path, last: RunState, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also while Slurm does not answer."""
+    paths = make_run(tmp_path / "runs", "watched")
+    was = control.status_of(paths)
+    states = [RunState.pending, RunState.running, RunState.unknown, RunState.requeued, last]
+    answers = [dataclasses.replace(was, state=state, failure=None) for state in states]
+    monkeypatch.setattr(control, "status_of", lambda _: answers.pop(0))
+    monkeypatch.setattr(runs, "_WATCH_S", 0)
+    status = run(["status", "watched", "--watch", "--dir", str(tmp_path / "runs")])
+    assert status == {RunState.done: 0, RunState.failed: 1, RunState.stopped: 75}[last]
+    assert not answers
+    assert f"Run watched: {last.value}" in capsys.readouterr().out
