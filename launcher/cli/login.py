@@ -7,11 +7,13 @@ user's own ssh configuration and keys; ssh is not allowed to ask for anything.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import hashlib
 import io
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -27,22 +29,30 @@ from launcher.cli.overrides import OnLoginNode, print_error, take_value
 from launcher.config.schema import ClusterConfig, Config
 from launcher.errors import EXIT_DONE, ConfigError, ConnectionLost, SiteError, UserError
 from launcher.quantities import count, first_names
+from launcher.report.page import require_place
 from launcher.report.tables import near
 from launcher.rundir.code_snapshot import SENT, pack, roots_of_pythonpath
 from launcher.rundir.files import read_json, value_from_json, write_json
 from launcher.rundir.paths import LOGINS, find, find_sweeps, is_run, is_sweep
 
 # LogLevel: no "Connection closed" after a command with a terminal
-_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "LogLevel=ERROR", "-o", "ServerAliveInterval=15")
+_SSH = (
+    "ssh", "-o", "BatchMode=yes", "-o", "LogLevel=ERROR", "-o", "ServerAliveInterval=15", "-o", "ConnectTimeout=10",
+)  # fmt: skip
 _NO_CONNECTION, _NO_COMMAND = 255, 127  # exit statuses of ssh and of a shell
-_OTHER_VERSION, _NO_DIRECTORY = 91, 92  # of the lines below
+_OTHER_VERSION, _NO_DIRECTORY, _OTHERS_FILES = 91, 92, 93  # exit statuses of the script in `_send`, and of `enter`
 _KEYS = {"cluster.login": "null", "cluster.login_dir": "null", "cluster.login_setup": "[]"}
-# of the terminal here, for the command there
+# removes files, and the directories that are empty without them
+_REMOVE = """for file; do
+    rm -f -- "$file"
+    rmdir -p --ignore-fail-on-non-empty -- "$(dirname -- "$file")" 2>/dev/null || true
+done"""
+# variables that are passed on to the command there
 _TERMINAL_VARIABLES = ("NO_COLOR",)
 
 
 @dataclass(frozen=True)
-class Place:
+class RemoteProject:
     """Project on a login node.
 
     Attributes:
@@ -56,6 +66,12 @@ class Place:
     setup: tuple[str, ...]
     directory: str
     runs: str
+
+    def __post_init__(self) -> None:
+        if self.login.startswith("-") or self.login.split() != [self.login]:
+            raise self.error(
+                "must be a destination of ssh.", "Write cluster.login=USER@HOST, or a Host of ~/.ssh/config."
+            )
 
     @property
     def name(self) -> str:
@@ -83,7 +99,7 @@ def _start(config: Config, verb: str, arguments: Sequence[str]) -> int:
     roots = {"": here}
     for number, root in enumerate(roots_of_pythonpath()):
         roots[f"{root.relative_to(here)}/" if root.is_relative_to(here) else f"{SENT}/path{number}/"] = root
-    moved = _moved(arguments, here)
+    moved = _remote_arguments(verb, arguments, here)
     place, files = _send(cluster, config.run.dir, {name: root for name, root in roots.items() if _is_sent(name)})
     if "--quiet" not in arguments:
         print(f"Copied {count(files, 'file')} to {place.name}", file=sys.stderr)
@@ -98,7 +114,7 @@ def _is_sent(name: str) -> bool:
     return not name or name.startswith(f"{SENT}/")
 
 
-def _moved(arguments: Sequence[str], here: Path) -> list[str]:
+def _remote_arguments(verb: str, arguments: Sequence[str], here: Path) -> list[str]:
     """Return the arguments of the command on the login node: without its keys, and with paths relative to the project.
 
     Raises:
@@ -121,11 +137,12 @@ def _moved(arguments: Sequence[str], here: Path) -> list[str]:
     if len(script) > 1:
         script[1] = near(script[1])
     # a sweep of very many cells was confirmed here
-    confirmed = ["--yes"] if {"-m", "--multirun"} & set(words) and "--yes" not in words else []
+    several = verb == "train" and {"-m", "--multirun"} & set(words)
+    confirmed = ["--yes"] if several and "--yes" not in words else []
     return [*words, *(f"{key}={value}" for key, value in _KEYS.items()), *confirmed, *script]
 
 
-def _send(cluster: ClusterConfig, run_dir: str, roots: Mapping[str, Path]) -> tuple[Place, int]:
+def _send(cluster: ClusterConfig, run_dir: str, roots: Mapping[str, Path]) -> tuple[RemoteProject, int]:
     """Copy the project to the login node. Return where it is now, and its number of files.
 
     Files that an earlier command has copied and that are no longer in the project are deleted there.
@@ -136,10 +153,10 @@ def _send(cluster: ClusterConfig, run_dir: str, roots: Mapping[str, Path]) -> tu
     here, version = Path.cwd(), metadata.version("launcher")
     assert cluster.login is not None
     digest = hashlib.sha256(f"{os.uname().nodename}:{here}".encode()).hexdigest()[:6]
-    directory = (cluster.login_dir or f"launcher/{here.name}.{digest}").removeprefix("~/")
-    place = Place(cluster.login, tuple(cluster.login_setup), directory, run_dir)
-    if place.login.startswith("-") or place.login.split() != [place.login]:
-        raise place.error("must be a destination of ssh.", "Write cluster.login=USER@HOST, or a Host of ~/.ssh/config.")
+    # a laptop may have another name today
+    before = next((each.directory for each in places(_runs_here(run_dir)) if each.login == cluster.login), None)
+    directory = (cluster.login_dir or before or f"launcher/{here.name}.{digest}").removeprefix("~/")
+    place = RemoteProject(cluster.login, tuple(cluster.login_setup), directory, run_dir)
     if os.path.normpath(directory) in (".", "~", "/"):
         raise ConfigError("cluster.login_dir", directory, "must be a directory for this project alone.")
     archive, files = pack(roots, here / run_dir)
@@ -148,17 +165,20 @@ def _send(cluster: ClusterConfig, run_dir: str, roots: Mapping[str, Path]) -> tu
         "version=$(launch --version </dev/null) || exit",
         f'[ "$version" = {shlex.quote(version)} ] || {{ echo "$version" >&2; exit {_OTHER_VERSION}; }}',
         "set -e; cd",
-        f"mkdir -p -- {shlex.quote(f'{directory}/{SENT}')}; cd -- {shlex.quote(directory)}",
+        f"mkdir -p -- {shlex.quote(directory)}; cd -- {shlex.quote(directory)}",
+        f'[ -e {SENT} ] || [ -z "$(ls -A)" ] || exit {_OTHERS_FILES}',
+        f"mkdir -p {SENT}; rm -rf {SENT}/page.*",
         f"exec 9>{SENT}/lock; flock 9 || true",  # some file systems have no locks
         f"rm -rf {incoming}; mkdir {incoming}; tar -xzf - --no-same-owner -C {incoming}",
-        f"[ ! -f {entries} ] || LC_ALL=C comm -z -23 {entries} {incoming}/{entries} | xargs -0 -r rm -f --",
-        f"cp -R -p {incoming}/. .; rm -rf {incoming}; pwd",
+        f"[ ! -f {entries} ] || LC_ALL=C comm -z -23 {entries} {incoming}/{entries} "
+        f"| xargs -0 -r sh -c {shlex.quote(_REMOVE)} sh",
+        f"cp -R -p --remove-destination {incoming}/. .; rm -rf {incoming}; pwd",
     )
     directory = _ask(place, *lines, send=archive).decode().splitlines()[-1]
     return dataclasses.replace(place, directory=directory), files
 
 
-def _run(place: Place, verb: str, arguments: Sequence[str], variables: Mapping[str, str] | None = None) -> int:
+def _run(place: RemoteProject, verb: str, arguments: Sequence[str], variables: Mapping[str, str] | None = None) -> int:
     """Run a command in the project on the login node, on this terminal. Return its exit status.
 
     Raises:
@@ -167,8 +187,10 @@ def _run(place: Place, verb: str, arguments: Sequence[str], variables: Mapping[s
     arguments = list(arguments)
     html = take_value("--html", arguments) if verb in ("plan", "report") else None
     if html is None and verb == "report" and not {"--csv", "--json", "--help", "-h"} & set(arguments):
-        html = str(_runs_here(place) / "report.html")
+        html = str(_runs_here(place.runs) / "report.html")
     page = None if html is None else Path(html)
+    if page is not None:
+        require_place(page)
     folder = f"{SENT}/page.{os.urandom(4).hex()}"
     lines = [place.enter]
     if page is not None:
@@ -195,35 +217,39 @@ def _run(place: Place, verb: str, arguments: Sequence[str], variables: Mapping[s
         status = process.wait()
     if status == _NO_CONNECTION:
         raise ConnectionLost(
-            f"the connection to {place.login} was lost. Jobs that were submitted there continue.\n"
+            f"the connection to {place.login} failed or was lost. Jobs that were submitted there continue.\n"
             "  `launch runs` lists them, and `launch logs RUN --follow` follows one."
         )
     if status in (_NO_COMMAND, _NO_DIRECTORY):
         raise _explained(place, status, "")
     if page is not None:
-        _fetch(place, folder, page.absolute().parent)
+        _fetch(place, folder, page.absolute())
     return status if status >= 0 else 128 - status
 
 
-def _fetch(place: Place, folder: str, target: Path) -> None:
-    """Move the files of a directory on the login node into ``target``."""
+def _fetch(place: RemoteProject, folder: str, page: Path) -> None:
+    """Move a page, and the plot library beside it, from a directory on the login node to ``page``."""
     lines = (place.enter, f"tar -cf - -C {folder} .", f"rm -rf {folder}")
     with tarfile.open(fileobj=io.BytesIO(_ask(place, *lines))) as archive:
         for entry in archive:
-            if entry.isfile():
-                target.mkdir(parents=True, exist_ok=True)
-                archive.extract(entry, target, filter="data")
+            name = entry.name.removeprefix("./")
+            if entry.isfile() and (name == page.name or re.fullmatch(r"plotly-[\d.]+\.min\.js", name)):
+                page.parent.mkdir(parents=True, exist_ok=True)
+                archive.extract(entry, page.parent, filter="data")
 
 
-def _command(place: Place, lines: Sequence[str], *, terminal: bool = False) -> list[str]:
+def _command(place: RemoteProject, lines: Sequence[str], *, terminal: bool = False) -> list[str]:
     """Return the command line that runs shell lines on the login node, in a login shell.
 
     What the shell's start-up files and ``setup`` print is discarded, except errors, because a program may read the
-    output; they read nothing, because the input may be an archive. The user's own shell may be any: it sees one line.
+    output; they read nothing, because the input may be an archive. The user's own shell may be any, fish for example:
+    it sees only letters and digits between its quotes.
     """
     script = "; ".join([*(f"eval {shlex.quote(line)}" for line in place.setup), "exec >&3 3>&- <&4 4<&-", *lines])
     inner = f"exec bash -lc {shlex.quote(script)} 3>&1 >/dev/null 4<&0 </dev/null"
-    return [*_SSH, "-tt" if terminal else "-T", "--", place.login, f"exec bash -c {shlex.quote(inner)}"]
+    code = base64.b64encode(os.fsencode(inner)).decode()
+    line = f"exec bash -c 'eval \"$(echo {code} | base64 -d)\"'"
+    return [*_SSH, "-tt" if terminal else "-T", "--", place.login, line]
 
 
 def _process(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
@@ -233,7 +259,7 @@ def _process(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
         raise SiteError("cluster.login: there is no `ssh` on this machine.\n  Install the client of OpenSSH.") from None
 
 
-def _ask(place: Place, *lines: str, send: bytes = b"") -> bytes:
+def _ask(place: RemoteProject, *lines: str, send: bytes = b"") -> bytes:
     """Return what shell lines print on the login node. ``send``: their input.
 
     Raises:
@@ -247,7 +273,7 @@ def _ask(place: Place, *lines: str, send: bytes = b"") -> bytes:
     return out
 
 
-def _explained(place: Place, status: int, text: str) -> ConfigError:
+def _explained(place: RemoteProject, status: int, text: str) -> ConfigError:
     """Return the error for an exit status. ``text``: what was printed on standard error."""
     last = (text.splitlines() or ["no message"])[-1].rstrip(".")
     if status == _NO_CONNECTION:
@@ -265,46 +291,66 @@ def _explained(place: Place, status: int, text: str) -> ConfigError:
         )
     if status == _OTHER_VERSION:
         return place.error(f"launcher {last} is there, and {version} here.", "Install the same version on both.")
+    if status == _OTHERS_FILES:
+        return place.error(
+            f"the directory {place.directory} there has files that the launcher did not copy.",
+            "Set cluster.login_dir to a directory for this project alone.",
+        )
     if status == _NO_DIRECTORY:
         return place.error(
-            f"the directory {place.directory} is no longer there.", f"Delete {near(_runs_here(place) / LOGINS)}."
+            f"the directory {place.directory} is no longer there.", f"Delete {near(_runs_here(place.runs) / LOGINS)}."
         )
     return place.error(f"the command there ended with status {status}.", text.replace("\n", "\n  ") or "No message.")
 
 
-def _runs_here(place: Place) -> Path:
+def _runs_here(runs: str) -> Path:
     """Return the directory on this machine that stands for the directory of runs there."""
-    return Path("runs") if Path(place.runs).is_absolute() else Path(place.runs)
+    return Path("runs") if Path(runs).is_absolute() else Path(runs)
 
 
-def places(runs: Path) -> list[Place]:
-    """Return the places on login nodes that have runs of this directory of runs."""
-    entries: list[Any] = (read_json(runs / LOGINS) or {}).get("places", [])
-    return [value_from_json(Place, entry) for entry in entries]
+def places(runs: Path) -> list[RemoteProject]:
+    """Return the projects on login nodes that have runs of this directory of runs.
+
+    Raises:
+        UserError: the file that names them is damaged.
+    """
+    try:
+        entries: list[Any] = (read_json(runs / LOGINS) or {}).get("places", [])
+        return [value_from_json(RemoteProject, entry) for entry in entries]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"{runs / LOGINS}: is damaged: {error}.\n  Delete it; the next submission writes it.") from None
 
 
-def _remember(place: Place) -> None:
-    runs = _runs_here(place)
+def _remember(place: RemoteProject) -> None:
+    runs = _runs_here(place.runs)
     runs.mkdir(parents=True, exist_ok=True)
     others = [each for each in places(runs) if dataclasses.replace(each, setup=place.setup) != place]
     write_json(runs / LOGINS, {"places": [dataclasses.asdict(each) for each in [*others, place]]})
+    (runs / LOGINS).chmod(0o600)  # the shell lines may contain a secret
 
 
-def look_for(word: str, runs: Path) -> None:
-    """Look for the run or sweep that ``word`` names on the login nodes as well as here.
+def require_local(word: str, runs: Path) -> None:
+    """Check that the run or sweep that ``word`` names is not on a login node.
 
     Raises:
-        OnLoginNode: it is there.
+        OnLoginNode: a login node has it, and this machine does not.
         UserError: there are several.
     """
     known = places(runs)
-    if not known:
-        return
     head = _name(word, runs).partition("/")[0]
+    if not known or not head or Path(word).is_absolute():
+        return
     here = {paths.root.name for paths in (*find(runs), *find_sweeps(runs))}
     if head in here:
         return
-    names = {place: _names(place) for place in known}
+    names: dict[RemoteProject, list[str]] = {}
+    for place in known:
+        try:
+            names[place] = _names(place)
+        except UserError:
+            if any(name.startswith(head) for name in here):
+                return  # without a connection it is the one here
+            raise
     found = [place for place in known if head in names[place]]
     if not found:
         found = [place for place in known if any(name.startswith(head) for name in names[place])]
@@ -323,18 +369,18 @@ def look_for(word: str, runs: Path) -> None:
         raise OnLoginNode(partial(_run_on, found[0], runs))
 
 
-def follow_there(runs: Path) -> None:
-    """Have a command on all runs, such as `launch top`, run on the login node if there are no runs here.
+def require_local_runs(runs: Path) -> None:
+    """Check that the runs of a command on all of them, such as `launch top`, are not on a login node.
 
     Raises:
-        OnLoginNode: so it is, and only one place has runs.
+        OnLoginNode: one login node has runs, and this machine has none.
     """
     known = places(runs)
     if len(known) == 1 and not find(runs) and not find_sweeps(runs):
         raise OnLoginNode(partial(_run_on, known[0], runs))
 
 
-def _names(place: Place) -> list[str]:
+def _names(place: RemoteProject) -> list[str]:
     listing = f"ls -- {shlex.quote(place.runs)} 2>/dev/null || true"  # no run may have been submitted yet
     return _ask(place, place.enter, listing).decode(errors="surrogateescape").splitlines()
 
@@ -345,7 +391,7 @@ def _name(word: str, runs: Path) -> str:
     return str(path.relative_to(runs)) if path.is_relative_to(runs) else word
 
 
-def _run_on(place: Place, runs: Path, verb: str, arguments: Sequence[str]) -> int:
+def _run_on(place: RemoteProject, runs: Path, verb: str, arguments: Sequence[str]) -> int:
     """Run a command on runs of the directory ``runs`` where they are."""
     words = list(arguments)
     take_value("--dir", words)
@@ -359,17 +405,21 @@ def _run_on(place: Place, runs: Path, verb: str, arguments: Sequence[str]) -> in
     return _run(place, verb, [*words, "--dir", place.runs])
 
 
-def listed(known: Sequence[Place]) -> list[dict[str, Any]]:
+def remote_runs(known: Sequence[RemoteProject]) -> list[dict[str, Any]]:
     """Return the objects of `launch runs --json` at these places, each with its login node."""
     found: list[dict[str, Any]] = []
     for place in known:
         line = shlex.join(["launch", "runs", "--json", "--dir", place.runs])
-        each = json.loads(_ask(place, place.enter, line))
+        try:
+            each = json.loads(_ask(place, place.enter, line))
+        except UserError as error:  # the runs of other places are listed all the same
+            print_error(error)
+            continue
         found += [{**run, "login": place.login} for run in each]
     return found
 
 
-def show_lists(known: Sequence[Place], arguments: Sequence[str]) -> int:
+def show_lists(known: Sequence[RemoteProject], arguments: Sequence[str]) -> int:
     """Print the list of runs at each of these places. Return the highest exit status."""
     status = EXIT_DONE
     for place in known:

@@ -54,7 +54,7 @@ def resolve_any(word: str, runs: Path) -> RunPaths | SweepPaths:
             return RunPaths(place.resolve())
         if is_sweep(place):
             return SweepPaths(place.resolve())
-    login.look_for(word, runs)
+    login.require_local(word, runs)
     sweeps = {paths.root.name: paths for paths in find_sweeps(runs)}
     if (found := _in_a_sweep(word, runs, sweeps)) is not None:
         return found

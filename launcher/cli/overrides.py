@@ -173,7 +173,7 @@ def _leave_for_login_node(verb: str, config: Config) -> None:
 
     Raises:
         OnLoginNode: it is.
-        ConfigError: it is said to be, but not of a job on Slurm.
+        ConfigError: cluster.login is set, and cluster.kind is not slurm.
     """
     cluster = config.cluster
     if cluster.login is None or verb not in _ON_LOGIN_NODE:

@@ -71,7 +71,7 @@ def launch_runs(arguments: list[str]) -> int:
     if options.json:
         cells = [cell for several in sweeps.values() for cell in several]
         objects = [run.to_json() for run in [*runs, *cells]]
-        print(json.dumps(objects + login.listed(elsewhere), indent=2))
+        print(json.dumps(objects + login.remote_runs(elsewhere), indent=2))
         return EXIT_DONE
     if not runs and not sweeps and not elsewhere:
         print(f"There is no run in {options.dir}. For another directory: launch runs --dir DIR.")
@@ -146,7 +146,7 @@ def launch_top(arguments: list[str]) -> int:
     options = _parser("top", does, run=False).parse_args(arguments)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UserError("launch top: needs a terminal.\n  For scripts: launch runs --json.")
-    login.follow_there(options.dir)
+    login.require_local_runs(options.dir)
     from launcher.report.top import Top
 
     Top(options.dir).run()
@@ -360,7 +360,7 @@ def _runs_of(word: str, runs: Path) -> list[RunPaths | SweepPaths]:
         if place.is_dir() and not is_run(place) and not is_sweep(place):
             if runs_there := [*find(place), *find_sweeps(place)]:
                 return runs_there
-            login.follow_there(place)
+            login.require_local_runs(place)
             raise UserError(
                 f"{word}: {near(place.absolute())} contains no run and no sweep.\n"
                 "  Name a run, a sweep, or a directory that contains runs; `launch runs` lists them."

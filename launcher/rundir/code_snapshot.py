@@ -282,7 +282,12 @@ def _git(root: Path, *command: str, within_s: float | None = None) -> bytes:
 
 def _sent_project(root: Path) -> Path | None:
     """Return the project of ``pack`` that ``root`` belongs to, on the machine to which it was sent."""
-    return next((place for place in (root, *root.parents) if (place / _SENT_FILES).is_file()), None)
+    for place in (root, *root.parents):
+        if (place / _SENT_FILES).is_file():
+            return place
+        if (place / ".git").exists():  # a project of its own in a directory of the other
+            return None
+    return None
 
 
 def _sent_files(root: Path) -> list[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.cli import login
 from launcher.rundir.paths import LOGINS
 from tests.helpers import launch, launch_command, patience
 from tests.infra import warm
@@ -70,7 +71,23 @@ def typed(node: LoginNode, laptop: Path, *arguments: str, status: int = 0) -> su
     return done
 
 
-STRANGE = ("a b", "it's", 'say "x"', "$HOME `id` $(id)", "back\\slash", "*", "", "a;b&c|d>e", "#no", "-n", "é")
+STRANGE = (
+    "a b",
+    "it's",
+    "a\\\\b",
+    "end\\",
+    "x\ny",
+    "!x",
+    'say "x"',
+    "$HOME `id` $(id)",
+    "back\\slash",
+    "*",
+    "",
+    "a;b&c|d>e",
+    "#no",
+    "-n",
+    "é",
+)
 
 
 def test_arguments_and_paths_arrive_as_they_were_typed(node: LoginNode, laptop: Path) -> None:
@@ -98,13 +115,37 @@ def test_the_copy_follows_the_project(node: LoginNode, laptop: Path) -> None:
     (copy / "data").mkdir()
     (copy / "data/words.txt").write_text("of the cluster")
     (laptop / "package/old module.py").rename(laptop / "package/new module.py")
+    (laptop / "library/mine.py").unlink()
+    (laptop / "library").rmdir()
+    (laptop / "library").write_text("a file now")
     (laptop / "job.py").write_text("print(2)\n")
     typed(node, laptop, "train", *THERE)
     assert directory(node) == copy
     files = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
     files -= {".launcher/commit", ".launcher/files", ".launcher/lock"}
-    assert files == {"job.py", "package/new module.py", "library/mine.py", "data/words.txt"}
+    assert files == {"job.py", "package/new module.py", "library", "data/words.txt"}
     assert (copy / "job.py").read_text() == "print(2)\n"
+
+
+def test_a_login_shell_may_be_fish() -> None:
+    inner = shlex.join(["printf", "%s\\0", *STRANGE])
+    command = login._command(login.RemoteProject("login", (), "", ""), [inner])
+    shown = subprocess.run(["fish", "-c", command[-1]], capture_output=True, check=True).stdout
+    assert shown.decode().split("\0")[:-1] == [*STRANGE]
+
+
+def test_a_local_run_needs_no_connection(laptop: Path) -> None:
+    make_run(laptop / "runs", "mine")
+    place = {"login": "nowhere.invalid", "setup": [], "directory": "x", "runs": "runs"}
+    (laptop / "runs" / LOGINS).write_text(json.dumps({"places": [place]}))
+    assert launch("status", "mi", cwd=laptop).returncode == 0
+    listed = launch("runs", "--json", cwd=laptop)
+    assert [run["name"] for run in json.loads(listed.stdout)] == ["mine"]
+    assert "ssh cannot connect" in listed.stderr
+    assert "there is no such run" in launch("status", str(laptop / "typo"), cwd=laptop).stderr
+    (laptop / "runs" / LOGINS).write_text("{")
+    damaged = launch("runs", cwd=laptop)
+    assert (damaged.returncode, "is damaged" in damaged.stderr) == (2, True)
 
 
 def test_directories_of_pythonpath_are_copied(node: LoginNode, laptop: Path, tmp_path: Path) -> None:
@@ -155,6 +196,8 @@ def test_a_sweep_is_one_command_there(node: LoginNode, laptop: Path) -> None:
     assert (node.home / "times").read_text() == "once\n"
     assert arrived(node)[:4] == ["train", "-m", "cluster=slurm", "train.seed=1,2,3"]
     assert "--yes" in arrived(node)
+    typed(node, laptop, "plan", "-m", *THERE, "train.seed=1,2,3")
+    assert "--yes" not in arrived(node), "which is a flag of launch train"
 
 
 @pytest.mark.parametrize(
@@ -166,6 +209,7 @@ def test_a_sweep_is_one_command_there(node: LoginNode, laptop: Path) -> None:
         (["train", "cluster=slurm", "cluster.login=stranger"], "ssh cannot connect: "),
         (["train", "cluster=slurm", "cluster.login=-oProxyCommand\\=x"], "must be a destination of ssh"),
         (["train", "cluster=slurm", "cluster.login='a b'"], "must be a destination of ssh"),
+        (["train", *THERE, "cluster.login_dir=full"], "full there has files that the launcher did not copy"),
         (["train", *THERE, "cluster.login_dir=."], "cluster.login_dir=.: must be a directory for this project alone"),
         (["train", *THERE, "train.stepz=3"], "train.stepz=3: there is no such key"),
         (["verify", *THERE], "`launch verify` runs its ranks on this machine"),
@@ -173,6 +217,8 @@ def test_a_sweep_is_one_command_there(node: LoginNode, laptop: Path) -> None:
 )
 def test_mistakes_are_one_message(node: LoginNode, laptop: Path, arguments: list[str], words: str) -> None:
     record(node)
+    (node.home / "full").mkdir(exist_ok=True)
+    (node.home / "full/precious.py").touch()
     done = typed(node, laptop, *arguments, status=2)
     assert words in done.stderr
     assert done.stderr.count("error: ") == 1
@@ -211,7 +257,7 @@ def test_a_lost_connection_is_said(node: LoginNode, laptop: Path) -> None:
         _, errors = process.communicate(timeout=patience(60))
     os.kill(int((node.home / "pid").read_text()), signal.SIGKILL)  # it has no output that would fail
     assert process.returncode == 1
-    assert "the connection to login was lost. Jobs that were submitted there continue." in errors
+    assert "the connection to login failed or was lost. Jobs that were submitted there continue." in errors
     assert "launch logs RUN --follow" in errors
 
 
