@@ -22,7 +22,9 @@ _LINK = re.compile(r"\]\((?!\w+:)([^)\s#]+)((?:#[^)\s]*)?)\)")
 _LANGUAGES = {".py": "python", ".yaml": "yaml"}
 _COMMAND = re.compile(rf"(?:[A-Z_]+=\S* )*(?:{'|'.join(PROGRAMS)})(?= )|[A-Z_]+=\S* ")
 _BLOCK = re.compile(
-    r"^```(?P<info>[^\n`]*)\n(?P<fenced>[\s\S]*?)^```$|(?<=\n\n)(?P<indented>(?:    .*\n|\n(?=    ))+)", re.MULTILINE
+    r"^(?P<fence>`{3,})(?P<info>[^\n`]*)\n(?P<fenced>[\s\S]*?)^(?P=fence)$"
+    r"|(?<=\n\n)(?P<indented>(?:    .*\n|\n(?=    ))+)",
+    re.MULTILINE,
 )
 
 

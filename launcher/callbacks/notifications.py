@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import smtplib
+import socket
 import ssl
 import urllib.request
 from collections.abc import Sequence
@@ -86,7 +87,7 @@ class Email:
     Args:
         to: addresses.
         server: mail server, HOST or HOST:PORT.
-        sender: address that the message comes from.
+        sender: address that the message comes from. Default: launcher@HOST.
         starttls: encrypt the connection before anything is sent.
         user: account on the server. Default: none.
         password_from: environment variable that holds its password.
@@ -95,10 +96,10 @@ class Email:
     """
 
     def __init__(
-        self, to: list[str], server: str, sender: str, starttls: bool = False, user: str | None = None,
+        self, to: list[str], server: str, sender: str | None = None, starttls: bool = False, user: str | None = None,
         password_from: str | None = None, verdicts: Sequence[str] = DEFAULT, timeout_s: float = 10.0,
     ) -> None:  # fmt: skip
-        for name, addresses in (("to", to), ("sender", [sender])):
+        for name, addresses in (("to", to), ("sender", ["a@b" if sender is None else sender])):
             if not addresses or not all("@" in address for address in addresses):
                 raise ConfigError(name, addresses, "must be e-mail addresses.")
         host, _, port = server.partition(":")
@@ -119,7 +120,8 @@ class Email:
         if outcome.verdict not in self._verdicts:
             return
         message = EmailMessage()
-        message["Subject"], message["From"] = f"Run {outcome.run}: {outcome.verdict}", self._sender
+        message["Subject"] = f"Run {outcome.run}: {outcome.verdict}"
+        message["From"] = self._sender or f"launcher@{socket.getfqdn()}"
         message["To"] = ", ".join(self._to)
         message.set_content(outcome.text + "\n")
         with smtplib.SMTP(self._host, self._port, timeout=self._timeout_s) as connection:

@@ -76,7 +76,9 @@ def main(run_dir: str, parent: str) -> None:
     sys.path[:0] = [place for place in plan.cluster.import_from if place not in sys.path]
     callbacks = () if recorded is None else recorded.callbacks
     entries = [("notify", entry) for entry in notify_entries(plan.notify)]
-    entries += [(f"callbacks[{number}]", entry) for number, entry in enumerate(callbacks) if may_report(entry)]
+    entries += [
+        (f"callbacks[{number}]", entry) for number, entry in enumerate(callbacks) if may_report(entry, outcome.verdict)
+    ]
     for key, entry in entries:
         target = entry[TARGET]
         try:
@@ -85,7 +87,7 @@ def main(run_dir: str, parent: str) -> None:
                 made(**require_arguments(key, target, made, class_arguments(entry))).on_outcome(outcome)
         except Exception as error:  # nothing that a callback does here may change how the run has ended
             kind = "" if isinstance(error, LauncherError) else f"{type(error).__name__}: "
-            print(f"Callback {name_of(entry)} did not report that the run is {outcome.verdict}: {kind}{error}")
+            print(f"{name_of(entry)} ({key}) did not report that the run is {outcome.verdict}: {kind}{error}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ user's own ssh configuration and keys; ssh is not allowed to ask for anything.
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import hashlib
 import io
@@ -19,15 +18,27 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from launcher.cli.login_shell import (
+    NO_COMMAND,
+    NO_CONNECTION,
+    NO_DIRECTORY,
+    OTHER_VERSION,
+    OTHERS_FILES,
+    RemoteProject,
+    ask_login_node,
+    connection_error,
+    remote_command,
+    runs_here,
+    start_ssh,
+)
 from launcher.cli.overrides import OnLoginNode, print_error, take_value
 from launcher.config.schema import ClusterConfig, Config
-from launcher.errors import EXIT_DONE, ConfigError, ConnectionLost, SiteError, UserError
+from launcher.errors import EXIT_DONE, ConfigError, ConnectionLost, UserError
 from launcher.quantities import count, first_names
 from launcher.report.page import require_place
 from launcher.report.tables import near
@@ -35,12 +46,6 @@ from launcher.rundir.code_snapshot import SENT, pack, roots_of_pythonpath
 from launcher.rundir.files import read_json, value_from_json, write_json
 from launcher.rundir.paths import LOGINS, find, find_sweeps, is_run, is_sweep
 
-# LogLevel: no "Connection closed" after a command with a terminal
-_SSH = (
-    "ssh", "-o", "BatchMode=yes", "-o", "LogLevel=ERROR", "-o", "ServerAliveInterval=15", "-o", "ConnectTimeout=10",
-)  # fmt: skip
-_NO_CONNECTION, _NO_COMMAND = 255, 127  # exit statuses of ssh and of a shell
-_OTHER_VERSION, _NO_DIRECTORY, _OTHERS_FILES = 91, 92, 93  # exit statuses of the script in `_send`, and of `enter`
 _KEYS = {"cluster.login": "null", "cluster.login_dir": "null", "cluster.login_setup": "[]"}
 # removes files, and the directories that are empty without them
 _REMOVE = """for file; do
@@ -49,41 +54,6 @@ _REMOVE = """for file; do
 done"""
 # variables that are passed on to the command there
 _TERMINAL_VARIABLES = ("NO_COLOR",)
-
-
-@dataclass(frozen=True)
-class RemoteProject:
-    """Project on a login node.
-
-    Attributes:
-        login: destination of ssh.
-        setup: shell lines before each command.
-        directory: copy of the project; relative to the home directory until it exists.
-        runs: directory of its runs, seen from there.
-    """
-
-    login: str
-    setup: tuple[str, ...]
-    directory: str
-    runs: str
-
-    def __post_init__(self) -> None:
-        if self.login.startswith("-") or self.login.split() != [self.login]:
-            raise self.error(
-                "must be a destination of ssh.", "Write cluster.login=USER@HOST, or a Host of ~/.ssh/config."
-            )
-
-    @property
-    def name(self) -> str:
-        return f"{self.login}:{self.directory}"
-
-    @property
-    def enter(self) -> str:
-        """Shell line that changes to the project."""
-        return f"cd -- {shlex.quote(self.directory)} || exit {_NO_DIRECTORY}"
-
-    def error(self, problem: str, remedy: str) -> ConfigError:
-        return ConfigError("cluster.login", self.login, problem, remedy)
 
 
 def run_there(there: OnLoginNode, verb: str, arguments: Sequence[str]) -> int:
@@ -154,7 +124,7 @@ def _send(cluster: ClusterConfig, run_dir: str, roots: Mapping[str, Path]) -> tu
     assert cluster.login is not None
     digest = hashlib.sha256(f"{os.uname().nodename}:{here}".encode()).hexdigest()[:6]
     # a laptop may have another name today
-    before = next((each.directory for each in places(_runs_here(run_dir)) if each.login == cluster.login), None)
+    before = next((each.directory for each in places(runs_here(run_dir)) if each.login == cluster.login), None)
     directory = (cluster.login_dir or before or f"launcher/{here.name}.{digest}").removeprefix("~/")
     place = RemoteProject(cluster.login, tuple(cluster.login_setup), directory, run_dir)
     if os.path.normpath(directory) in (".", "~", "/"):
@@ -163,10 +133,10 @@ def _send(cluster: ClusterConfig, run_dir: str, roots: Mapping[str, Path]) -> tu
     entries, incoming = f"{SENT}/files", f"{SENT}/incoming"
     lines = (
         "version=$(launch --version </dev/null) || exit",
-        f'[ "$version" = {shlex.quote(version)} ] || {{ echo "$version" >&2; exit {_OTHER_VERSION}; }}',
+        f'[ "$version" = {shlex.quote(version)} ] || {{ echo "$version" >&2; exit {OTHER_VERSION}; }}',
         "set -e; cd",
         f"mkdir -p -- {shlex.quote(directory)}; cd -- {shlex.quote(directory)}",
-        f'[ -e {SENT} ] || [ -z "$(ls -A)" ] || exit {_OTHERS_FILES}',
+        f'[ -e {SENT} ] || [ -z "$(ls -A)" ] || exit {OTHERS_FILES}',
         f"mkdir -p {SENT}; rm -rf {SENT}/page.*",
         f"exec 9>{SENT}/lock; flock 9 || true",  # some file systems have no locks
         f"rm -rf {incoming}; mkdir {incoming}; tar -xzf - --no-same-owner -C {incoming}",
@@ -174,7 +144,7 @@ def _send(cluster: ClusterConfig, run_dir: str, roots: Mapping[str, Path]) -> tu
         f"| xargs -0 -r sh -c {shlex.quote(_REMOVE)} sh",
         f"cp -R -p --remove-destination {incoming}/. .; rm -rf {incoming}; pwd",
     )
-    directory = _ask(place, *lines, send=archive).decode().splitlines()[-1]
+    directory = ask_login_node(place, *lines, send=archive).decode().splitlines()[-1]
     return dataclasses.replace(place, directory=directory), files
 
 
@@ -187,7 +157,7 @@ def _run(place: RemoteProject, verb: str, arguments: Sequence[str], variables: M
     arguments = list(arguments)
     html = take_value("--html", arguments) if verb in ("plan", "report") else None
     if html is None and verb == "report" and not {"--csv", "--json", "--help", "-h"} & set(arguments):
-        html = str(_runs_here(place.runs) / "report.html")
+        html = str(runs_here(place.runs) / "report.html")
     page = None if html is None else Path(html)
     if page is not None:
         require_place(page)
@@ -202,9 +172,9 @@ def _run(place: RemoteProject, verb: str, arguments: Sequence[str], variables: M
         lines += [f"export {name}={shlex.quote(os.environ[name])}"] if name in os.environ else []
     lines.append(shlex.join(["exec", "launch", verb, *arguments]))
     has_terminal = all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
-    command = _command(place, lines, terminal=has_terminal)
+    command = remote_command(place, lines, terminal=has_terminal)
     sys.stdout.flush()
-    process = _process(
+    process = start_ssh(
         command, stdin=None if has_terminal else subprocess.DEVNULL, stdout=None if page is None else subprocess.PIPE
     )
     with process:
@@ -215,13 +185,13 @@ def _run(place: RemoteProject, verb: str, arguments: Sequence[str], variables: M
                 sys.stdout.buffer.write(line.replace(there, shown))
                 sys.stdout.buffer.flush()
         status = process.wait()
-    if status == _NO_CONNECTION:
+    if status == NO_CONNECTION:
         raise ConnectionLost(
             f"the connection to {place.login} failed or was lost. Jobs that were submitted there continue.\n"
             "  `launch runs` lists them, and `launch logs RUN --follow` follows one."
         )
-    if status in (_NO_COMMAND, _NO_DIRECTORY):
-        raise _explained(place, status, "")
+    if status in (NO_COMMAND, NO_DIRECTORY):
+        raise connection_error(place, status, "")
     if page is not None:
         _fetch(place, folder, page.absolute())
     return status if status >= 0 else 128 - status
@@ -230,82 +200,12 @@ def _run(place: RemoteProject, verb: str, arguments: Sequence[str], variables: M
 def _fetch(place: RemoteProject, folder: str, page: Path) -> None:
     """Move a page, and the plot library beside it, from a directory on the login node to ``page``."""
     lines = (place.enter, f"tar -cf - -C {folder} .", f"rm -rf {folder}")
-    with tarfile.open(fileobj=io.BytesIO(_ask(place, *lines))) as archive:
+    with tarfile.open(fileobj=io.BytesIO(ask_login_node(place, *lines))) as archive:
         for entry in archive:
             name = entry.name.removeprefix("./")
             if entry.isfile() and (name == page.name or re.fullmatch(r"plotly-[\d.]+\.min\.js", name)):
                 page.parent.mkdir(parents=True, exist_ok=True)
                 archive.extract(entry, page.parent, filter="data")
-
-
-def _command(place: RemoteProject, lines: Sequence[str], *, terminal: bool = False) -> list[str]:
-    """Return the command line that runs shell lines on the login node, in a login shell.
-
-    What the shell's start-up files and ``setup`` print is discarded, except errors, because a program may read the
-    output; they read nothing, because the input may be an archive. The user's own shell may be any, fish for example:
-    it sees only letters and digits between its quotes.
-    """
-    script = "; ".join([*(f"eval {shlex.quote(line)}" for line in place.setup), "exec >&3 3>&- <&4 4<&-", *lines])
-    inner = f"exec bash -lc {shlex.quote(script)} 3>&1 >/dev/null 4<&0 </dev/null"
-    code = base64.b64encode(os.fsencode(inner)).decode()
-    line = f"exec bash -c 'eval \"$(echo {code} | base64 -d)\"'"
-    return [*_SSH, "-tt" if terminal else "-T", "--", place.login, line]
-
-
-def _process(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    try:
-        return subprocess.Popen[bytes](command, **options)
-    except FileNotFoundError:
-        raise SiteError("cluster.login: there is no `ssh` on this machine.\n  Install the client of OpenSSH.") from None
-
-
-def _ask(place: RemoteProject, *lines: str, send: bytes = b"") -> bytes:
-    """Return what shell lines print on the login node. ``send``: their input.
-
-    Raises:
-        ConfigError: ssh cannot connect, or they fail.
-    """
-    pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with _process(_command(place, lines), **pipes) as process:
-        out, err = process.communicate(send)
-    if process.returncode:
-        raise _explained(place, process.returncode, err.decode(errors="replace").strip())
-    return out
-
-
-def _explained(place: RemoteProject, status: int, text: str) -> ConfigError:
-    """Return the error for an exit status. ``text``: what was printed on standard error."""
-    last = (text.splitlines() or ["no message"])[-1].rstrip(".")
-    if status == _NO_CONNECTION:
-        return place.error(
-            f"ssh cannot connect: {last}.",
-            f"ssh must not ask for anything: `ssh -o BatchMode=yes {place.login} true` has to work. Use a key and an "
-            "agent (ssh-add), or open a shared connection first (ControlMaster in ~/.ssh/config).",
-        )
-    version = metadata.version("launcher")
-    if status == _NO_COMMAND:
-        return place.error(
-            "a login shell there finds no `launch`.",
-            f"Install launcher {version} there, and set cluster.login_setup to the shell lines that activate it, such "
-            "as cluster.login_setup=['source venv/bin/activate'].",
-        )
-    if status == _OTHER_VERSION:
-        return place.error(f"launcher {last} is there, and {version} here.", "Install the same version on both.")
-    if status == _OTHERS_FILES:
-        return place.error(
-            f"the directory {place.directory} there has files that the launcher did not copy.",
-            "Set cluster.login_dir to a directory for this project alone.",
-        )
-    if status == _NO_DIRECTORY:
-        return place.error(
-            f"the directory {place.directory} is no longer there.", f"Delete {near(_runs_here(place.runs) / LOGINS)}."
-        )
-    return place.error(f"the command there ended with status {status}.", text.replace("\n", "\n  ") or "No message.")
-
-
-def _runs_here(runs: str) -> Path:
-    """Return the directory on this machine that stands for the directory of runs there."""
-    return Path("runs") if Path(runs).is_absolute() else Path(runs)
 
 
 def places(runs: Path) -> list[RemoteProject]:
@@ -322,7 +222,7 @@ def places(runs: Path) -> list[RemoteProject]:
 
 
 def _remember(place: RemoteProject) -> None:
-    runs = _runs_here(place.runs)
+    runs = runs_here(place.runs)
     runs.mkdir(parents=True, exist_ok=True)
     others = [each for each in places(runs) if dataclasses.replace(each, setup=place.setup) != place]
     write_json(runs / LOGINS, {"places": [dataclasses.asdict(each) for each in [*others, place]]})
@@ -382,7 +282,7 @@ def require_local_runs(runs: Path) -> None:
 
 def _names(place: RemoteProject) -> list[str]:
     listing = f"ls -- {shlex.quote(place.runs)} 2>/dev/null || true"  # no run may have been submitted yet
-    return _ask(place, place.enter, listing).decode(errors="surrogateescape").splitlines()
+    return ask_login_node(place, place.enter, listing).decode(errors="surrogateescape").splitlines()
 
 
 def _name(word: str, runs: Path) -> str:
@@ -411,7 +311,7 @@ def remote_runs(known: Sequence[RemoteProject]) -> list[dict[str, Any]]:
     for place in known:
         line = shlex.join(["launch", "runs", "--json", "--dir", place.runs])
         try:
-            each = json.loads(_ask(place, place.enter, line))
+            each = json.loads(ask_login_node(place, place.enter, line))
         except UserError as error:  # the runs of other places are listed all the same
             print_error(error)
             continue

@@ -310,7 +310,7 @@ def report_outcome(plan: LaunchPlan, summary: Mapping[str, Any], within_s: float
         within_s: seconds after which the process is killed.
     """
     recorded = RunPlan.of_record(plan.paths) if plan.node == 0 else None
-    reports = recorded is not None and any(map(may_report, recorded.callbacks))
+    reports = recorded is not None and any(may_report(each, summary["verdict"]) for each in recorded.callbacks)
     if plan.node or not (reports or notify_entries(plan.notify)):
         return
     command = [sys.executable, "-P", "-m", "launcher.callbacks.run_outcome", plan.run.dir, str(os.getpid())]

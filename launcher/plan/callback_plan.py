@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -28,7 +27,10 @@ BUNDLED = "launcher.callbacks."
 _REPORTING = frozenset({"Webhook", "Email"})
 # entry of ``notify`` for the terminal in which `launch` waits for the run
 BELL = "bell"
-_NOTIFIED = ("done", "failed", "killed", "requeued")
+_VARIABLE = "env:"
+# verdict of a run that Slurm starts again
+REQUEUED = "requeued"
+_NOTIFIED = ("done", "stopped", "failed", "killed", REQUEUED)
 
 
 def solve_callbacks(entries: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
@@ -76,23 +78,25 @@ def notify_entries(words: Sequence[str]) -> tuple[dict[str, Any], ...]:
 
 
 def _notifier(word: str) -> dict[str, Any]:
-    common = {"verdicts": [*_NOTIFIED]}
-    if word.startswith(("http://", "https://")):
-        return {TARGET: f"{BUNDLED}Webhook", "url": word, **common}
-    if word.startswith("env:") and word.removeprefix("env:").isidentifier():
-        return {TARGET: f"{BUNDLED}Webhook", "url_from": word.removeprefix("env:"), **common}
-    server, _, address = word.removeprefix("smtp://").rpartition("/")
-    named = word.startswith("smtp://") and bool(server)
-    if (named or "/" not in word) and re.fullmatch(r"[^@\s:/]+@[^@\s:/]+", address):
-        sender = f"launcher@{socket.getfqdn()}"
-        return {
-            TARGET: f"{BUNDLED}Email", "to": [address], "server": server if named else "localhost", "sender": sender,
-            **common,
-        }  # fmt: skip
-    raise ConfigError(
-        "notify", word, "must be bell, an https:// address, env:NAME, an e-mail address, or smtp://HOST:PORT/ADDRESS.",
-        "Several: notify=[bell,me@example.org].",
-    )  # fmt: skip
+    address = re.fullmatch(r"(?:smtp://(?P<server>[^/@:\s]+(?::\d+)?)/)?(?P<to>[^@\s:/]+@[^@\s:/]+)", word)
+    if address is not None:
+        entry = {TARGET: f"{BUNDLED}Email", "to": [address["to"]], "server": address["server"] or "localhost"}
+    elif re.fullmatch(r"https?://[^/\s]+(/\S*)?", word):
+        entry = {TARGET: f"{BUNDLED}Webhook", "url": word}
+    elif (variable := word.removeprefix(_VARIABLE)) != word and variable.isidentifier():
+        entry = {TARGET: f"{BUNDLED}Webhook", "url_from": variable}
+    else:
+        raise ConfigError(
+            "notify", without_path(word),
+            "must be bell, an https:// address, env:NAME, an e-mail address, or smtp://HOST:PORT/ADDRESS.",
+            "Several: notify=[bell,me@example.org].",
+        )  # fmt: skip
+    return {**entry, "verdicts": [*_NOTIFIED]}
+
+
+def without_path(word: str) -> str:
+    """Return an entry of ``notify`` for people to read: the path of a web address may be a secret."""
+    return re.sub(r"^(https?://[^/\s]+)/.*", r"\1/...", word)
 
 
 def name_of(entry: dict[str, Any]) -> str:
@@ -105,9 +109,15 @@ def class_arguments(entry: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in entry.items() if name != TARGET}
 
 
-def may_report(entry: dict[str, Any]) -> bool:
-    """Return False for a callback that certainly has no method ``on_outcome``, and need not be imported for it."""
-    return not entry[TARGET].startswith(BUNDLED) or name_of(entry) in _REPORTING
+def may_report(entry: dict[str, Any], verdict: str = "") -> bool:
+    """Return False for a callback that certainly has no method ``on_outcome``, and need not be imported for it.
+
+    Args:
+        verdict: of the run. Before a requeue there is no time to import classes of the user's.
+    """
+    if not entry[TARGET].startswith(BUNDLED):
+        return verdict != REQUEUED
+    return name_of(entry) in _REPORTING
 
 
 def without_reports(entries: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
@@ -170,7 +180,10 @@ def require_variables(
             hint = f"List it: cluster.env=[{variable}]." if passed_on else f"export {variable}=..."
             where = "among those that the batch job gets" if passed_on else "here"
             raise ConfigError(
-                key or f"callbacks[{number}].{name}", variable, f"there is no such environment variable {where}.", hint
+                key or f"callbacks[{number}].{name}",
+                variable if key is None else f"{_VARIABLE}{variable}",
+                f"there is no such environment variable {where}.",
+                hint,
             )
 
 

@@ -34,12 +34,13 @@ def least_note(plan: RunPlan, memory_bytes: int | None) -> str:
     if task.parameters is None or strategy.cpu_offload:
         return ""
     narrow = (task.narrow_parameters or 0) if plan.precision.parameters is Parameters.keep else 0
-    adam = plan.optimizer.kind is OptimizerKind.adamw and plan.optimizer.target is None and not task.own_optimizer
+    of_classes = plan.optimizer.names_classes or task.own_optimizer  # whose state is not known
+    adam = plan.optimizer.kind is OptimizerKind.adamw and not of_classes
     trained = (4 * task.parameters - 2 * narrow) * (4 if adam else 2)
     least = (trained + 2 * task.frozen_parameters) // strategy.shard_size  # frozen ones may be in bf16
     parts = "parameters, gradients and the state of AdamW" if adam else "parameters and gradients"
-    excess = "" if memory_bytes is None or least <= memory_bytes else f", and has {bytes_text(memory_bytes)}"
-    return f"A rank needs more than {bytes_text(least)}, which {parts} take{excess}."
+    excess = "" if memory_bytes is None or least <= memory_bytes else f"; it has {bytes_text(memory_bytes)}"
+    return f"A rank needs at least {bytes_text(least)} for {parts}{excess}."
 
 
 def is_full(forecast: Forecast, memory_bytes: int) -> bool:

@@ -14,6 +14,7 @@ from enum import Enum, auto
 from typing import Any, cast
 
 from launcher.config.schema import Config, key_of, known_keys
+from launcher.plan.callback_plan import without_path
 
 
 class Permission(Enum):
@@ -40,7 +41,10 @@ class Change:
 
     @property
     def text(self) -> str:
-        return f"{shown(self.before)} -> {shown(self.after)}"
+        values = (self.before, self.after)
+        if self.key == "notify":
+            values = tuple([without_path(word) for word in words or ()] for words in values)
+        return " -> ".join(map(shown, values))
 
 
 _OF_THE_UPDATE = "it is part of the update rule"

@@ -9,6 +9,9 @@ from launcher.plan.run_forecast import RunForecast
 from launcher.plan.run_plan import Forecast, RunPlan
 from launcher.quantities import bytes_text, count, duration_text, seconds_text
 
+# names of lines
+STEP_TIME, WIRE = "step time", "wire a step"
+
 
 def forecast_lines(plan: RunPlan) -> Iterator[tuple[str, str]]:
     """Yield name and text of each line, that of the step or of its bytes first; a further line of one subject has no
@@ -16,10 +19,10 @@ def forecast_lines(plan: RunPlan) -> Iterator[tuple[str, str]]:
     strategy = plan.strategy
     forecast = RunForecast.of(plan)
     if forecast is not None:
-        yield "step time", _step(forecast.step)
+        yield STEP_TIME, _step(forecast.step)
     if strategy.wire_bytes is not None and strategy.wire_bytes_every is not None:
         every = f"{bytes_text(strategy.wire_bytes_every)} with sync=every"
-        yield "wire a step", f"{bytes_text(strategy.wire_bytes)} a rank predicted; {every}"
+        yield WIRE, f"{bytes_text(strategy.wire_bytes)} a rank predicted; {every}"
     if any(each.peak_bytes is not None or each.wire_s is not None or each.step for each in strategy.forecasts):
         for number, each in enumerate(strategy.forecasts):
             yield "" if number else "policies", _policy(each)

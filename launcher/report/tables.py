@@ -26,7 +26,7 @@ from launcher.config.schema import (
     Tracker,
 )
 from launcher.errors import NoGoodCheckpoint, Superseded, UserError, WrongCheckpoint, class_named
-from launcher.plan.callback_plan import name_of
+from launcher.plan.callback_plan import name_of, without_path
 from launcher.plan.data_shards import data_shards_text
 from launcher.plan.host import without_credentials
 from launcher.plan.optimizer_plan import MATCH, TARGET
@@ -35,7 +35,7 @@ from launcher.plan.run_plan import OptimizerPlan, PrecisionPlan, RunPlan, Strate
 from launcher.plan.tracker_plan import TRACKER_KINDS, mlflow_uri, recorded_trackers
 from launcher.process import CRASH_MARK
 from launcher.quantities import count
-from launcher.report.forecast_tables import forecast_lines
+from launcher.report.forecast_tables import STEP_TIME, WIRE, forecast_lines
 from launcher.rundir.files import last_lines, read_json
 from launcher.rundir.paths import RunPaths
 
@@ -57,7 +57,8 @@ def plan_table(plan: RunPlan) -> Table:
     """Return the plan as a table with one row per decision: what matters most, the job, predictions, places, notes."""
     table, add = named_lines(f"Plan: {plan.run.name}")
     forecasts = list(forecast_lines(plan))
-    groups = (_main_lines(plan, forecasts[:1]), _job_lines(plan), forecasts[1:], _places(plan))
+    cut = 1 if forecasts and forecasts[0][0] in (STEP_TIME, WIRE) else 0
+    groups = (_main_lines(plan, forecasts[:cut]), _job_lines(plan), forecasts[cut:], _places(plan))
     for number, lines in enumerate(groups):
         if number and lines:
             add("", "")
@@ -116,7 +117,7 @@ def _places(plan: RunPlan) -> list[tuple[str, str]]:
     lines = [("files", near(plan.run.dir))]
     lines += [(TRACKER_KINDS[tracker].title, _destination(plan, tracker)) for tracker in plan.trackers]
     if plan.notify:
-        lines.append(("messages", ", ".join(plan.notify)))
+        lines.append(("messages", ", ".join(map(without_path, plan.notify))))
     return lines
 
 

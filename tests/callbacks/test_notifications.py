@@ -138,7 +138,23 @@ def test_notify_is_made_of_the_callbacks() -> None:
 
 
 @pytest.mark.parametrize(
-    "word", ["", "beep", "ftp://x", "env:", "env:A-B", "a/b@c", "smtp://a@b", "a@b@c", "@", "a b@c"]
+    "word",
+    [
+        "",
+        "beep",
+        "ftp://x",
+        "env:",
+        "env:A-B",
+        "a/b@c",
+        "smtp://a@b",
+        "smtp://h:x/a@b",
+        "smtp://u:p@h:25/a@b",
+        "smtp://a/b/me@x",
+        "https://",
+        "a@b@c",
+        "@",
+        "a b@c",
+    ],
 )
 def test_an_entry_of_notify_that_has_no_known_form(word: str) -> None:
     with pytest.raises(ConfigError, match="must be bell, an https:// address"):
@@ -148,6 +164,7 @@ def test_an_entry_of_notify_that_has_no_known_form(word: str) -> None:
 def test_what_is_asked_after_a_run() -> None:
     entries = [{"_target_": f"launcher.callbacks.{name}"} for name in ("Ema", "Webhook")] + [{"_target_": "my.Own"}]
     assert [may_report(entry) for entry in entries] == [False, True, True]
+    assert [may_report(entry, "requeued") for entry in entries] == [False, True, False], "there is little time"
     assert without_reports(entries) == (entries[0], entries[2]), "a drill sends no message"
 
 
@@ -175,7 +192,7 @@ def test_at_the_end_of_a_job(launch: Launch, project: Path, web: tuple[str, list
     notify = "notify=[bell,env:TEST_HOOK]"
     failed = launch("train", *job, "run.name=dead", "task.trouble=killed", f"callbacks=[{hook}]", notify, env=env)
     assert failed.returncode == 1, "as without the message"
-    assert "Callback Webhook did not report that the run is failed: HTTPError: HTTP Error 500" in failed.stderr
+    assert "Webhook (callbacks[0]) did not report that the run is failed: HTTPError: HTTP Error 500" in failed.stderr
     assert [body["verdict"] for body in received[1:]] == ["failed"] * 2, "by the callback and by notify"
     assert "SIGKILL" in received[1]["error"]
     assert "SIGKILL" in (project / "runs/dead/outcome.txt").read_text()
@@ -192,4 +209,4 @@ def test_at_the_end_of_a_job(launch: Launch, project: Path, web: tuple[str, list
     assert (received[4]["run"], received[4]["verdict"]) == ("script", "done")
     refused = launch(*script, "script.py")
     assert refused.returncode == 2
-    assert "notify=TEST_HOOK: there is no such environment variable here" in refused.stderr
+    assert "notify=env:TEST_HOOK: there is no such environment variable here" in refused.stderr

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cli import login
+from launcher.cli.login_shell import RemoteProject, remote_command
 from launcher.rundir.paths import LOGINS
 from tests.helpers import launch, launch_command, patience
 from tests.infra import warm
@@ -129,7 +129,7 @@ def test_the_copy_follows_the_project(node: LoginNode, laptop: Path) -> None:
 
 def test_a_login_shell_may_be_fish() -> None:
     inner = shlex.join(["printf", "%s\\0", *STRANGE])
-    command = login._command(login.RemoteProject("login", (), "", ""), [inner])
+    command = remote_command(RemoteProject("login", (), "", ""), [inner])
     shown = subprocess.run(["fish", "-c", command[-1]], capture_output=True, check=True).stdout
     assert shown.decode().split("\0")[:-1] == [*STRANGE]
 

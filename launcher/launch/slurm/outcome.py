@@ -17,6 +17,7 @@ from launcher.launch.agent import NodeOutcome
 from launcher.launch.local import report_outcome
 from launcher.launch.slurm import client
 from launcher.launch.slurm.client import SlurmTask
+from launcher.plan.callback_plan import REQUEUED
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.process import shared_interval
@@ -99,7 +100,7 @@ def _requeue_unless_futile(plan: LaunchPlan, task: SlurmTask, fence: Fence, why:
         return EXIT_RESUMABLE
     fence.check()
     history.note_event(paths, "requeued", why=why)  # before the requeue, which ends this process
-    report_outcome(plan, (read_json(paths.summary) or {}) | {"verdict": "requeued"}, _REPORT_WITHIN_S)
+    report_outcome(plan, (read_json(paths.summary) or {}) | {"verdict": REQUEUED}, _REPORT_WITHIN_S)
     try:
         client.requeue(task.job)
     except SiteError as error:
