@@ -17,7 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import LauncherError
-from launcher.plan.callback_plan import OUTCOME, TARGET, class_arguments, may_report, name_of, notify_entries
+from launcher.plan.callback_plan import (
+    BELL,
+    OUTCOME,
+    TARGET,
+    class_arguments,
+    may_report,
+    name_of,
+    notify_entries,
+    without_path,
+)
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.process import die_with_parent
@@ -75,7 +84,10 @@ def main(run_dir: str, parent: str) -> None:
     outcome = Outcome.of(plan, json.load(sys.stdin))
     sys.path[:0] = [place for place in plan.cluster.import_from if place not in sys.path]
     callbacks = () if recorded is None else recorded.callbacks
-    entries = [("notify", entry) for entry in notify_entries(plan.notify)]
+    words = [word for word in plan.notify if word != BELL]
+    entries = [
+        (f"notify={without_path(word)}", entry) for word, entry in zip(words, notify_entries(words), strict=True)
+    ]
     entries += [
         (f"callbacks[{number}]", entry) for number, entry in enumerate(callbacks) if may_report(entry, outcome.verdict)
     ]

@@ -103,7 +103,10 @@ def judge_hang(behind: Sequence[RankState], answers: Mapping[int, Stacks], timeo
         return _hang_of(state, quiet, what + also, "")
     state, answer = answered[0]
     if len(answered) == 1:  # all other ranks are ahead, so this one does not wait for them
-        what = f"it waits at {answer.location}. A GPU kernel that does not end, or a broken link, looks like that"
+        what = (
+            f"it waits at {answer.location}. A collective that the other ranks do not run, a GPU kernel that does not "
+            "end, or a broken link looks like that"
+        )
         return _hang_of(state, quiet, what, answer.text)
     text = (
         f"{len(answered)} ranks wait for each other in {state.progress.description}: {quiet}, and none of them does "

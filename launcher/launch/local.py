@@ -130,6 +130,10 @@ def run_job(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
     with signal_handler(STOP_SIGNALS, stop), closing(display):
         if _writes(plan):
             open_attempt(fence, ranks=plan.cluster.world_size)
+            if submission:
+                history.note_event(
+                    plan.paths, "started", ranks=plan.cluster.world_size, from_step=plan.paths.newest_step()
+                )
         _run_once(plan, plan.paths.plan_of(plan.node), fence, display, peers, signals)
         while len(signals) < 2 and (regrouping := peers.regroup(plan.paths.newest_step())) is not None:
             plan, plan_file, fence = regroup(plan, regrouping, fence)

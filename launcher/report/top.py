@@ -98,9 +98,11 @@ class Log(Screen[None]):
     def __init__(self, run: Run) -> None:
         super().__init__()
         self._paths = RunPaths(Path(run.dir))
+        self._caption = Label()
         self._output = RichLog(max_lines=_LOG_LINES, wrap=True)
 
     def compose(self) -> ComposeResult:
+        yield self._caption
         yield self._output
         yield Footer()
 
@@ -109,6 +111,7 @@ class Log(Screen[None]):
 
     def action_rank(self, rank: int) -> None:
         """Follow the output of ``rank`` from its start."""
+        self._caption.update(Text(f"{self._paths.root.name}, rank {rank}", "bold"))
         self._output.clear()
         self.run_worker(self._follow(rank_logs(self._paths, rank)), exclusive=True)
 
@@ -192,8 +195,8 @@ class Top(App[None]):
         """Fill the table, with the cursor on the run on which it was."""
         table, chosen = self._table, self._chosen
         self._shown = shown
-        states = states_text([each.run for each in shown], noun="run") if shown else "there is no run yet"
-        self._headline.update(Text(f"{self._runs}: {states}"))
+        states = states_text([each.run for each in shown], noun="run") if shown else "no run yet"
+        self._headline.update(Text(f"{states}  ({self._runs})"))
         if self._columns != (columns := _fitting(self.size.width)):
             self._columns = columns
             table.clear(columns=True)
@@ -246,7 +249,7 @@ class Top(App[None]):
         )
         if used:
             yield "rate", used
-        if each.event:
+        if each.event and run.failure is None:
             yield "event", each.event
 
     @on(DataTable.RowSelected)
@@ -265,7 +268,7 @@ class Top(App[None]):
     def _ask(self, verb: str, question: str) -> None:
         if (chosen := self._chosen) is None:
             return
-        if (chosen.run.state in ACTIVE) != (verb == "cancel"):
+        if (chosen.run.state in ACTIVE) != (verb == "cancel") or chosen.run.state is RunState.done:
             self.notify(f"{chosen.name} is {chosen.run.state.value}.", severity="warning", markup=False)
             return
 

@@ -124,7 +124,7 @@ def test_the_log_of_a_rank_is_followed(tmp_path: Path) -> None:
 
 
 def test_what_makes_no_sense_is_not_asked(tmp_path: Path) -> None:
-    make_run(tmp_path, "over")
+    make_run(tmp_path, "over", verdict="stopped")
 
     async def steps(app: Top, pilot: Pilot[None]) -> None:
         await pilot.press("c")
