@@ -289,7 +289,7 @@ class TrainConfig:
     """A window whose loss or gradient is inf or nan. stop: end the run; skip: leave the window out, without a step, and
     continue; more than 20 in a row end the run. fp16's overflows are not among them."""
     seed: int = 0
-    """Seed of the initial parameters, the sample order, dropout, and all that the task draws, such as a random split."""
+    """Seed of the initial parameters, the sample order, dropout, and what the task draws, such as a random split."""
     shuffle: bool = True
     """Read an indexed dataset in another random order each epoch; false: in its own order."""
     deterministic: bool = False

@@ -95,7 +95,7 @@ def test_one_that_waits_where_nobody_else_is_as_far_behind_is_named() -> None:
     """Such as the only rank of a job, whose GPU kernel does not end."""
     verdict = judge_hang([seen(0, 3, 8, Phase.waiting)], {0: waits(0)}, T)
     assert (verdict.rank, verdict.victim, verdict.host) == (0, 0, "host0")
-    waits_at = "nothing moved for 10 s (train.hang_timeout); it waits at /launcher/train/loop.py:1 in f. A GPU kernel"
+    waits_at = "nothing moved for 10 s (train.hang_timeout); it waits at /launcher/train/loop.py:1 in f. A collective"
     assert waits_at in verdict.sentence
     assert "each other" not in verdict.sentence
     assert verdict.stack == waits(0).text
