@@ -60,7 +60,7 @@ def first_lines(lines: Sequence[str], most: int) -> list[str]:
 # fewest measurements with which an interval of order statistics reaches 95%
 _SIGN_ROUNDS = 6
 # with more, the normal approximation gives the same interval
-_MANY_ROUNDS, _NORMAL_QUANTILE = 200, 1.96
+_MANY_ROUNDS = 200
 # 97.5% quantile of Student's t distribution by number of values
 _T_QUANTILE = {3: 4.303, 4: 3.182, 5: 2.776}
 
@@ -103,17 +103,22 @@ def interval(differences: Sequence[float]) -> Interval:
         mean = statistics.mean(ordered)
         half = _T_QUANTILE[n] * statistics.stdev(ordered) / math.sqrt(n)
         return Interval(mean, mean - half, mean + half)
-    place = _sign_place(n)
+    place = sign_place(n)
     return Interval(statistics.median(ordered), ordered[place], ordered[n - 1 - place])
 
 
 @lru_cache(1000)
-def _sign_place(n: int) -> int:
-    """Return the index of the order statistic, from 0, at which the interval of `n` values begins."""
+def sign_place(n: int, outside_share: float = 0.05) -> int:
+    """Return the index of the order statistic, from 0, at which the interval of the median of ``n`` values begins.
+
+    Args:
+        outside_share: probability that the true median is outside of the interval.
+    """
     if n > _MANY_ROUNDS:  # normal approximation of the binomial distribution, whose sums would take seconds
-        return math.floor((n - 1 - _NORMAL_QUANTILE * math.sqrt(n)) / 2)
+        quantile = statistics.NormalDist().inv_cdf(1 - outside_share / 2)
+        return math.floor((n - 1 - quantile * math.sqrt(n)) / 2)
     outside, place = 1, 0  # of 2^n equally likely signs, those with at most `place` of one kind
-    while 2 * (outside + math.comb(n, place + 1)) <= 0.05 * 2**n:
+    while 2 * (outside + math.comb(n, place + 1)) <= outside_share * 2**n:
         place += 1
         outside += math.comb(n, place)
     return place

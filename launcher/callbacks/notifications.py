@@ -46,6 +46,16 @@ def _secret(name: str, value: str | None, variable: str | None, *, needed: bool)
     return value if variable is None else os.environ.get(variable)
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirected POST would become a GET without the message: it is an error instead."""
+
+    def redirect_request(self, *_: object, **__: object) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirects)
+
+
 class Webhook:
     """HTTP POST of the run's outcome as JSON: its fields, and ``text``, which Slack, Mattermost and others show.
 
@@ -77,7 +87,7 @@ class Webhook:
             raise OSError(f"the environment variable {self._url_from} is not set")
         body = json.dumps({"text": outcome.text, **dataclasses.asdict(outcome)}).encode()
         request = urllib.request.Request(self._url, body, {"Content-Type": "application/json"}, method="POST")
-        with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
+        with _OPENER.open(request, timeout=self._timeout_s) as response:
             response.read()
 
 

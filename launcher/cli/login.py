@@ -49,8 +49,11 @@ from launcher.rundir.paths import LOGINS, find, find_sweeps, is_run, is_sweep
 _KEYS = {"cluster.login": "null", "cluster.login_dir": "null", "cluster.login_setup": "[]"}
 # removes files, and the directories that are empty without them
 _REMOVE = """for file; do
+    folder=$(dirname -- "$file")
+    # files behind a symbolic link belong to others
+    [ "$(realpath -m -s -- "$folder")" = "$(realpath -m -- "$folder")" ] || continue
     rm -f -- "$file"
-    rmdir -p --ignore-fail-on-non-empty -- "$(dirname -- "$file")" 2>/dev/null || true
+    rmdir -p --ignore-fail-on-non-empty -- "$folder" 2>/dev/null || true
 done"""
 # variables that are passed on to the command there
 _TERMINAL_VARIABLES = ("NO_COLOR",)
@@ -142,7 +145,9 @@ def _send(cluster: ClusterConfig, run_dir: str, roots: Mapping[str, Path]) -> tu
         f"rm -rf {incoming}; mkdir {incoming}; tar -xzf - --no-same-owner -C {incoming}",
         f"[ ! -f {entries} ] || LC_ALL=C comm -z -23 {entries} {incoming}/{entries} "
         f"| xargs -0 -r sh -c {shlex.quote(_REMOVE)} sh",
-        f"cp -R -p --remove-destination {incoming}/. .; rm -rf {incoming}; pwd",
+        # the list of files last: if something fails, the old one still tells what may be deleted
+        f"mv {incoming}/{entries} {SENT}/files.new; cp -R -p --remove-destination {incoming}/. .",
+        f"mv {SENT}/files.new {entries}; rm -rf {incoming}; pwd",
     )
     directory = ask_login_node(place, *lines, send=archive).decode().splitlines()[-1]
     return dataclasses.replace(place, directory=directory), files
@@ -184,10 +189,16 @@ def _run(place: RemoteProject, verb: str, arguments: Sequence[str], variables: M
             for line in process.stdout:
                 sys.stdout.buffer.write(line.replace(there, shown))
                 sys.stdout.buffer.flush()
-        status = process.wait()
+        try:
+            status = process.wait()
+        except KeyboardInterrupt:
+            if not has_terminal:
+                print(f"The command on {place.login} may still be completed: launch runs", file=sys.stderr, flush=True)
+            raise
     if status == NO_CONNECTION:
         raise ConnectionLost(
-            f"the connection to {place.login} failed or was lost. Jobs that were submitted there continue.\n"
+            f"the connection to {place.login} failed or was lost. Jobs that were submitted there continue, and a "
+            "submission may still be completed.\n"
             "  `launch runs` lists them, and `launch logs RUN --follow` follows one."
         )
     if status in (NO_COMMAND, NO_DIRECTORY):
@@ -237,6 +248,9 @@ def require_local(word: str, runs: Path) -> None:
         UserError: there are several.
     """
     known = places(runs)
+    for place in known:
+        if Path(word).is_absolute() and Path(word).is_relative_to(place.runs) and not Path(word).exists():
+            raise OnLoginNode(partial(_run_on, place, runs))
     head = _name(word, runs).partition("/")[0]
     if not known or not head or Path(word).is_absolute():
         return
@@ -244,13 +258,15 @@ def require_local(word: str, runs: Path) -> None:
     if head in here:
         return
     names: dict[RemoteProject, list[str]] = {}
+    silent: list[UserError] = []
     for place in known:
         try:
             names[place] = _names(place)
-        except UserError:
-            if any(name.startswith(head) for name in here):
-                return  # without a connection it is the one here
-            raise
+        except UserError as error:
+            silent.append(error)
+    if silent and any(name.startswith(head) for name in here):
+        return  # without a connection it is the one here
+    known = list(names)
     found = [place for place in known if head in names[place]]
     if not found:
         found = [place for place in known if any(name.startswith(head) for name in names[place])]
@@ -258,6 +274,8 @@ def require_local(word: str, runs: Path) -> None:
             raise UserError(
                 f"{word}: matches {first_names(local)} here, and runs on {found[0].login}.\n  Write more of the name."
             )
+    if not found and silent:
+        raise silent[0]
     if len(found) > 1:
         raise UserError(
             f"{word}: several login nodes have such a run: {', '.join(place.name for place in found)}.\n"

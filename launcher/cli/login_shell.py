@@ -20,6 +20,7 @@ from launcher.rundir.paths import LOGINS
 _SSH = (
     "ssh", "-o", "BatchMode=yes", "-o", "LogLevel=ERROR", "-o", "ServerAliveInterval=15", "-o", "ConnectTimeout=10",
 )  # fmt: skip
+_MARK = "launcher-answers"
 NO_CONNECTION, NO_COMMAND = 255, 127  # exit statuses of ssh and of a shell
 OTHER_VERSION, NO_DIRECTORY, OTHERS_FILES = 91, 92, 93  # exit statuses of the script in `_send`, and of `enter`
 
@@ -87,11 +88,12 @@ def ask_login_node(place: RemoteProject, *lines: str, send: bytes = b"") -> byte
         ConfigError: ssh cannot connect, or they fail.
     """
     pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with start_ssh(remote_command(place, lines), **pipes) as process:
+    # some .bashrc print: what precedes the mark is not an answer
+    with start_ssh(remote_command(place, [f"echo {_MARK}", *lines]), **pipes) as process:
         out, err = process.communicate(send)
     if process.returncode:
         raise connection_error(place, process.returncode, err.decode(errors="replace").strip())
-    return out
+    return out.partition(f"{_MARK}\n".encode())[2]
 
 
 def connection_error(place: RemoteProject, status: int, text: str) -> ConfigError:

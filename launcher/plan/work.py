@@ -24,6 +24,7 @@ from launcher.plan.host import allowed_env, free_host_bytes, is_virtual, shares_
 from launcher.plan.measuring_processes import MODULE, environment_of, run_ranks
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import SHARDED
+from launcher.quantities import sign_place
 from launcher.rundir.files import value_from_json
 
 SHORT, LONG = 2, 6  # micro-batches of the windows from which the time of any other follows
@@ -124,10 +125,7 @@ def seconds_of(durations: Iterable[float]) -> Seconds:
     n, middle = len(ordered), statistics.median(ordered)
     if n < 5:
         return _with_error(middle, ordered[-1] - ordered[0] if n > 1 else middle)
-    outside, place = 1, 0  # of 2^n equally likely signs, those with at most `place` of one kind
-    while 2 * (outside + math.comb(n, place + 1)) <= 0.1 * 2**n:
-        place += 1
-        outside += math.comb(n, place)
+    place = sign_place(n, 0.1)
     return _with_error(middle, (ordered[n - 1 - place] - ordered[place]) / 2)
 
 

@@ -33,7 +33,7 @@ from launcher.runs.status import ACTIVE, Run, RunState, error_of
 _LOOK_S, _LOOK_AT_SLURM_S, _LOG_S = 2.0, 5.0, 0.5
 _RESUMED_WITHIN_S = 10.0  # a resume that is refused has ended by then
 _NAME_WIDTH, _BETWEEN = 20, 2  # least width of the names, and between columns
-_MESSAGE_LINES, _LOG_LINES = 6, 10_000
+_MESSAGE_LINES, _LOG_LINES = 6, 2_000
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,10 @@ class Log(Screen[None]):
         self._output.write(Text("no output yet" if source.exists() else source.missing(), "dim"))
         first = True
         while True:
-            lines = await asyncio.to_thread(source.lines)
+            try:
+                lines = await asyncio.to_thread(source.lines)
+            except OSError as error:
+                lines = [f"{error}"]
             if lines and first:
                 self._output.clear()
                 first = False
@@ -151,6 +154,7 @@ class Top(App[None]):
         self._runs = runs
         self._table = DataTable[str | Text](cursor_type="row", zebra_stripes=True)
         self._headline = Static("reading ...", id="states")
+        self._facts = Static("", id="details")
         self._shown: list[RunProgress] = []
         self._columns: tuple[TopColumn, ...] = ()
         self._use: dict[str, str] = {}
@@ -159,7 +163,7 @@ class Top(App[None]):
         with Vertical():
             yield self._headline
             yield self._table
-            yield Static("", id="details")
+            yield self._facts
         yield Footer()
 
     def on_mount(self) -> None:
@@ -225,7 +229,7 @@ class Top(App[None]):
             for name, value in self._details(chosen):
                 text.append(f"{name:9} ", "bold").append(f"{value}\n")
         text.right_crop(1)
-        self.query_one("#details", Static).update(text)
+        self._facts.update(text)
 
     def _details(self, each: RunProgress) -> Iterator[tuple[str, str]]:
         run, record = each.run, each.record
@@ -271,6 +275,12 @@ class Top(App[None]):
         if (chosen.run.state in ACTIVE) != (verb == "cancel") or chosen.run.state is RunState.done:
             self.notify(f"{chosen.name} is {chosen.run.state.value}.", severity="warning", markup=False)
             return
+        earlier = _CONTROLLING.get(chosen.run.dir)
+        if earlier is not None and earlier.poll() is None and verb == "resume":
+            self.notify(
+                f"{chosen.name} is being controlled by process {earlier.pid}.", severity="warning", markup=False
+            )
+            return
 
         def answered(yes: bool | None) -> None:
             if yes:
@@ -290,7 +300,7 @@ class Top(App[None]):
         except OSError as error:
             self.notify(f"{error}", severity="error", markup=False)
             return
-        _CONTROLLING.append(process)
+        _CONTROLLING[each.run.dir] = process
         end = time.monotonic() + _RESUMED_WITHIN_S
         while (status := process.poll()) is None and (verb == "cancel" or time.monotonic() < end):
             await asyncio.sleep(_LOOK_S / 10)
@@ -302,7 +312,7 @@ class Top(App[None]):
 
 
 # they may outlive the view, and are not ended with their objects
-_CONTROLLING: list[subprocess.Popen[bytes]] = []
+_CONTROLLING: dict[str, subprocess.Popen[bytes]] = {}
 _LAUNCH = (sys.executable, "-P", "-m", "launcher")
 
 

@@ -16,7 +16,7 @@ from launcher.plan.run_plan import RunPlan
 from launcher.rundir.paths import RunPaths
 
 # parts of the plan that describe the environment and predictions, not the job
-_NO_SETTINGS = ("format", "env", "command", "notes", "fewer", "forced")
+_NO_SETTINGS = ("format", "env", "command", "notes", "notify", "fewer", "forced")
 
 
 @dataclass(frozen=True)

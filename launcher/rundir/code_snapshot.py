@@ -36,6 +36,8 @@ _PATIENCE_S = 10.0
 _NOT_CODE = {"__pycache__", "node_modules", "wandb", "site-packages", "build", "dist"}
 # directory in a project that `pack` sent: names of its files, each ended by a zero byte, and its git commit
 SENT = ".launcher"
+# files that `pack` leaves out
+_SECRETS = (".env", ".netrc")
 _SENT_FILES, _SENT_COMMIT = f"{SENT}/files", f"{SENT}/commit"
 
 
@@ -124,7 +126,7 @@ def pack(roots: Mapping[str, Path], leave_out: Path) -> tuple[bytes, int]:
     files: dict[str, Path] = {}
     for place, root in roots.items():
         names = _counted(root, _Omitted(root, leave_out, leave_out), empty=True)
-        files |= {place + name: root / name for name in names}
+        files |= {place + name: root / name for name in names if Path(name).name not in _SECRETS}
     encoded = sorted(map(os.fsencode, files))
     notes = {_SENT_FILES: b"".join(name + b"\0" for name in encoded), _SENT_COMMIT: (_commit(roots[""]) or "").encode()}
     stream = io.BytesIO()

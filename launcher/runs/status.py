@@ -107,7 +107,16 @@ def statuses_of(runs: Iterable[RunPaths], *, brief: bool = False) -> list[Run]:
             answers = None
     elif jobs:
         answers = None
-    return [r.judge(answers, brief=brief) for r in read]
+    return [_judged(r, answers, brief=brief) for r in read]
+
+
+def _judged(read: _Read, answers: dict[str, Listed] | None, *, brief: bool) -> Run:
+    """Return a run's status; of one whose files are damaged, that they are, because it must not hide the others."""
+    try:
+        return read.judge(answers, brief=brief)
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
+        name, where = read.paths.root.name, str(read.paths.root)
+        return Run(name=name, dir=where, state=RunState.unknown, detail=f"its files are damaged: {error}")
 
 
 def newest(runs: Sequence[RunPaths], number: int) -> list[RunPaths]:
@@ -298,11 +307,12 @@ class _Read:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in ``path``; empty if it cannot be read, as another user's file may not be."""
+    """Return the JSON object in ``path``; empty if it is none, or cannot be read, as another user's file may not be."""
     try:
-        return read_json(path) or {}
+        value: object = read_json(path)
     except (OSError, ValueError):
         return {}
+    return value if isinstance(value, dict) else {}  # pyright: ignore[reportUnknownVariableType]
 
 
 def _created(plan: Mapping[str, Any]) -> str:

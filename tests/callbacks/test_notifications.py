@@ -43,7 +43,8 @@ def web() -> Iterator[tuple[str, list[Any]]]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(500 if self.path == "/broken" else 200)
+            self.send_response({"/broken": 500, "/moved": 301}.get(self.path, 200))
+            self.send_header("Location", "/elsewhere")
             self.end_headers()
 
         def log_message(self, *_: Any) -> None: ...  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -95,6 +96,8 @@ def test_a_webhook(web: tuple[str, list[Any]], monkeypatch: pytest.MonkeyPatch) 
     assert len(received) == 2
     with pytest.raises(OSError, match="500"):
         Webhook(url=f"{address}/broken").on_outcome(OUTCOME)
+    with pytest.raises(OSError, match="301"):  # a redirected POST loses its body
+        Webhook(url=f"{address}/moved").on_outcome(OUTCOME)
     with pytest.raises(OSError, match="NOT_SET is not set"):
         Webhook(url_from="NOT_SET").on_outcome(OUTCOME)
 

@@ -134,6 +134,47 @@ def test_a_login_shell_may_be_fish() -> None:
     assert shown.decode().split("\0")[:-1] == [*STRANGE]
 
 
+def test_files_behind_a_symbolic_link_stay(node: LoginNode, laptop: Path) -> None:
+    record(node)
+    (laptop / "data").mkdir()
+    (laptop / "data/readme.md").write_text("of the project")
+    (laptop / ".env").write_text("SECRET=1")
+    scratch = node.home / "scratch"
+    scratch.mkdir()
+    typed(node, laptop, "train", *THERE, "cluster.login_dir=linked")
+    copy = directory(node)
+    assert not (copy / ".env").exists(), "secrets stay on the laptop"
+    (copy / "data/readme.md").rename(scratch / "readme.md")
+    (copy / "data").rmdir()
+    (copy / "data").symlink_to(scratch)
+    (laptop / "data/readme.md").unlink()
+    typed(node, laptop, "train", *THERE, "cluster.login_dir=linked")
+    assert (scratch / "readme.md").exists()
+
+
+def test_what_start_up_files_print_is_no_answer(node: LoginNode, laptop: Path, submitted: Path) -> None:
+    assert submitted.is_dir()
+    (node.home / ".bashrc").write_text("echo hello from bashrc\n")
+    try:
+        assert len(json.loads(typed(node, laptop, "runs", "--json").stdout)) == 2
+        typed(node, laptop, "report", "own")
+        assert "<html" in (laptop / "runs/report.html").read_text()
+    finally:
+        (node.home / ".bashrc").unlink()
+
+
+def test_a_silent_login_node_hides_no_other(node: LoginNode, laptop: Path, submitted: Path) -> None:
+    logins = laptop / "runs" / LOGINS
+    entries = json.loads(logins.read_text())["places"]
+    silent = {"login": "nowhere", "setup": [], "directory": "x", "runs": "runs"}
+    logins.write_text(json.dumps({"places": [silent, *entries]}))
+    assert json.loads(typed(node, laptop, "status", "own", "--json").stdout)["dir"] == str(submitted / "own")
+    assert "nowhere: ssh cannot connect" in typed(node, laptop, "status", "nope", status=2).stderr
+    logins.write_text(json.dumps({"places": [{**entries[0], "runs": str(submitted)}]}))
+    make_run(laptop / "runs", "here")
+    assert json.loads(typed(node, laptop, "status", str(submitted / "own"), "--json").stdout)["name"] == "own"
+
+
 def test_a_local_run_needs_no_connection(laptop: Path) -> None:
     make_run(laptop / "runs", "mine")
     place = {"login": "nowhere.invalid", "setup": [], "directory": "x", "runs": "runs"}
@@ -257,7 +298,10 @@ def test_a_lost_connection_is_said(node: LoginNode, laptop: Path) -> None:
         _, errors = process.communicate(timeout=patience(60))
     os.kill(int((node.home / "pid").read_text()), signal.SIGKILL)  # it has no output that would fail
     assert process.returncode == 1
-    assert "the connection to login failed or was lost. Jobs that were submitted there continue." in errors
+    assert (
+        "the connection to login failed or was lost. Jobs that were submitted there continue, and a submission"
+        in errors
+    )
     assert "launch logs RUN --follow" in errors
 
 

@@ -298,3 +298,9 @@ def test_the_end_of_the_command_ends_all_processes(number: signal.Signals, tmp_p
         assert time.monotonic() < end
         time.sleep(0.05)
     assert not [*tmp_path.glob("in.*.*")]
+
+
+@pytest.mark.parametrize("n", [199, 201, 1023, 1024, 5000])
+def test_the_interval_of_many_windows_narrows(n: int) -> None:
+    """A short window is measured thousands of times."""
+    assert 0 < seconds_of(range(1, n + 1)).error < 1.7 / n**0.5

@@ -242,3 +242,19 @@ def test_what_a_newer_version_wrote_is_read_as_far_as_it_is_known() -> None:
         {"submissions": [{}]},
     ):
         assert history.parse_submissions(malformed) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("summary", "[1]"), ("plan", "[1]"), ("plan", '"x"'), ("plan", '{"run": null}'), ("plan", '{"precision": []}'),
+        ("newest_attempt", '{"incarnation": 3}'), ("metrics", '{"best/step": "many"}'),
+    ],
+)  # fmt: skip
+def test_a_damaged_run_hides_no_other(tmp_path: Path, file: str, content: str) -> None:
+    good, bad = (make_run(tmp_path, name, job=None) for name in ("good", "bad"))
+    expected = status.statuses_of([good])
+    getattr(bad, file).write_text(content + "\n")
+    first, second = status.statuses_of([bad, good])
+    assert first.dir == str(bad.root)
+    assert [second] == expected

@@ -256,9 +256,15 @@ def cancel(*job_ids: str) -> None:
     ask("scancel", *job_ids)
 
 
-def cancel_named(name: str, user: str) -> None:
-    """Cancel all jobs of this name, if there are any."""
-    ask("scancel", f"--name={name}", f"--user={user}", check=False)
+def queued(name: str, user: str) -> set[str]:
+    """Return the ids of all jobs of this name that have not ended; an array is one job."""
+    return set(ask("squeue", "--noheader", "--format=%A", f"--name={name}", f"--user={user}").split())
+
+
+def cancel_new(name: str, user: str, before: set[str]) -> None:
+    """Cancel the jobs of this name that are not among those ``before``: others may have the same name."""
+    if new := queued(name, user) - before:
+        cancel(*sorted(new))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -102,13 +102,14 @@ def submit_array(plans: Sequence[LaunchPlan], name: str, folder: Path, at_once: 
     If Slurm refuses, none of them is submitted.
 
     Args:
-        name: job name, which no other job of this user may have.
+        name: job name.
         folder: submitit's folder.
         at_once: jobs that may run at the same time; None: no limit.
     """
     require_container(plans[0])
     submission = dataclasses.replace(Submission.now(), name=name)
     each: list[tuple[str, int]] = []
+    before = client.queued(name, submission.user)
     try:
         each += ((plan.run.dir, history.add_submission(plan.paths, submission)) for plan in plans)
         jobs = _submit_function(plans[0], node.run_node, each, name=name, folder=folder, at_once=at_once)
@@ -116,7 +117,8 @@ def submit_array(plans: Sequence[LaunchPlan], name: str, folder: Path, at_once: 
             history.amend_submission(plan.paths, job=job)
     except BaseException:
         # sbatch may have timed out or been interrupted after the job was queued
-        client.cancel_named(name, submission.user)
+        with suppress(SiteError):
+            client.cancel_new(name, submission.user, before)
         for plan in plans[: len(each)]:
             history.amend_submission(plan.paths, refused=True)
         raise

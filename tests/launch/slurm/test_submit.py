@@ -62,10 +62,13 @@ def test_an_interruption_leaves_no_job_that_nobody_knows(
 
     module, name = (history, "add_submission") if when == "before" else (submit, "_submit_function")
     monkeypatch.setattr(module, name, interrupted)
-    monkeypatch.setattr(client, "cancel_named", lambda name, user: cancelled.append(name))  # noqa: ARG005
+    # another job has the same name, and one of a third name is not asked about
+    answers = iter([{"3"}, {"3", "8"}])
+    monkeypatch.setattr(client, "queued", lambda name, _: next(answers) if name == "s.1" else set())
+    monkeypatch.setattr(client, "cancel", lambda *jobs: cancelled.extend(jobs))
     with pytest.raises(KeyboardInterrupt):
         submit.submit_array(mine, "s.1", tmp_path)
-    assert cancelled == ["s.1"]
+    assert cancelled == ["8"]
     recorded = 1 if when == "before" else 3
     assert [len(history.submissions(plan.paths)) for plan in mine] == [1] * recorded + [0] * (3 - recorded)
     assert all(history.submissions(plan.paths)[0].refused for plan in mine[:recorded])
