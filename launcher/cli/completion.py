@@ -29,7 +29,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "export": (
         "--to", "--step", "--best", "--ema", "--merge-lora", "--dtype", "--max-shard-size", "--json", *_OF_RUNS,
     ),
-    "report": ("--csv", "--json", "--html", "--loss", *_OF_RUNS),
+    "report": ("--csv", "--json", "--html", "--loss", "--standalone", *_OF_RUNS),
     "doctor": ("--json", *_OVERRIDES),
     "keys": ("--json", "--schema"),
     "completion": (),
