@@ -133,7 +133,7 @@ def test_messages_of_the_troubleshooting_page_exist() -> None:
 
 
 def test_labels_of_measured_outputs_exist() -> None:
-    """What a plan and a summary on the page begin their lines with is still printed."""
+    """The names of lines of a plan and a summary on the page are still printed."""
     printed = {text for path, found in templates().items() if path.parent.name in ("report", "cli") for text in found}
     shown = re.findall(r"<!-- output: launch train .*?-->\n\n```text\n([\s\S]*?)^```$", all_docs(), re.MULTILINE)
     labels = {label for text in shown for label in re.findall(r"^(\S.*?)(?:  +|: )", text, re.MULTILINE)}

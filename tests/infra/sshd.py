@@ -75,7 +75,7 @@ class LoginNode:
 
     @property
     def env(self) -> dict[str, str]:
-        """What a laptop has set: its `ssh` is first on PATH."""
+        """Environment of a laptop, with its own `ssh` first on PATH."""
         return {"PATH": f"{self.root}/bin:{os.environ['PATH']}"}
 
     def install(self, text: str) -> None:

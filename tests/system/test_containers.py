@@ -54,7 +54,7 @@ def test_a_job_that_is_preempted_and_killed_is_the_undisturbed_run(
     mine.wait_for_start(2)
     assert [e for e in mine.events() if e["event"] == "started"][-1]["from_step"] == stopped["step"] >= 3
     mine.wait_for_step(30)
-    by_cgroup.login("scontrol", "requeue", job)  # nobody is told
+    by_cgroup.login("scontrol", "requeue", job)  # without a signal to the job before
     mine.wait_for_start(3)
     mine.wait_for_step(40)
     mine.launch("cancel", "own")
