@@ -114,6 +114,18 @@ class Predict(StrEnum):
     never = "never"
 
 
+class OuterKind(StrEnum):
+    none = "none"
+    diloco = "diloco"
+
+
+class OuterCompress(StrEnum):
+    none = "none"
+    int8 = "int8"
+    int4 = "int4"
+    topk = "topk"
+
+
 class OptimizerKind(StrEnum):
     adamw = "adamw"
     sgd = "sgd"

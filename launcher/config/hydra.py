@@ -34,7 +34,7 @@ _CELL_LAUNCHER = "hydra_plugins.launcher_cells.CellLauncher"
 _OPEN_KEYS = r"(task|cluster\.sbatch)\.[^=]+="
 # keys for which null would be ambiguous: it could mean another option, "off" or "random" instead of the default
 _NOT_NULL = (
-    "cluster.kind", "strategy.kind", "optimizer.kind", "schedule.kind", "train.seed",
+    "cluster.kind", "strategy.kind", "optimizer.kind", "schedule.kind", "outer.kind", "train.seed",
     "checkpoint.enabled", "wandb.mode",
 )  # fmt: skip
 

@@ -38,6 +38,7 @@ from launcher.config.choices import (
     Sync,
     Tracker,
 )
+from launcher.config.outer_group import OuterConfig
 from launcher.config.run_groups import RunConfig, SweepConfig
 from launcher.config.tracker_groups import (
     MlflowConfig,
@@ -364,6 +365,7 @@ class Config:
     batch: BatchConfig = field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    outer: OuterConfig = field(default_factory=OuterConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     task: dict[str, Any] = field(default_factory=dict[str, Any])
     """``_target_``: the task's class by its dotted path; every other key is a parameter of that class."""

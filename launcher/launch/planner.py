@@ -260,6 +260,8 @@ def with_predictions(
         weighs: whether the plan is to have the memory of each policy in any case.
         advises: see ``weigh_memory``.
     """
+    if plan.outer is not None:  # a forecast is of ranks that all communicate with each other
+        return plan
     choose = plan.strategy.kind in SHARDED and config.strategy.sync is Sync.auto
     predict, required = config.train.predict, _requires_forecasts(plan, config, weighs=weighs)
     measures = predict is Predict.always or (predict is Predict.auto and not starts)
@@ -285,6 +287,8 @@ def _is_predictable(config: Config) -> bool:
 
 def _traced(plan: RunPlan, config: Config, *, weighs: bool) -> list[RunPlan]:
     """Return the plans that ``with_predictions`` traces for `launch plan`."""
+    if plan.outer is not None:
+        return []
     if _requires_forecasts(plan, config, weighs=weighs):
         return plan.worlds()
     return [plan] if config.train.predict is not Predict.never and _is_predictable(config) else []

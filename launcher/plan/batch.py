@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from launcher.config.schema import Balance, BatchConfig, Norm, OnOom
@@ -42,6 +42,7 @@ class Batch:
         norm: statistics that a BatchNorm uses.
         on_oom: reaction to a rank running out of memory.
         balance: division of a window's samples into micro-batches.
+        sites: number of sites, each of which has windows of this size at the same time (``outer=diloco``).
     """
 
     global_size: int
@@ -52,6 +53,21 @@ class Batch:
     norm: Norm = Norm.leave
     on_oom: OnOom = OnOom.stop
     balance: Balance = Balance.none
+    sites: int = 1
+
+    def of_site(self, sites: int) -> Batch:
+        """Return the part of one of ``sites`` sites, which divide the ranks and every window into equal parts."""
+        return self._scaled(lambda number: number // sites, sites)
+
+    @property
+    def whole(self) -> Batch:
+        """Return the batch of all sites together."""
+        return self._scaled(lambda number: number * self.sites, 1)
+
+    def _scaled(self, scaled: Callable[[int], int], sites: int) -> Batch:
+        ramp = tuple(dataclasses.replace(stage, global_size=scaled(stage.global_size)) for stage in self.ramp)
+        sizes = scaled(self.global_size), scaled(self.world_size)
+        return dataclasses.replace(self, global_size=sizes[0], world_size=sizes[1], ramp=ramp, sites=sites)
 
     def shrunk(self) -> Batch | None:
         """Return the same windows in micro-batches of half the size; None if micro_size is 1."""

@@ -40,6 +40,7 @@ from launcher.plan.batch import Batch
 from launcher.plan.forecast import Forecast
 from launcher.plan.initial_weights import InitialWeights
 from launcher.plan.launch_plan import LaunchPlan
+from launcher.plan.outer import OuterPlan
 from launcher.plan.windows import StreamInfo
 from launcher.rundir.files import Absent, read_json
 from launcher.rundir.paths import RunPaths
@@ -278,6 +279,7 @@ class RunPlan(LaunchPlan):
         forced: config keys that `launch resume --force` has changed.
         fewer: differences of the plan on each smaller number of hosts that the job may use.
         initial: weights that the run starts with; None: those that the task's model() returns.
+        outer: steps between sites; ``strategy`` is that of a site then, and ``batch`` that of all together.
     """
 
     absent: ClassVar[Absent] = {
@@ -324,6 +326,7 @@ class RunPlan(LaunchPlan):
     forced: tuple[str, ...] = ()
     fewer: tuple[Fewer, ...] = ()
     initial: InitialWeights | None = None
+    outer: OuterPlan | None = None
 
     def on(self, nodes: int) -> Self:
         plan = super().on(nodes)

@@ -14,6 +14,7 @@ from launcher.config.schema import (
     OnOom,
     Parameters,
     PrecisionKind,
+    Predict,
     Recompute,
     ScheduleConfig,
     ScheduleKind,
@@ -30,6 +31,7 @@ from launcher.plan.float8_support import float8_notes
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import PLAN_FORMAT, ClusterPlan, RunInfo, node_range
 from launcher.plan.optimizer_plan import require_target, solve_optimizer
+from launcher.plan.outer import outer_notes, require_in_step, solve_outer, strategy_of_site
 from launcher.plan.placement import solve_cluster, solve_env
 from launcher.plan.run_plan import (
     EpochPlan,
@@ -193,7 +195,11 @@ def _on_cluster(
     epoch = _epoch(config.batch, batch, task)
     steps = _steps(config.train, epoch, batch, task)
     precision = solve_precision(config.precision, config.strategy.kind, cluster, site.bf16)
-    strategy = solve_strategy(config.strategy, batch, cluster, precision, task)
+    outer, own_batch, own_strategy = solve_outer(config, batch, cluster), batch, config.strategy
+    if outer is not None:
+        require_in_step(config, epoch, precision, task)
+        own_batch, own_strategy = batch.of_site(outer.sites), strategy_of_site(config.strategy, outer)
+    strategy = solve_strategy(own_strategy, own_batch, cluster, precision, task)
     require_possible(batch, strategy.recompute)
     if task.window_loss and batch.norm is Norm.window and batch.accumulation > 1:
         raise norm_of_window_loss()
@@ -228,13 +234,16 @@ def _on_cluster(
             steps=steps,
             calibrate_s=config.run.calibrate_s,
             data_shards=solve_data_shards(config.train.data_shards, batch, task),
+            predict=config.train.predict if outer is None else Predict.never,  # a step's forecast is of one site
         ),
+        outer=outer,
         checkpoint=solve_checkpoint(config, task),
         wandb=config.wandb,
         callbacks=callbacks,
         notify=solve_notify(config.notify),
         **solve_trackers(config, run, site.cwd),
         notes=(
+            *outer_notes(outer, task),
             *_notes(schedule, steps, epoch, batch, optimizer),
             *_unit_notes(strategy, task),
             *_precision_notes(precision, strategy),

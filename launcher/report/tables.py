@@ -30,6 +30,7 @@ from launcher.plan.callback_plan import name_of, without_path
 from launcher.plan.data_shards import data_shards_text
 from launcher.plan.host import without_credentials
 from launcher.plan.optimizer_plan import MATCH, TARGET
+from launcher.plan.outer import outer_text
 from launcher.plan.resumable import shown
 from launcher.plan.run_plan import OptimizerPlan, PrecisionPlan, RunPlan, StrategyPlan
 from launcher.plan.tracker_plan import TRACKER_KINDS, mlflow_uri, recorded_trackers
@@ -79,8 +80,10 @@ def _main_lines(plan: RunPlan, forecast: Iterable[tuple[str, str]]) -> list[tupl
     for world in plan.worlds():
         where = "" if cluster.range.fixed else f"on {count(world.cluster.nodes, 'host')}: "
         lines.append(("global batch" if world.batch is plan.batch else "", f"{where}{world.batch.text}"))
-    lines += [("precision", precision_text(plan.precision)), ("strategy", _strategy(plan.strategy)), *forecast]
-    return lines
+    lines += [("precision", precision_text(plan.precision)), ("strategy", _strategy(plan.strategy))]
+    if plan.outer is not None:
+        lines.append(("outer steps", outer_text(plan.outer, plan.batch)))
+    return [*lines, *forecast]
 
 
 def _job_lines(plan: RunPlan) -> list[tuple[str, str]]:

@@ -55,7 +55,7 @@ class Fence:
 
     def newest(self) -> dict[str, Any]:
         """Return the record of the newest attempt; empty before the first."""
-        return read_json(self.paths.newest_attempt) or {}
+        return read_json(self.paths.run.newest_attempt) or {}
 
     @property
     def superseded(self) -> bool:
@@ -72,7 +72,7 @@ class Fence:
             Superseded: a newer one has started.
         """
         self.check()
-        write_json(self.paths.newest_attempt, {"incarnation": str(self.own), **fields})
+        write_json(self.paths.run.newest_attempt, {"incarnation": str(self.own), **fields})
 
     def add(self, **fields: Any) -> None:
         """Add information about this attempt for other processes.
@@ -81,7 +81,7 @@ class Fence:
             Superseded: a newer one has started.
         """
         self.check()
-        write_json(self.paths.newest_attempt, self.newest() | fields)
+        write_json(self.paths.run.newest_attempt, self.newest() | fields)
 
     def check(self) -> None:
         """Check that no newer attempt has started.

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+# directory of a run with those of its sites
+_SITES = "sites"
 # file of a checkpoint with everything that is not a tensor
 STATE = "state.json"
 # file of a checkpoint with size and checksum of each of its files
@@ -53,6 +55,15 @@ class RunPaths:
     # name of the newest complete checkpoint, for users and their scripts; may be outdated after a crash, and a resume
     # looks at the directories instead
     latest = _Path("checkpoints/latest")
+
+    def site(self, number: int) -> Path:
+        """Return the directory of a site's own files (``outer``); the first one's are the run's."""
+        return self.root if number == 0 else self.root / _SITES / str(number)
+
+    @property
+    def run(self) -> RunPaths:
+        """Return the paths of the run that this site belongs to; without sites these paths."""
+        return RunPaths(self.root.parent.parent) if self.root.parent.name == _SITES else self
 
     def plan_of(self, node: int) -> Path:
         """Return the plan of one host's agent and workers.

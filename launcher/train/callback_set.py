@@ -72,22 +72,6 @@ class CallbackSet:
                 raise CallbackFailed(f"Callback {name} has none of the methods {', '.join(METHODS)}.")
         self._started = False
 
-    @classmethod
-    def of(cls, plan: RunPlan) -> CallbackSet:
-        """Construct the callbacks that the plan names.
-
-        Raises:
-            ConfigError: one cannot be found, or has no such arguments.
-            CallbackFailed: a constructor raises.
-        """
-        callbacks: list[Any] = []
-        for number, entry in enumerate(plan.callbacks):
-            key, target = f"callbacks[{number}]", entry[TARGET]
-            made = find_target(f"{key}.{TARGET}", target, plan.cluster.import_from)
-            with _named(target, "its constructor"):
-                callbacks.append(made(**require_arguments(key, target, made, class_arguments(entry))))
-        return cls(callbacks)
-
     def call(self, event: str, *arguments: Any) -> None:
         """Call the method ``event`` of each callback that has one.
 
@@ -187,6 +171,22 @@ class CallbackSet:
         for name, callback in self._callbacks.items():
             if callable(getattr(callback, "state_dict", None)) and callable(getattr(callback, "load_state_dict", None)):
                 yield name, callback
+
+
+def callbacks_of(plan: RunPlan) -> list[Any]:
+    """Construct the callbacks that the plan names.
+
+    Raises:
+        ConfigError: one cannot be found, or has no such arguments.
+        CallbackFailed: a constructor raises.
+    """
+    callbacks: list[Any] = []
+    for number, entry in enumerate(plan.callbacks):
+        key, target = f"callbacks[{number}]", entry[TARGET]
+        made = find_target(f"{key}.{TARGET}", target, plan.cluster.import_from)
+        with _named(target, "its constructor"):
+            callbacks.append(made(**require_arguments(key, target, made, class_arguments(entry))))
+    return callbacks
 
 
 def load_tensors(callbacks: CallbackSet, stored: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:

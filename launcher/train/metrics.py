@@ -216,17 +216,18 @@ def step_metrics(
         total_s: wall-clock seconds of training so far, over all attempts.
         peak_memory: bytes.
     """
-    samples, items = seen
+    sites = plan.batch.sites  # of outer steps; all have as many samples, and are taken to have as many items
+    samples, items = (number * sites for number in seen)
     metrics: Metrics = {
         "train/loss": result.loss,
         "train/grad_norm": result.grad_norm,
         "train/lr": result.lr,
-        "batch/global_size": plan.batch.global_size_at(result.window),
+        "batch/global_size": plan.batch.global_size_at(result.window) * sites,
         "batch/micro_size": plan.batch.micro_size,
         "batch/accumulation": result.micro_batches,
-        "batch/world_size": plan.batch.world_size,
-        "batch/samples": result.samples,
-        "batch/items": result.items,
+        "batch/world_size": plan.batch.world_size * sites,
+        "batch/samples": result.samples * sites,
+        "batch/items": result.items * sites,
         "progress/samples": samples,
         "progress/items": items,
         "progress/epoch": samples / plan.task.samples if plan.task.samples else result.epoch,
@@ -241,8 +242,8 @@ def step_metrics(
         "time/step_s": result.step_s,
         "time/data_s": result.data_s,
         "time/total_s": total_s,
-        "throughput/samples_per_s": result.samples / result.step_s,
-        "throughput/items_per_s": result.items / result.step_s,
+        "throughput/samples_per_s": result.samples * sites / result.step_s,
+        "throughput/items_per_s": result.items * sites / result.step_s,
         "memory/peak_bytes": peak_memory,
     }
     if result.padding_fraction is not None:

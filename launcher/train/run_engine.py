@@ -126,7 +126,7 @@ class RunEngine(EvaluatingEngine):
                     engine._without_values = False
         self._require_values()
         if restored is None:
-            seed_everything(plan.train.seed + 1 + self.world.rank)
+            seed_everything(plan.train.seed + 1 + self.world.rank_in_job)
         task = cast("Task", LoopTask(loss, collate))
         saves = Saves(cadence, fence, failed, parts=parts or {})
         self._loop = TrainingLoop(plan, task, self, Evaluation(self, task, sets_by_name(eval_data)), saves, restored)

@@ -34,6 +34,7 @@ from launcher.train.engine import oom
 from launcher.train.engine.build import FromModel
 from launcher.train.evaluation import EvaluatingEngine, Evaluation
 from launcher.train.optimizers import build_optimizer
+from launcher.train.outer.sites import plan_of_site
 from launcher.train.schedules import MakeSchedule
 from launcher.train.training_loop import Saves, TrainingLoop
 from launcher.train.world import World, device_of, join
@@ -50,13 +51,16 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
         WrongCheckpoint: the newest checkpoint does not fit this plan.
         Superseded: a newer attempt of the run has started.
     """
-    world, fence = World.here(), Fence.here(plan.paths)
+    world = World.here(1 if plan.outer is None else plan.outer.sites)
+    plan = plan_of_site(plan, world)
+    fence = Fence.here(plan.paths)
     device = device_of(world, plan.cluster.device)
     join(world, device, plan.train.hang_timeout)
     submitted_plan = precision.resolve_precision(plan, world, device, plan.paths.precision)
     plan = oom.apply_stored_micro_size(submitted_plan, world)
     if world.rank == 0:
         fence.check()
+        plan.paths.root.mkdir(parents=True, exist_ok=True)
         save.delete_partial(plan.paths, fence)
 
     task = load_task(plan.task.target, plan.task.params, plan.cluster.import_from, plan.train.seed)
@@ -85,7 +89,7 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     named = {eval_set_text(name): data for name, data in held_out.items()} or {eval_set_text(""): None}
     require_same_data({"train_data()": samples, **named}, plan, world, engine.device)
     HEARTBEAT.beat(Phase.starting, 4)
-    seed_everything(plan.train.seed + 1 + world.rank)  # from here on each rank draws other numbers, for dropout
+    seed_everything(plan.train.seed + 1 + world.rank_in_job)  # from here on each rank draws other numbers, for dropout
 
     restored = load_newest(engine, plan.paths, fence, commit) if plan.checkpoint.enabled else None
     if restored is not None:

@@ -257,6 +257,8 @@ class TrainingLoop:
         if engine.nonfinite_windows:
             values["batch/nonfinite_windows"] = engine.nonfinite_windows
         values |= totals.best.metrics()
+        if engine.outer is not None and self.log_due(result, extra=self.eval_due(result) or self.save_due(result)):
+            values |= engine.outer.take_metrics()
         if totals.since:
             values["progress/measured_since"] = totals.since
         if engine.precision.scales:

@@ -3,6 +3,7 @@ variables that torchrun sets."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,12 +24,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """Numbering of this process: ``rank`` of ``size`` in the job, ``local_rank`` of ``local_size`` on its host."""
+    """Numbering of this process: ``rank`` of ``size`` in the job, ``local_rank`` of ``local_size`` on its host.
+
+    With outer steps, ``rank`` and ``size`` are those within its site, which is number ``site`` of ``sites``: the
+    process group, and everything that a window communicates, is that of the site.
+    """
 
     rank: int
     size: int
     local_rank: int
     local_size: int = 1
+    site: int = 0
+    sites: int = 1
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> World:
@@ -46,8 +53,24 @@ class World:
         )
 
     @classmethod
-    def here(cls) -> World:
-        return cls.from_env(os.environ)
+    def here(cls, sites: int = 1) -> World:
+        """Return the world of this process, in a job of ``sites`` sites."""
+        job = cls.from_env(os.environ)
+        if sites == 1:
+            return job
+        job.require_divisible(sites)
+        site, rank = divmod(job.rank, job.size // sites)
+        return dataclasses.replace(job, rank=rank, size=job.size // sites, site=site, sites=sites)
+
+    def require_divisible(self, sites: int) -> None:
+        """Raise ConfigError if the ranks cannot be divided into ``sites`` sites."""
+        if self.size % sites:
+            raise ConfigError("WORLD_SIZE", self.size, f"cannot be divided into the plan's {sites} sites.")
+
+    @property
+    def rank_in_job(self) -> int:
+        """Return the rank in the whole job."""
+        return self.site * self.size + self.rank
 
     def require_size(self, planned: int) -> None:
         """Raise ConfigError if the plan is for another number of ranks."""
@@ -137,14 +160,40 @@ def join(world: World, device: torch.device, hang_timeout_s: float | None) -> No
     import torch.distributed as dist
 
     if dist.is_initialized():
+        if dist.get_world_size() != world.size:
+            raise SiteError(
+                f"The script has made a process group of {dist.get_world_size()} ranks. With outer=diloco the engine "
+                f"makes one of the {world.size} ranks of each site.\n  Leave init_process_group out."
+            )
         return
     timeout = patience(hang_timeout_s)
+    store = site_store(world)
     if device.type == "cuda" and shares_gpus():
-        dist.init_process_group("cpu:gloo,cuda:gloo", rank=world.rank, world_size=world.size, timeout=timeout)
+        backend, gpu = "cpu:gloo,cuda:gloo", None
     elif device.type == "cuda":
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timeout)
+        backend, gpu = "cpu:gloo,cuda:nccl", device
     else:
-        dist.init_process_group("gloo", rank=world.rank, world_size=world.size, timeout=timeout)
+        backend, gpu = "gloo", None
+    dist.init_process_group(
+        backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout, device_id=gpu
+    )
+
+
+def site_store(world: World) -> dist.Store | None:
+    """Return the store at which the ranks of a site meet; None for a job of one site, which uses torch's default."""
+    if world.sites == 1:
+        return None
+    import torch.distributed as dist
+
+    return dist.PrefixStore(f"site{world.site}", job_store(world))
+
+
+def job_store(world: World) -> dist.Store:
+    """Return the store at which all ranks of a job meet."""
+    from torch.distributed.rendezvous import rendezvous
+
+    store, _, _ = next(rendezvous("env://", world.rank_in_job, world.size * world.sites))
+    return store
 
 
 def patience(hang_timeout_s: float | None) -> timedelta | None:

@@ -88,11 +88,14 @@ def load_newest(
     """
     world = engine.world
     candidates: list[Path] = world.of_rank_0(paths.committed_checkpoints() if world.rank == 0 else [])
+    if engine.sites.count > 1:
+        candidates = _of_all_sites(engine, paths, candidates)
     damaged: list[Path] = []
     for directory in candidates:
-        if problems := [p for each in (directory, *parts_of(directory)) for p in damages(world, each)]:
-            damaged.append(directory)
-            if world.rank == 0:
+        problems = [p for each in (directory, *parts_of(directory)) for p in damages(world, each)]
+        if any(engine.sites.of_all(bool(problems))):
+            damaged += [directory] * bool(problems)
+            if world.rank == 0 and problems:
                 print(f"Checkpoint {directory} is damaged and not used: {'; '.join(problems)}.", flush=True)
             continue
         _require_parts(directory, parts or {})
@@ -113,6 +116,27 @@ def load_newest(
     if world.rank == 0 and paths.metrics.exists() and paths.metrics.stat().st_size:
         print(f"{paths.checkpoints} has no checkpoint: the run and its record restart at step 0.", flush=True)
     return None
+
+
+def _of_all_sites(engine: Engine, paths: RunPaths, candidates: list[Path]) -> list[Path]:
+    """Return those of ``candidates`` whose step all sites have, the newest first. A site that has none, because there
+    were fewer sites when they were saved, uses the first site's.
+
+    Raises:
+        WrongCheckpoint: sites have checkpoints, and no step is among those of all.
+    """
+    world = engine.world
+    if not candidates and engine.sites.site:
+        candidates = world.of_rank_0(paths.run.committed_checkpoints() if world.rank == 0 else [])
+    everyone = engine.sites.of_all([path.name for path in candidates])
+    common = set(everyone[0]).intersection(*everyone[1:])
+    if any(everyone) and not common:
+        newest = ", ".join(f"site {site}: {names[0] if names else 'none'}" for site, names in enumerate(everyone))
+        raise WrongCheckpoint(
+            f"The sites have no checkpoint of the same step ({newest}).\n  Restore one in {paths.checkpoints} from a "
+            "copy; or start a new run."
+        )
+    return [path for path in candidates if path.name in common]
 
 
 def parts_of(directory: Path) -> list[Path]:
@@ -257,7 +281,7 @@ def load(engine: Engine, directory: Path) -> Restored:
     engine.stream.load_state_dict(tensors[key] for key in stream_keys)
     random = tensors[random_key]
     if not random or (engine.device.type == "cuda" and "cuda" not in random):  # a new rank, or one saved on a CPU
-        seed_everything(seed_for(plan.train.seed, f"{engine.world.rank}/{engine.steps}"))
+        seed_everything(seed_for(plan.train.seed, f"{engine.world.rank_in_job}/{engine.steps}"))
     if random:
         restore_random_state(random, engine.device)
     return Restored(directory, state["run"], origin, ranks, comparable)

@@ -39,8 +39,8 @@ def origin_of(plan: RunPlan) -> Origin:
         "world_size": plan.batch.world_size,
         "strategy": plan.strategy.kind.value,
         "shard_size": plan.strategy.shard_size,
-        "global_size": plan.batch.global_size,
-        "ramp": _ramp(plan.batch),
+        "global_size": plan.batch.whole.global_size,
+        "ramp": _ramp(plan.batch.whole),
         "micro_size": plan.batch.micro_size,
         "accumulation": plan.batch.accumulation,
         "seed": plan.train.seed,
@@ -83,17 +83,18 @@ def require_same_run(directory: Path, origin: Origin, index: int, plan: RunPlan)
         return
     changes, problems = _changes(origin, plan), list[str]()
     stages = tuple(RampStage(windows=count, global_size=size) for count, size in origin["ramp"])
-    old = dataclasses.replace(plan.batch, global_size=origin["global_size"], ramp=stages)
-    if windows.past(old, index) != windows.past(plan.batch, index):
+    new = plan.batch.whole
+    old = dataclasses.replace(new, global_size=origin["global_size"], ramp=stages)
+    if windows.past(old, index) != windows.past(new, index):
         problems.append(
-            f"batch.global_size={plan.batch.global_size} (was {old.global_size}): the {index} windows so far had other "
+            f"batch.global_size={new.global_size} (was {old.global_size}): the {index} windows so far had other "
             "sizes than the plan says, so their samples cannot be counted; give the change to `launch resume`"
         )
-    elif windows.future(old, index) != windows.future(plan.batch, index):
-        if old.global_size == plan.batch.global_size:
-            changes.append(Change("batch.ramp", _ramp(old), _ramp(plan.batch)))
+    elif windows.future(old, index) != windows.future(new, index):
+        if old.global_size == new.global_size:
+            changes.append(Change("batch.ramp", _ramp(old), _ramp(new)))
         else:
-            changes.append(Change("batch.global_size", old.global_size, plan.batch.global_size))
+            changes.append(Change("batch.global_size", old.global_size, new.global_size))
     problems += refusals(changes, plan.forced)
     if problems:
         raise WrongCheckpoint(

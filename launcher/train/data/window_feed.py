@@ -20,7 +20,7 @@ from launcher.config.schema import Balance, ShortWindow
 from launcher.errors import ConfigError, DataError
 from launcher.plan.data_shards import Division
 from launcher.plan.run_plan import RunPlan
-from launcher.plan.windows import Windows, share_of_window
+from launcher.plan.windows import Span, Windows, share_of_window
 from launcher.quantities import count
 from launcher.task import is_loader, is_mapped
 from launcher.train.data.fingerprint import Outline, require_same_data, require_same_stream
@@ -149,9 +149,9 @@ class MapFeed:
         self, dataset: Any, plan: RunPlan, world: World, device: torch.device, collate: Collate, start: int
     ) -> None:
         assert plan.task.samples is not None
-        self._plan, self._rank, self._start = plan, world.rank, start
+        self._plan, self._rank, self._start, self._site = plan, world.rank, start, world.site
         keep_short = plan.epoch.short_window_policy is ShortWindow.exact
-        self._spans = Windows(plan.task.samples, plan.batch, keep_short=keep_short)
+        self._spans = Windows(plan.task.samples, plan.batch.whole, keep_short=keep_short)
         order = SampleOrder(dataset, plan.task.samples, plan.train.seed, shuffle=plan.train.shuffle)
         specs, plain = itertools.chain.from_iterable(map(self._specs, self._indices())), dataset
         self._balanced = None
@@ -167,9 +167,15 @@ class MapFeed:
         epochs = self._plan.train.epochs
         return itertools.count(self._start) if epochs is None else range(self._start, self._spans.before(epochs))
 
+    def _span(self, index: int) -> Span:
+        """Return the position of this site's part of a window."""
+        span, sites = self._spans.at(index), self._plan.batch.sites
+        size = span.size // sites
+        return span._replace(first=span.first + self._site * size, size=size)
+
     def _specs(self, index: int) -> Iterator[_Spec]:
         """Yield this rank's micro-batches of a window."""
-        span = self._spans.at(index)
+        span = self._span(index)
         if self._balanced is None:
             shares, stand_in = share_of_window(span.size, self._plan.batch, self._rank), 0
         else:
@@ -180,7 +186,7 @@ class MapFeed:
 
     def _balance(self, dataset: ArrangedData, order: SampleOrder, index: int) -> BalancedWindow:
         assert dataset.lengths is not None
-        span = self._spans.at(index)
+        span = self._span(index)
         indices = order.take(span.epoch, span.first, span.size)
         return balanced(dataset.lengths[list(indices)].tolist(), self._plan.batch)
 
@@ -188,7 +194,7 @@ class MapFeed:
         unit = self._plan.batch.micro_size * self._plan.batch.world_size
         for index in self._indices():
             self._index = index
-            span = self._spans.at(index)
+            span = self._span(index)
             count = -(-span.size // unit)
             padding = None if self._balanced is None else self._balanced(index).padding_fraction
             yield Window(index, span.epoch, count, itertools.islice(self._source, count), padding)

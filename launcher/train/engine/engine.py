@@ -26,7 +26,7 @@ from launcher.loss import Loss
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import reduces
 from launcher.train import precision
-from launcher.train.callback_set import CallbackSet
+from launcher.train.callback_set import CallbackSet, callbacks_of
 from launcher.train.context import ContextSource
 from launcher.train.data.loader import Collate, MicroBatch, to_device
 from launcher.train.data.stream_state import StreamCheckpoint
@@ -44,6 +44,8 @@ from launcher.train.engine.window_totals import StepResult, WindowTotals
 from launcher.train.measure.noise_scale import NoiseScale
 from launcher.train.measure.observer import EndedWindow, Observer
 from launcher.train.measure.straggler import StragglerDetector
+from launcher.train.outer.outer_steps import OuterSteps
+from launcher.train.outer.sites import Sites, plan_of_site
 from launcher.train.parallel.base import ShardUnits
 from launcher.train.parallel.replicas import Buffers
 from launcher.train.schedules import MakeSchedule
@@ -70,6 +72,7 @@ class Engine(EngineProgress):
     Attributes:
         callbacks: the callbacks, and their state.
         buffers: the model's buffers that training changes.
+        sites: the sites of the job, and ``outer`` their outer steps; None without any.
         context: source of ``launcher.current()``; its ``take_scalars()`` returns what was logged there.
         position: that of the next window in the data, the same on all ranks.
         stream: state of a stream, for checkpoints.
@@ -94,7 +97,8 @@ class Engine(EngineProgress):
         schedule: MakeSchedule | None = None,
         callbacks: Sequence[object] | None = None,
     ) -> None:
-        self.world = World.here()
+        self.world = World.here(1 if plan.outer is None else plan.outer.sites)
+        plan = plan_of_site(plan, self.world)
         self.world.require_size(plan.batch.world_size)
         self.device = device_of(self.world, plan.cluster.device)
         join(self.world, self.device, plan.train.hang_timeout)
@@ -122,7 +126,10 @@ class Engine(EngineProgress):
         self.context = ContextSource(self.device, plan.train.seed, *ranks, progress=self._step_and_epoch)
         self.context.activate()
         self.owner = owner
-        self.callbacks = CallbackSet.of(plan) if callbacks is None else CallbackSet(callbacks)
+        self.sites = Sites(self.world, plan.train.hang_timeout)
+        self.outer = None if plan.outer is None else OuterSteps(plan.outer, self.sites)
+        listed = callbacks_of(plan) if callbacks is None else callbacks
+        self.callbacks = CallbackSet(listed if self.outer is None else [self.outer, *listed])
         self.callbacks.call("on_setup", self)
 
     def _initial_values(self) -> OtherValues | None:
@@ -238,7 +245,9 @@ class Engine(EngineProgress):
         if reduces(current.sync, last=last):
             self._trained.require_same()
         if last:
-            totals.send(more=self._feed.has_next(), stop=self._stop(), save_due=self._save_due())
+            index = current.window.index if current.window is not None else 0
+            stop, save_due = self.sites.agree(index, stop=self._stop(), save_due=self._save_due())
+            totals.send(more=self._feed.has_next(), stop=stop, save_due=save_due)
             if current.may_abandon and totals.out_of_memory():
                 raise oom.WindowAbandoned
         items_of_terms = (self._loss.counted or totals.items_by_term()) if self._loss.several else ()
@@ -297,6 +306,8 @@ class Engine(EngineProgress):
             save_due=agreed.save_due, flags_bytes=flags_bytes, metrics=self._loss.averages,
         )  # fmt: skip
         self.callbacks.call("on_step", self, result)
+        if result.last:
+            self.sites.leave()
         return result
 
     def shrinks(self, error: BaseException) -> bool:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
@@ -120,6 +121,10 @@ class Parallel:
         """Return the norm of the whole gradient, of which ``gradients`` is this rank's part: a scalar, the same on all
         ranks."""
         return get_total_norm(gradients)
+
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """Return the group of the ranks that hold the same parameters as this one; None: no other rank does."""
+        return None
 
     def zero_grad(self) -> None:
         for parameter, gradient in self._left_out:

@@ -240,6 +240,9 @@ class Ddp(Parallel):
         self._order = names
         self.zero_grad()
 
+    def replica_group(self) -> dist.ProcessGroup | None:
+        return dist.group.WORLD
+
     def state_dict(self) -> dict[str, Any]:
         return self._compression.state_dict()
 

@@ -47,6 +47,7 @@ class Fsdp(Parallel):
         mesh = mesh_of(device, world_size, strategy.shard_size)
         _wait_for_hangs(mesh, plan.train.hang_timeout)
         self._shard_group = mesh["shard"].get_group()
+        self._replica_group = mesh["replicate"].get_group() if strategy.shard_size < world_size else None
         self._shard_size = strategy.shard_size
         self._replicated = strategy.kind is StrategyKind.hsdp
         # autocast does the rest of the mixed precision, as under every strategy: see mixed_precision.py
@@ -220,6 +221,9 @@ class Fsdp(Parallel):
         self._reshard()
         self._scatter.finish()
         return [local(gradient) for gradient in super().gradients()]
+
+    def replica_group(self) -> dist.ProcessGroup | None:
+        return self._replica_group
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         own = super().total_norm(gradients)

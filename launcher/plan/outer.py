@@ -1,0 +1,188 @@
+"""Outer steps: which ranks are a site, and what a site may do without the others.
+
+Between two outer steps a site trains on its own. All sites take the same number of optimizer steps, so whatever lets
+one of them skip or end earlier than the others is refused here. Standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from launcher.config.choices import OuterCompress, OuterKind
+from launcher.config.outer_group import OuterConfig
+from launcher.config.schema import Config, OnNonfinite, PrecisionKind, StrategyConfig, StrategyKind
+from launcher.errors import ConfigError
+from launcher.plan.batch import Batch
+from launcher.plan.launch_plan import ClusterPlan, node_range
+from launcher.quantities import bytes_text, count
+
+if TYPE_CHECKING:
+    from launcher.plan.run_plan import EpochPlan, PrecisionPlan, TaskPlan
+
+# bytes that are sent of each parameter, by outer.compress: launcher/train/outer/codec.py
+SENT_BYTES = {
+    OuterCompress.none: 4.0,
+    OuterCompress.int8: 1 + 4 / 256,
+    OuterCompress.int4: 0.5 + 4 / 64,
+    OuterCompress.topk: (64 * 3 + 4) / 4096,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterPlan(OuterConfig):
+    """Outer steps of a job.
+
+    Attributes:
+        sites: number of sites, at least 2.
+        site_size: ranks of a site; their numbers are adjacent.
+    """
+
+    mixing: float = 0.0
+    sites: int
+    site_size: int
+
+    def wire_bytes(self, parameters: int) -> float:
+        """Return the bytes that a site sends per optimizer step, on average, to average ``parameters`` parameters."""
+        return (self.sites - 1) * SENT_BYTES[self.compress] * parameters / self.every
+
+
+def solve_outer(config: Config, batch: Batch, cluster: ClusterPlan) -> OuterPlan | None:
+    """Return the outer steps of a job; None without any.
+
+    Raises:
+        ConfigError: the ranks or the batch cannot be divided into sites, or a value contradicts another one.
+    """
+    outer = config.outer
+    if outer.kind is OuterKind.none:
+        _require_unset(outer)
+        return None
+    if not node_range(config.cluster.nodes).fixed:
+        raise ConfigError(
+            "cluster.nodes", config.cluster.nodes, "cannot be a range with outer=diloco: the number of sites is fixed "
+            "while a job runs.", "Name one number; `launch resume RUN cluster.nodes=N` changes it.",
+        )  # fmt: skip
+    size = _site_size(outer, batch, cluster, config.strategy)
+    sites = batch.world_size // size
+    _require_times(outer, config.schedule.warmup_steps)
+    sizes = [batch.global_size, *(stage.global_size for stage in batch.ramp)]
+    if not batch.even or any(each % sites for each in sizes):
+        raise ConfigError(
+            "batch.uneven", "true", f"outer=diloco needs equal shares for its {sites} sites.",
+            "Choose a batch.global_size that the ranks share equally.",
+        )  # fmt: skip
+    mixing = outer.mixing if outer.mixing is not None else 0.5 if outer.delay else 0.0
+    values = {name: value for name, value in vars(outer).items() if name != "mixing"}
+    return OuterPlan(**values, mixing=mixing, sites=sites, site_size=size)
+
+
+def _require_unset(outer: OuterConfig) -> None:
+    for name, value in vars(outer).items():
+        if value != getattr(OuterConfig(), name):
+            raise ConfigError(f"outer.{name}", value, "has an effect with outer=diloco only.", "Add outer=diloco.")
+
+
+def _site_size(outer: OuterConfig, batch: Batch, cluster: ClusterPlan, strategy: StrategyConfig) -> int:
+    world, group = batch.world_size, outer.group
+    divisors = [size for size in range(1, world) if world % size == 0]
+    if group == "shard":
+        if strategy.kind is not StrategyKind.hsdp:
+            raise ConfigError(
+                "outer.group", group, f"strategy={strategy.kind.value} has no shard groups.",
+                "Use strategy=hsdp, or outer.group=node, or a number of ranks.",
+            )  # fmt: skip
+        size = cluster.workers_per_node if strategy.shard_size is None else strategy.shard_size
+    elif group == "node":
+        size = cluster.workers_per_node
+    elif str(group).isdecimal() and int(group) > 0:
+        size = int(group)
+    else:
+        raise ConfigError("outer.group", group, "must be node, shard, or a number of ranks.")
+    if size not in divisors:
+        shown = group if str(group) == str(size) else f"{group} ({count(size, 'rank')})"
+        ways = f"Use outer.group={' or '.join(map(str, divisors))}." if divisors else "Add workers or hosts."
+        raise ConfigError("outer.group", shown, f"does not divide {count(world, 'rank')} into several sites.", ways)
+    return size
+
+
+def _require_times(outer: OuterConfig, warmup_steps: int) -> None:
+    """Check that the parts of a round fit into it."""
+    every = outer.every
+    for name, value, most in (("fragments", outer.fragments, every), ("delay", outer.delay, every - 1)):
+        if value > most:
+            raise ConfigError(f"outer.{name}", value, f"must be at most {most} with outer.every={every}.")
+    if outer.mixing and not outer.delay:
+        raise ConfigError("outer.mixing", outer.mixing, "has an effect with outer.delay only.", "Leave it out.")
+    if every < warmup_steps:
+        raise ConfigError(
+            "outer.every", every, f"is below schedule.warmup_steps={warmup_steps}: the first averages would be of "
+            "steps that are still small.", f"Use outer.every={warmup_steps} or more, or a shorter warm-up.",
+        )  # fmt: skip
+
+
+def strategy_of_site(config: StrategyConfig, outer: OuterPlan) -> StrategyConfig:
+    """Return the strategy with which the ranks of one site compute."""
+    if outer.group == "shard":
+        return replace(config, kind=StrategyKind.fsdp, shard_size=None)
+    return config
+
+
+def require_in_step(config: Config, epoch: EpochPlan, precision: PrecisionPlan, task: TaskPlan) -> None:
+    """Check that no site can skip a window, or end before the others.
+
+    Raises:
+        ConfigError: a value would allow it.
+    """
+    skips = "lets a site skip a step that others take, which outer=diloco does not allow."
+    if task.samples is None:
+        raise ConfigError(
+            "outer", "diloco", "does not work with a stream: sites would reach its end at different steps.",
+            "Return map-style data (__len__ and __getitem__).",
+        )  # fmt: skip
+    if epoch.short_window:
+        raise ConfigError(
+            "batch.short_window", epoch.short_window_policy, f"an epoch ends with {epoch.short_window} samples, which "
+            "the sites cannot share equally.", "Use batch.short_window=drop.",
+        )  # fmt: skip
+    if precision.kind is PrecisionKind.fp16:
+        raise ConfigError("precision", "fp16", skips, "Use precision=bf16 or fp32.")
+    if config.train.on_nonfinite is OnNonfinite.skip:
+        raise ConfigError("train.on_nonfinite", "skip", skips, "Use train.on_nonfinite=stop.")
+    for key, value in (("train.patience", config.train.patience), ("checkpoint.best", config.checkpoint.best)):
+        if value is not None:
+            raise ConfigError(
+                key, value, "does not work with outer=diloco: sites have other held-out losses.", "Leave it out."
+            )
+
+
+def outer_text(outer: OuterPlan, batch: Batch) -> str:
+    """Return a text such as "2 sites of 4 ranks with 32 samples each, averaged every 50 steps"."""
+    share = batch.of_site(outer.sites).global_size
+    parts = [f"{outer.sites} sites of {count(outer.site_size, 'rank')}, {count(share, 'sample')} each a step; averaged"]
+    parts.append(f"every {count(outer.every, 'step')}")
+    if outer.fragments > 1:
+        parts.append(f"in {outer.fragments} parts in turn")
+    if outer.delay:
+        parts.append(f"which arrive {count(outer.delay, 'step')} later")
+    if outer.compress is not OuterCompress.none:
+        parts.append(f"sent as {outer.compress.value}")
+    parts.append(f"outer lr {outer.lr:g}, momentum {outer.momentum:g}")
+    return f"{parts[0]} {', '.join(parts[1:])}"
+
+
+def outer_notes(outer: OuterPlan | None, task: TaskPlan) -> list[str]:
+    """Return what the user should know: which contract holds, and what is sent."""
+    if outer is None:
+        return []
+    notes = [
+        f"outer=diloco is not the gradient of one global batch: each site takes {count(outer.every, 'step')} on its own "
+        "share before the sites average. Compare it with the synchronous job: jobs/outer.py."
+    ]
+    if task.parameters is not None:
+        synchronous = 8 * (outer.sites - 1) / outer.sites * task.parameters
+        own = outer.wire_bytes(task.parameters)
+        notes.append(
+            f"Between sites {bytes_text(round(own))} a step and site are sent on average, and {bytes_text(round(synchronous))} "
+            "if every step were synchronised in fp32."
+        )
+    return notes

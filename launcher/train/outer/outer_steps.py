@@ -1,0 +1,273 @@
+"""Outer steps of DiLoCo (Douillard et al. 2023) and Streaming DiLoCo (Douillard et al. 2025).
+
+Every site starts with the same parameters and trains on its own. Every H optimizer steps the sites take an outer step:
+
+    outer gradient of a site = shared parameters - its own parameters     (+ what it has not sent yet)
+    g = mean of the outer gradients over the sites
+    momentum = m * momentum + g;   shared parameters -= lr * (g + m * momentum)     (Nesterov)
+    own parameters = mixing * own + (1 - mixing) * shared
+
+The parameters may be divided into fragments that take their outer steps in turn, and the exchange of a fragment may
+continue while the site trains on. Inner optimizer state is never exchanged. Each parameter crosses the link between two
+sites once: ranks that hold copies of it send a part each.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from launcher.config.choices import OuterCompress
+from launcher.errors import DataError, ReplicasDiffer, TaskError
+from launcher.plan.outer import OuterPlan
+from launcher.quantities import count, first_names
+from launcher.train.engine.window_totals import StepResult
+from launcher.train.outer.codec import BLOCK, decode, encode
+from launcher.train.outer.sites import Gathering, Sites, digest
+from launcher.train.parallel.base import local
+
+if TYPE_CHECKING:
+    from launcher.train.engine.engine import Engine
+
+
+@dataclass
+class _Exchange:
+    """Outer gradients of a fragment that are under way.
+
+    Attributes:
+        target: what the site wanted to send.
+        padded: its numbers with padding, of which each rank that has the same parameters sends a part.
+        due: optimizer step after which they are applied.
+    """
+
+    gathering: Gathering
+    target: Tensor
+    padded: int
+    due: int
+
+
+class OuterSteps:
+    """Outer steps of one site. It is a callback of the engine, so that its state is saved with the model.
+
+    Attributes:
+        shared: the parameters that all sites share, by name, sharded as the model's; in fp32 for narrower ones.
+        rounds: fragments averaged so far.
+    """
+
+    def __init__(self, plan: OuterPlan, sites: Sites) -> None:
+        self._plan, self._sites = plan, sites
+        self._compresses = plan.compress is not OuterCompress.none
+        self.rounds = 0
+        self._restored = False
+        self._under_way: dict[int, _Exchange] = {}
+        self._arrived: dict[int, int] = {}  # fragments whose mean was received before it is applied, and when that is
+        self.clear_metrics()
+
+    def clear_metrics(self) -> None:
+        """Start to count again."""
+        self.seconds = 0.0
+        self.payload_bytes = 0
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metrics of this rank since the last call."""
+        values = {
+            "outer/sites": self._sites.count,
+            "outer/rounds": self.rounds,
+            "outer/payload_bytes": self.payload_bytes,
+            "outer/wire_bytes": self.payload_bytes * (self._sites.count - 1),
+            "outer/time_s": self.seconds,
+        }
+        self.clear_metrics()
+        return values
+
+    def on_setup(self, engine: Engine) -> None:
+        named = {name: p.detach() for name, p in engine.model.named_parameters() if p.requires_grad}
+        self.shared = {name: _wide(parameter) for name, parameter in named.items()}
+        self._momentum = {name: torch.zeros_like(tensor) for name, tensor in self.shared.items()}
+        # what was not sent; and means that wait for their step
+        self._unsent = {name: torch.zeros_like(t) for name, t in self.shared.items()} if self._compresses else {}
+        self._means = {name: torch.zeros_like(t) for name, t in self.shared.items()} if self._plan.delay else {}
+        self._fragments = _divided({name: p.numel() for name, p in named.items()}, self._plan.fragments)
+        self._replicas = engine.parallel.replica_group()
+
+    def on_start(self, engine: Engine) -> None:
+        """Share the first site's model, or check that a checkpoint has restored the same one at all sites."""
+        if not self._restored:
+            self._sites.share([local(tensor) for tensor in (*engine.model.parameters(), *engine.model.buffers())])
+            for shared, parameter in zip(*self._locals(engine, [*self.shared]), strict=True):
+                shared.copy_(parameter)
+        self._require_same(engine)
+
+    def _require_same(self, engine: Engine) -> None:
+        digests = {name: digest(local(tensor)) for name, tensor in self.shared.items()}
+        differing = [name for name in digests if len({each[name] for each in self._sites.of_all(digests)}) > 1]
+        if differing:
+            raise ReplicasDiffer(
+                f"After step {engine.steps} the sites do not share the same parameters: {first_names(differing)}.\n"
+                "  Their checkpoints are of different runs, or code of yours changes the outer steps' state."
+            )
+
+    @torch.no_grad()
+    def on_step(self, engine: Engine, result: StepResult) -> None:
+        started, step = time.perf_counter(), result.step
+        every, ends = self._plan.every, result.last and not result.stopped
+        if result.skipped:
+            raise DataError(
+                f"The window of step {step + 1} holds no item at site {self._sites.site}: it cannot take a step that "
+                "the other sites take.\n  Remove samples without items from train_data()."
+            )
+        for fragment, due in [(number, each.due) for number, each in self._under_way.items()] + [*self._arrived.items()]:
+            if step >= due or ends:
+                self._apply(engine, fragment, self._plan.mixing)
+        for fragment, offset in enumerate(self._offsets()):
+            if step % every != offset and not ends:
+                continue
+            self._send(engine, fragment, step + self._plan.delay)
+            if ends or not self._plan.delay:  # after the last step all sites have one model
+                self._apply(engine, fragment, 0.0)
+        if step % every == 0 or ends:
+            self._average_buffers(engine)
+        self.seconds += time.perf_counter() - started
+
+    def _offsets(self) -> list[int]:
+        """Return, for each fragment, the step within a round of H steps after which it is sent; the last one after all
+        of them."""
+        every, fragments = self._plan.every, self._plan.fragments
+        return [every * (number + 1) // fragments % every for number in range(fragments)]
+
+    def _send(self, engine: Engine, fragment: int, due: int) -> None:
+        """Start the exchange of a fragment's outer gradients."""
+        names = self._fragments[fragment]
+        shared, own = self._locals(engine, names)
+        changes = [(s - p.to(s.dtype)).flatten() for s, p in zip(shared, own, strict=True)]
+        if self._compresses:
+            changes = [c + local(self._unsent[n]).flatten() for c, n in zip(changes, names, strict=True)]
+        target = torch.cat(changes)
+        ranks, rank = _size_and_rank(self._replicas)
+        unit = ranks * BLOCK[self._plan.compress]
+        padded = -(-target.numel() // unit) * unit
+        share = padded // ranks
+        whole = torch.nn.functional.pad(target, (0, padded - target.numel()))
+        payload = encode(whole[rank * share : (rank + 1) * share], self._plan.compress).cpu()
+        self.payload_bytes += payload.numel()
+        self._under_way[fragment] = _Exchange(self._sites.gather(payload), target, padded, due)
+
+    def _receive(self, fragment: int) -> list[Tensor]:
+        """Wait for a fragment's outer gradients, and return their mean for each of its parameters, flattened."""
+        exchange = self._under_way.pop(fragment)
+        target, compress = exchange.target, self._plan.compress
+        ranks, _ = _size_and_rank(self._replicas)
+        total = torch.zeros_like(target)
+        own = total
+        for site, payload in enumerate(exchange.gathering.wait()):
+            parts = [payload.to(target.device)]
+            if ranks > 1:
+                parts = [torch.empty_like(parts[0]) for _ in range(ranks)]
+                dist.all_gather(parts, payload.to(target.device), self._replicas)
+            numbers = [decode(part, compress, exchange.padded // ranks, target.dtype) for part in parts]
+            decoded = torch.cat(numbers)[: target.numel()]
+            total += decoded
+            if site == self._sites.site:
+                own = decoded
+        names = self._fragments[fragment]
+        sizes = [local(self.shared[name]).numel() for name in names]
+        if self._compresses:
+            for name, rest in zip(names, (target - own).split(sizes), strict=True):
+                unsent = local(self._unsent[name])
+                unsent.copy_(rest.view_as(unsent))
+        return list((total / self._sites.count).split(sizes))
+
+    def _apply(self, engine: Engine, fragment: int, mixing: float) -> None:
+        """Take a fragment's outer step."""
+        names, plan = self._fragments[fragment], self._plan
+        if self._arrived.pop(fragment, None) is not None:
+            means = [local(self._means[name]).flatten() for name in names]
+        else:
+            means = self._receive(fragment)
+        frozen = {name for name, p in engine.model.named_parameters() if p in engine.parallel.frozen}
+        shared, own = self._locals(engine, names)
+        for name, mean, kept, parameter in zip(names, means, shared, own, strict=True):
+            if name in frozen:
+                continue
+            momentum, gradient = local(self._momentum[name]), mean.view_as(kept)
+            momentum.mul_(plan.momentum).add_(gradient)
+            kept.sub_(gradient + plan.momentum * momentum, alpha=plan.lr)
+            parameter.copy_(kept if not mixing else torch.lerp(kept, parameter.to(kept.dtype), mixing))
+        self.rounds += 1
+
+    def _average_buffers(self, engine: Engine) -> None:
+        """Average the buffers that training changes, such as BatchNorm's running statistics."""
+        buffers = dict(engine.model.named_buffers())
+        changing = [buffers[name] for name in engine.buffers.changing if buffers[name].is_floating_point()]
+        if not changing:
+            return
+        together = torch.cat([buffer.detach().flatten().double() for buffer in changing]).cpu()
+        self.payload_bytes += together.nbytes
+        mean = torch.stack(self._sites.gather(together).wait()).mean(0)
+        for buffer, values in zip(changing, mean.split([buffer.numel() for buffer in changing]), strict=True):
+            buffer.copy_(values.view_as(buffer))
+
+    def _locals(self, engine: Engine, names: list[str]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return this rank's parts of the shared and of the site's own parameters."""
+        parameters = dict(engine.model.named_parameters())
+        return [local(self.shared[name]) for name in names], [local(parameters[name].detach()) for name in names]
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state. Exchanges that are under way are received first; their means are part of it."""
+        for fragment, exchange in [*self._under_way.items()]:
+            for name, mean in zip(self._fragments[fragment], self._receive(fragment), strict=True):
+                kept = local(self._means[name])
+                kept.copy_(mean.view_as(kept))
+            self._arrived[fragment] = exchange.due
+        return {
+            "shared": self.shared, "momentum": self._momentum, "unsent": self._unsent, "means": self._means,
+            "rounds": self.rounds, "arrived": {str(number): due for number, due in self._arrived.items()},
+        }  # fmt: skip
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        own = {"shared": self.shared, "momentum": self._momentum, "unsent": self._unsent, "means": self._means}
+        for kind, tensors in own.items():
+            for name, tensor in state.get(kind, {}).items():
+                if name in tensors:
+                    local(tensors[name]).copy_(local(tensor))
+        self.rounds = state["rounds"]
+        self._arrived = {int(number): due for number, due in state["arrived"].items()}
+        self._restored = True
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+
+
+def _size_and_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    return (1, 0) if group is None else (group.size(), group.rank())
+
+
+def _divided(sizes: dict[str, int], parts: int) -> list[list[str]]:
+    """Return the names in ``parts`` lists of adjacent ones, of about equal sizes.
+
+    Raises:
+        TaskError: there are fewer names than parts.
+    """
+    if parts > len(sizes):
+        raise TaskError(
+            f"outer.fragments={parts}: the model has {count(len(sizes), 'trained parameter')} to divide.\n"
+            f"  Use outer.fragments={len(sizes)} or less."
+        )
+    fragments: list[list[str]] = [[]]
+    total, before = sum(sizes.values()), 0
+    for position, (name, size) in enumerate(sizes.items()):
+        left = parts - len(fragments)
+        full = before * parts >= total * len(fragments)
+        if fragments[-1] and left and (full or len(sizes) - position == left):
+            fragments.append([])
+        fragments[-1].append(name)
+        before += size
+    return fragments

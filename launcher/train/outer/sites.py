@@ -1,0 +1,138 @@
+"""Sites of a job: groups of ranks that take optimizer steps on their own. Each rank is connected to the ranks of the
+same number at the other sites, by gloo through host memory; within a site the default process group is used."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import pickle
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from launcher.heartbeat import HEARTBEAT, Wait
+from launcher.plan.run_plan import RunPlan
+from launcher.rundir.paths import RunPaths
+from launcher.train.world import World, job_store, patience
+
+T = TypeVar("T")
+# Windows after which a request of one site takes effect at all: the exchange of flags then delays none of them, unless
+# a site is this many windows behind.
+FLAGS_DELAY = 4
+
+
+def plan_of_site(plan: RunPlan, world: World) -> RunPlan:
+    """Return the plan of this process's site: its share of each window, and a directory of its own; that of the first
+    site is the run's."""
+    if world.sites == 1 or plan.batch.sites > 1:
+        return plan
+    directory = str(RunPaths(Path(plan.run.dir)).site(world.site))
+    run = dataclasses.replace(plan.run, dir=directory)
+    return dataclasses.replace(plan, run=run, batch=plan.batch.of_site(world.sites))
+
+
+@functools.cache
+def _group(world: World, timeout_s: float | None) -> Any:
+    """Return the process group of the ranks with this number at all sites, which is created once in a process."""
+    store = dist.PrefixStore(f"between_sites/{world.rank}", job_store(world))
+    timeout = patience(timeout_s)
+    arguments = () if timeout is None else (timeout,)
+    return dist.ProcessGroupGloo(store, world.site, world.sites, *arguments)  # pyright: ignore
+
+
+class Gathering:
+    """Tensors of all sites that are under way."""
+
+    def __init__(self, tensors: list[Tensor], work: Any) -> None:
+        self._tensors, self._work = tensors, work
+
+    def wait(self) -> list[Tensor]:
+        """Wait for the tensors of all sites, and return them by site."""
+        with HEARTBEAT.waiting_for(Wait.collective):
+            self._work.wait()
+        return self._tensors
+
+
+class Sites:
+    """The sites of a job, seen from this rank. All ranks of all sites call each method, in the same order.
+
+    Attributes:
+        site, count: number of this site, and of all.
+    """
+
+    def __init__(self, world: World, hang_timeout_s: float | None = None) -> None:
+        self.site, self.count = world.site, world.sites
+        self._group = _group(world, hang_timeout_s) if world.sites > 1 else None
+        self._flags = deque[tuple[Tensor, Any]]()
+        self._agreed: tuple[int, tuple[bool, bool]] = (-1, (False, False))
+        self._saved_until = -1
+
+    def gather(self, tensor: Tensor) -> Gathering:
+        """Start to gather a tensor in host memory, of one shape at all sites."""
+        assert self._group is not None
+        everyone = [torch.empty_like(tensor) for _ in range(self.count)]
+        return Gathering(everyone, self._group.allgather([everyone], [tensor.contiguous()]))
+
+    def of_all(self, value: T) -> list[T]:
+        """Return the ``value`` of every site, by site. Values are pickled."""
+        if self.count == 1:
+            return [value]
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        lengths = [int(length) for length in self.gather(torch.tensor([len(data)])).wait()]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(data)] = data
+        everyone = self.gather(padded).wait()
+        return [pickle.loads(each[:n].numpy().tobytes()) for each, n in zip(everyone, lengths, strict=True)]
+
+    @torch.no_grad()
+    def share(self, tensors: Sequence[Tensor]) -> None:
+        """Give every site the first site's values, in place. Only tensors that differ are sent."""
+        if self.count == 1:
+            return
+        everyone = self.of_all([digest(tensor) for tensor in tensors])
+        for tensor, *digests in zip(tensors, *everyone, strict=True):
+            if len(set(digests)) > 1:
+                tensor.copy_(self.gather(tensor.detach().cpu()).wait()[0])
+
+    def agree(self, window: int, *, stop: bool, save_due: bool) -> tuple[bool, bool]:
+        """Return whether all sites stop after this window, and save: what any site requested FLAGS_DELAY windows ago.
+        A window that runs again gets the same answer."""
+        if self.count == 1:
+            return stop, save_due
+        if self._agreed[0] != window:
+            self._agreed = window, self._exchange(window, stop=stop, save_due=save_due)
+        return self._agreed[1]
+
+    def _exchange(self, window: int, *, stop: bool, save_due: bool) -> tuple[bool, bool]:
+        assert self._group is not None
+        flags = torch.tensor([stop, save_due], dtype=torch.int32)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        self._flags.append((flags, self._group.allreduce([flags], options)))
+        if len(self._flags) <= FLAGS_DELAY:
+            return False, False
+        earlier, work = self._flags.popleft()
+        Gathering([], work).wait()
+        # the clock that requested a save is only reset by that save: until then it has requested more of them
+        saves = bool(earlier[1]) and window > self._saved_until
+        if saves:
+            self._saved_until = window + FLAGS_DELAY
+        return bool(earlier[0]), saves
+
+    def leave(self) -> None:
+        """Wait until no other site needs an answer from this one."""
+        while self._flags:
+            Gathering([], self._flags.popleft()[1]).wait()
+        self.of_all(None)
+
+
+def digest(tensor: Tensor) -> bytes:
+    """Return a digest of a tensor's bits."""
+    bits = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(bits.numpy().tobytes(), digest_size=16).digest()
