@@ -44,12 +44,11 @@ from launcher.plan.strategy_choice import choose_strategy, with_each_strategy
 from launcher.plan.sync_policy import SHARDED
 from launcher.plan.task_inspection import InspectionRequest, describe_task, remembered_probe, trace_plans, weigh_memory
 from launcher.plan.tracker_plan import require_trackers
+from launcher.plan.windows import ANY_NUMBER
 from launcher.process import RUN_DIR, RUN_ID
 from launcher.quantities import count
 
 T = TypeVar("T")
-
-ANY_NUMBER = 2**62  # samples, enough for every window
 
 
 class Once:

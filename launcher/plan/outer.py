@@ -15,6 +15,7 @@ from launcher.config.schema import Config, OnNonfinite, PrecisionKind, StrategyC
 from launcher.errors import ConfigError
 from launcher.plan.batch import Batch
 from launcher.plan.launch_plan import ClusterPlan, node_range
+from launcher.plan.windows import ANY_NUMBER
 from launcher.quantities import bytes_text, count
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def require_in_step(config: Config, epoch: EpochPlan, precision: PrecisionPlan, 
             "outer", "diloco", "does not work with a stream: sites would reach its end at different steps.",
             "Return map-style data (__len__ and __getitem__).",
         )  # fmt: skip
-    if epoch.short_window:
+    if epoch.short_window and task.samples != ANY_NUMBER:
         raise ConfigError(
             "batch.short_window", epoch.short_window_policy, f"an epoch ends with {epoch.short_window} samples, which "
             "the sites cannot share equally.", "Use batch.short_window=drop.",
@@ -175,14 +176,14 @@ def outer_notes(outer: OuterPlan | None, task: TaskPlan) -> list[str]:
     if outer is None:
         return []
     notes = [
-        f"outer=diloco is not the gradient of one global batch: each site takes {count(outer.every, 'step')} on its own "
-        "share before the sites average. Compare it with the synchronous job: jobs/outer.py."
+        f"outer=diloco is not the gradient of one global batch: each site takes {count(outer.every, 'step')} on its "
+        "own share before the sites average. Compare it with the synchronous job: jobs/outer.py."
     ]
     if task.parameters is not None:
         synchronous = 8 * (outer.sites - 1) / outer.sites * task.parameters
         own = outer.wire_bytes(task.parameters)
         notes.append(
-            f"Between sites {bytes_text(round(own))} a step and site are sent on average, and {bytes_text(round(synchronous))} "
-            "if every step were synchronised in fp32."
+            f"A site sends {bytes_text(round(own))} a step to the others on average; with every step synchronised in "
+            f"fp32 it would be {bytes_text(round(synchronous))}."
         )
     return notes

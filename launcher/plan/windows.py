@@ -17,6 +17,8 @@ from launcher.plan.batch import Batch, RampStage
 # The first windows of a process are slower: memory is allocated, and DDP rebuilds its buckets in the second one.
 # Medians leave them out.
 WARM_UP_WINDOWS = 2
+# samples of data that is not known yet: enough for every window
+ANY_NUMBER = 2**62
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -122,7 +122,7 @@ class Engine(EngineProgress):
         self._observers: list[Observer] = [self._noise, self.buffers, self.stragglers, self.outputs]
         self._totals = WindowTotals(self.world, self.device, self.parallel.meter, self._loss, self._observers)
         self.position, self.stream, self._finished = BEGINNING, StreamCheckpoint(), False
-        ranks = self.world.rank, self.world.size
+        ranks = self.world.rank_in_job, self.world.size * self.world.sites
         self.context = ContextSource(self.device, plan.train.seed, *ranks, progress=self._step_and_epoch)
         self.context.activate()
         self.owner = owner

@@ -121,7 +121,8 @@ class OuterSteps:
                 f"The window of step {step + 1} holds no item at site {self._sites.site}: it cannot take a step that "
                 "the other sites take.\n  Remove samples without items from train_data()."
             )
-        for fragment, due in [(number, each.due) for number, each in self._under_way.items()] + [*self._arrived.items()]:
+        waiting = {number: each.due for number, each in self._under_way.items()} | self._arrived
+        for fragment, due in waiting.items():
             if step >= due or ends:
                 self._apply(engine, fragment, self._plan.mixing)
         for fragment, offset in enumerate(self._offsets()):

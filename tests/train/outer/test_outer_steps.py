@@ -1,0 +1,248 @@
+"""Outer steps of real jobs, step by step in fp64, against an independent implementation of the published algorithms."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.conftest import Launch
+from tests.infra.checkpoints import tensors
+from tests.user_project.speech.fitted import Net, Samples
+
+RECORDER = "callbacks=[{_target_: speech.hooked.Recorder}]"
+JOB = [
+    "task._target_=speech.fitted.Fit", "precision=fp32", "precision.parameters=keep", "wandb.mode=disabled",
+    "batch.global_size=24", "batch.micro_size=3", "schedule=constant", "schedule.warmup_steps=0", "run.calibrate_s=0",
+    "optimizer.weight_decay=0", "train.clip_norm=null", "train.shuffle=false", "optimizer.lr=0.01", "train.log_every=1", "outer=diloco",
+]  # fmt: skip
+STEPS = 8
+Sent = Callable[[Tensor], Tensor]
+
+
+def outer_gradient_as_is(numbers: Tensor) -> Tensor:
+    return numbers
+
+
+def in_levels(size: int, most: int) -> Sent:
+    """What arrives of numbers that are rounded to whole multiples of the largest of their block / ``most``."""
+
+    def sent(numbers: Tensor) -> Tensor:
+        result = numbers.clone()
+        for start in range(0, len(numbers), size):
+            block = numbers[start : start + size]
+            scale = float((block.abs().max() / most).float())
+            result[start : start + size] = torch.round(block / scale) * scale if scale else 0
+        return result
+
+    return sent
+
+
+def largest(numbers: Tensor) -> Tensor:
+    """What arrives of the 64 largest of each 4,096 numbers, of which the test has fewer."""
+    assert len(numbers) <= 4096
+    chosen = numbers.abs().argsort(descending=True)[:64]
+    result = torch.zeros_like(numbers)
+    result[chosen] = in_levels(64, 127)(numbers[chosen])
+    return result
+
+
+class Site:
+    """One site on its own: a model, its optimizer, and what it has not sent yet."""
+
+    def __init__(self, start: list[Tensor], optimizer: str) -> None:
+        self.parameters = [nn.Parameter(value.clone()) for value in start]
+        if optimizer == "sgd":
+            self.optimizer = torch.optim.SGD(self.parameters, lr=0.01)
+        else:
+            self.optimizer = torch.optim.AdamW(self.parameters, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
+        self.unsent: dict[int, Tensor] = {}
+
+    def step(self, data: Samples, positions: Iterable[int]) -> None:
+        net = Net()
+        for layer, parameter in zip(net.layers, self.parameters, strict=True):
+            layer.weight = parameter
+        chosen = [*positions]
+        error = (net(data.first[chosen], data.second[chosen]) - data.wanted[chosen]).square().mean(1)
+        weights = data.weights[chosen]
+        self.optimizer.zero_grad()
+        ((weights * error).sum() / weights.sum()).backward()
+        self.optimizer.step()
+
+
+def reference(
+    start: list[Tensor], sites: int, *, steps: int = STEPS, every: int = 3, lr: float = 0.7, momentum: float = 0.9,
+    parts: int = 1, delay: int = 0, mixing: float = 0.0, sent: Sent = outer_gradient_as_is, optimizer: str = "adamw",
+) -> tuple[list[list[list[Tensor]]], list[Tensor]]:  # fmt: skip
+    """Return the parameters of each site after each step, and the shared ones at the end."""
+    data, everyone = Samples(96), [Site(start, optimizer) for _ in range(sites)]
+    shared = [nn.Parameter(value.clone()) for value in start]
+    size = len(start) // parts
+    groups = [[*range(part * size, (part + 1) * size)] for part in range(parts)]
+    outer = [torch.optim.SGD([shared[n] for n in group], lr=lr, momentum=momentum, nesterov=momentum > 0)
+             for group in groups]  # fmt: skip
+    under_way: dict[int, tuple[int, Tensor]] = {}
+    history: list[list[list[Tensor]]] = []
+
+    def send(part: int, now: int) -> None:
+        arriving: list[Tensor] = []
+        for site in everyone:
+            wanted = torch.cat([(shared[n] - site.parameters[n]).detach().flatten() for n in groups[part]])
+            wanted += site.unsent.get(part, torch.zeros_like(wanted))
+            arriving.append(sent(wanted))
+            site.unsent[part] = wanted - arriving[-1]
+        under_way[part] = now + delay, torch.stack(arriving).mean(0)
+
+    def apply(part: int, kept: float) -> None:
+        _, mean = under_way.pop(part)
+        for n, gradient in zip(groups[part], mean.chunk(size), strict=True):
+            shared[n].grad = gradient.view_as(shared[n]).clone()
+        outer[part].step()
+        for site in everyone:
+            for n in groups[part]:
+                site.parameters[n].data = kept * site.parameters[n].data + (1 - kept) * shared[n].data
+
+    for now in range(1, steps + 1):
+        first = (now - 1) * 24 % 96
+        for number, site in enumerate(everyone):
+            site.step(data, range(first + number * 24 // sites, first + (number + 1) * 24 // sites))
+        for part in [part for part, (due, _) in under_way.items() if now >= due or now == steps]:
+            apply(part, mixing)
+        for part in range(parts):
+            if now % every == every * (part + 1) // parts % every or now == steps:
+                send(part, now)
+                if not delay or now == steps:
+                    apply(part, 0.0)
+        history.append([[p.detach().clone() for p in site.parameters] for site in everyone])
+    return history, [value.detach() for value in shared]
+
+
+def events(project: Path, rank: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (project / f"events-{rank}.jsonl").read_text().splitlines()]
+
+
+def parameters_in(event: dict[str, Any]) -> list[Tensor]:
+    return [torch.tensor(each, dtype=torch.float64).view(8, 8) for each in event["parameters"].values()]
+
+
+TWO_OF_TWO = ["cluster.workers_per_node=4", "outer.group=2"]
+TWO_OF_ONE = ["cluster.workers_per_node=2", "outer.group=1"]
+STREAMING = {"parts": 2, "delay": 1, "mixing": 0.5}
+CASES: dict[str, tuple[list[str], int, dict[str, Any]]] = {
+    "ddp": (TWO_OF_TWO, 2, {}),
+    "fsdp": ([*TWO_OF_TWO, "strategy=fsdp"], 2, {}),
+    "hsdp by shard groups": (
+        ["cluster.workers_per_node=4", "strategy=hsdp", "strategy.shard_size=2", "outer.group=shard"], 2, {}
+    ),
+    "hsdp inside a site, streaming": (
+        ["cluster.workers_per_node=8", "batch.micro_size=1", "strategy=hsdp", "strategy.shard_size=2",
+         "outer.group=4", "outer.fragments=2", "outer.delay=1"], 2, STREAMING,
+    ),
+    "three sites, int8, streaming": (
+        ["cluster.workers_per_node=3", "batch.micro_size=4", "outer.group=1", "outer.fragments=2", "outer.delay=1",
+         "outer.compress=int8"], 3, {**STREAMING, "sent": in_levels(256, 127)},
+    ),
+    "ddp, int4": ([*TWO_OF_TWO, "outer.compress=int4"], 2, {"sent": in_levels(64, 7)}),
+    "topk": ([*TWO_OF_ONE, "outer.compress=topk", "outer.momentum=0"], 2, {"sent": largest, "momentum": 0.0}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_each_step_is_that_of_the_published_algorithm(case: str, launch: Launch, project: Path) -> None:
+    overrides, sites, settings = CASES[case]
+    done = launch("train", *JOB, *overrides, "outer.every=3", f"train.steps={STEPS}", "run.name=r", RECORDER)
+    assert done.returncode == 0, done.stdout + done.stderr
+    seen = events(project, 0)
+    start = parameters_in(next(each for each in seen if each["event"] == "start"))
+    history, shared = reference(start, sites, **settings)
+    taken = [parameters_in(each) for each in seen if each["event"] == "step"]
+    assert len(taken) == STEPS
+    # sharded gradients are summed in fp32 (precision.reduce_dtype)
+    near = {"rtol": 1e-5, "atol": 1e-7} if "hsdp" in case or "fsdp" in case else {"rtol": 1e-9, "atol": 1e-11}
+    for number, (found, wanted) in enumerate(zip(taken, history, strict=True), 1):
+        for one, other in zip(found, wanted[0], strict=True):
+            torch.testing.assert_close(one, other, **near, msg=lambda text, n=number: f"step {n}: {text}")
+    # after the last step every site has the same model, in a checkpoint of its own
+    for site in range(sites):
+        root = project / "runs" / "r" / ("" if site == 0 else f"sites/{site}")
+        model = tensors(root / "checkpoints" / f"step_{STEPS:06d}")
+        for number, wanted in enumerate(shared):
+            torch.testing.assert_close(model[f"model.layers.{number}.weight"], wanted, **near)
+    assert not torch.allclose(history[0][0][0], history[0][1][0]), "sites differ between outer steps"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_averages_after_each_step_are_the_synchronous_step(launch: Launch, project: Path) -> None:
+    """Equal shares and items are needed: the mean of the sites' means is that of the window then."""
+    job = [word for word in JOB if not word.startswith("outer")]
+    job += ["cluster.workers_per_node=2", "optimizer=sgd", "optimizer.lr=0.05", "train.steps=6", RECORDER]
+    job += ["task._target_=speech.fitted.Even", "optimizer.weight_decay=0"]
+    averaged = ["outer=diloco", "outer.group=1", "outer.every=1", "outer.lr=1", "outer.momentum=0"]
+    steps: list[list[list[Tensor]]] = []
+    for name, more in (("together", list[str]()), ("averaged", averaged)):
+        done = launch("train", *job, *more, f"run.name={name}")
+        assert done.returncode == 0, done.stdout + done.stderr
+        steps.append([parameters_in(each) for each in events(project, 0) if each["event"] == "step"])
+        shutil.rmtree(project / "events-0.jsonl", ignore_errors=True)
+        (project / "events-0.jsonl").unlink(missing_ok=True)
+    for found, wanted in zip(*steps, strict=True):
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_resumed_bit_by_bit_within_a_round_and_with_other_sites(launch: Launch, project: Path) -> None:
+    job = [*JOB, *TWO_OF_ONE, "outer.every=4", "outer.fragments=2", "outer.delay=2", "outer.compress=int8"]
+    job += ["checkpoint.every=3", "checkpoint.keep=null", "train.steps=9", "task.buffer=true", "train.clip_norm=1"]
+    assert (done := launch("train", *job, "run.name=whole")).returncode == 0, done.stdout + done.stderr
+    whole, cut = project / "runs" / "whole", project / "runs" / "cut"
+    shutil.copytree(whole, project / "kept")
+    # step 3 is between the step after which a fragment was sent and the step after which it is applied
+    for root in (whole, whole / "sites" / "1"):
+        for step in (6, 9):
+            shutil.rmtree(root / "checkpoints" / f"step_{step:06d}")
+        (root / "summary.json").unlink(missing_ok=True)
+    shutil.copytree(whole, cut)
+    assert (done := launch("resume", "whole")).returncode == 0, done.stdout + done.stderr
+    for site in ("", "sites/1"):
+        assert_same_tensors(
+            whole / site / "checkpoints" / "step_000009", project / "kept" / site / "checkpoints" / "step_000009"
+        )
+    record = records(whole)[-1]
+    assert record["batch/samples"] == record["batch/global_size"] == 24
+    assert record["progress/samples"] == 9 * 24
+    assert record["outer/sites"] == 2
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_run_resumes_with_more_sites(launch: Launch, project: Path) -> None:
+    job = [*JOB, *TWO_OF_ONE, "batch.micro_size=2", "outer.every=2", "checkpoint.every=3", "checkpoint.keep=null"]
+    assert (done := launch("train", *job, "train.steps=3", "run.name=more")).returncode == 0, done.stdout + done.stderr
+    run = project / "runs" / "more"
+    done = launch("resume", "more", "cluster.workers_per_node=3", "train.steps=6")
+    assert done.returncode == 0, done.stdout + done.stderr
+    models = [tensors(run / site / "checkpoints" / "step_000006") for site in ("", "sites/1", "sites/2")]
+    for name, value in models[0].items():
+        if name.startswith("model."):
+            assert all(torch.equal(each[name], value) for each in models[1:]), name
+    assert [each["outer/sites"] for each in records(run)] == [2, 2, 2, 3, 3, 3]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_stop_at_one_site_stops_all_after_the_same_step(launch: Launch, project: Path) -> None:
+    job = [*JOB, *TWO_OF_ONE, "outer.every=5", "train.steps=100000", "task.pause_s=0.02", "run.name=stop"]
+    from tests.infra.runs import start
+
+    process = start(project, "train", *job)
+    run = project / "runs" / "stop"
+    wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run)) > 8, "eight steps")
+    worker_of(run, 1).send_signal(signal.SIGTERM)
+    assert process.wait(timeout=120) == 75
+    newest = [sorted(path.name for path in (run / site / "checkpoints").glob("step_*"))[-1] for site in ("", "sites/1")]
+    assert newest[0] == newest[1]

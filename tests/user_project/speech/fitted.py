@@ -1,0 +1,84 @@
+"""A task in fp64 whose model starts anywhere: two inputs, weighted items, data in the order in which it is listed."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+from torch import nn
+
+from launcher import Loss
+
+WIDTH = 8
+
+
+class Samples(torch.utils.data.Dataset):
+    def __init__(self, count):
+        generator = torch.Generator().manual_seed(3)
+        self.first, self.second = torch.randn(2, count, WIDTH, dtype=torch.float64, generator=generator)
+        self.wanted = torch.randn(count, WIDTH, dtype=torch.float64, generator=generator)
+        self.weights = torch.rand(count, dtype=torch.float64, generator=generator) + 0.1
+
+    def __len__(self):
+        return len(self.wanted)
+
+    def __getitem__(self, index):
+        return self.first[index], self.second[index], self.wanted[index], self.weights[index]
+
+
+class Net(nn.Module):
+    """Four matrices of one size; ``moving`` is a buffer that training changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64) for _ in range(4))
+        generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(6), "little"))
+        for layer in self.layers:
+            nn.init.normal_(layer.weight, std=0.3, generator=generator)
+        self.register_buffer("moving", torch.zeros(WIDTH, dtype=torch.float64))
+
+    def forward(self, first, second):
+        if self.training:
+            self.moving.mul_(0.9).add_(first.detach().mean(0), alpha=0.1)
+        hidden = torch.tanh(self.layers[0](first) + self.layers[1](second))
+        return self.layers[3](torch.tanh(self.layers[2](hidden)))
+
+
+class Fit:
+    def __init__(self, samples=96, buffer=False, pause_s=0.0):
+        self.samples, self.buffer, self.pause_s = samples, buffer, pause_s
+
+    def model(self):
+        model = Net()
+        if not self.buffer:
+            del model.moving
+            model.moving = torch.zeros(WIDTH, dtype=torch.float64)
+        return model
+
+    def shard_units(self, model):
+        return [model.layers[2]]
+
+    def train_data(self):
+        return Samples(self.samples)
+
+    def loss(self, model, batch):
+        time.sleep(self.pause_s)
+        first, second, wanted, weights = batch
+        error = (model(first, second) - wanted).square().mean(1)
+        return Loss((weights * error).sum(), weights.sum())
+
+
+class Even(Fit):
+    """All items have the same weight, and the model always starts with the same values."""
+
+    def model(self):
+        model = super().model()
+        for layer in model.layers:
+            nn.init.normal_(layer.weight, std=0.3, generator=torch.Generator().manual_seed(5))
+        return model
+
+    def loss(self, model, batch):
+        first, second, wanted, _ = batch
+        error = (model(first, second) - wanted).square().mean(1)
+        return Loss(error.sum(), len(error))
