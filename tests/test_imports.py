@@ -33,7 +33,8 @@ LAYERS = (
     ("plan",),
     (
         "launch", "train.world", "train.context", "train.precision", "train.optimizers", "train.schedules",
-        "train.eval_metrics", "train.measure", "train.data", "train.parallel", "train.callback_set", "train.engine",
+        "train.eval_metrics", "train.measure", "train.data", "train.parallel", "train.callback_set",
+        "train.outer", "train.engine",
         "train.metrics", "train.checkpoint", "train.evaluation", "train.training_loop", "train.trainer",
         "train.inspection", "train.worker", "train.run_engine",
     ),
@@ -52,6 +53,7 @@ TRAIN = (
     ("train.measure", "train.data"),
     ("train.parallel",),
     ("train.callback_set",),
+    ("train.outer",),
     ("train.engine",),
     ("train.metrics",),
     ("train.checkpoint",),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from launcher.cli.overrides import signals_as_interrupt, take_flag, take_value, with_config
+from launcher.config.choices import OuterKind
 from launcher.config.schema import ClusterKind, Config, RunConfig
 from launcher.errors import ConfigError, RunError, UserError
 from launcher.launch import local
@@ -61,6 +62,12 @@ def launch_verify(arguments: list[str]) -> int:
                 "cluster", config.cluster.kind, "`launch verify` runs its ranks on this machine.",
                 "Use cluster=local with cluster.workers_per_node=RANKS, the job's number of ranks or fewer: a window "
                 "is the same in every world size. On a cluster, type that in an allocation.",
+            )  # fmt: skip
+        if config.outer.kind is not OuterKind.none:
+            raise ConfigError(
+                "outer", config.outer.kind, "`launch verify` compares the gradient of one window with that of one big "
+                "batch, and a window of outer steps is one of each site.",
+                "Verify the window of a site: leave outer out, with the site's ranks and share of the global batch.",
             )  # fmt: skip
         directory, keep = Path(tempfile.mkdtemp(prefix="launch-verify-")), False
         try:
@@ -172,6 +179,10 @@ def _require_drillable(config: Config) -> None:
             "cluster", kind, "has no scheduler that restarts a job, so there is nothing to drill.",
             "Drill it with cluster=local on one of the hosts, or with cluster=slurm.",
         )  # fmt: skip
+    if config.outer.kind is not OuterKind.none:
+        raise ConfigError(
+            "outer", config.outer.kind, "`launch drill` compares the checkpoints of one site only.", "Leave it out."
+        )
     if not config.checkpoint.enabled:
         raise ConfigError(
             "checkpoint.enabled", False, "no checkpoint is saved, so no progress survives an interruption.",

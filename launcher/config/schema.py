@@ -380,8 +380,7 @@ class Config:
     more options."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     trackers: list[Tracker] = field(default_factory=lambda: [Tracker.wandb])
-    """List of the trackers that mirror metrics.jsonl, each in its own process: wandb, tensorboard, mlflow, trackio,
-    prometheus. Default: ``[wandb]``."""
+    """List of the trackers that mirror metrics.jsonl: wandb, tensorboard, mlflow, trackio, prometheus."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
     tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)
     mlflow: MlflowConfig = field(default_factory=MlflowConfig)

@@ -7,7 +7,6 @@ one of them skip or end earlier than the others is refused here. Standard librar
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from launcher.config.choices import OuterCompress, OuterKind
 from launcher.config.outer_group import OuterConfig
@@ -17,9 +16,6 @@ from launcher.plan.batch import Batch
 from launcher.plan.launch_plan import ClusterPlan, node_range
 from launcher.plan.windows import ANY_NUMBER
 from launcher.quantities import bytes_text, count
-
-if TYPE_CHECKING:
-    from launcher.plan.run_plan import EpochPlan, PrecisionPlan, TaskPlan
 
 # bytes that are sent of each parameter, by outer.compress: launcher/train/outer/codec.py
 SENT_BYTES = {
@@ -128,24 +124,28 @@ def strategy_of_site(config: StrategyConfig, outer: OuterPlan) -> StrategyConfig
     return config
 
 
-def require_in_step(config: Config, epoch: EpochPlan, precision: PrecisionPlan, task: TaskPlan) -> None:
+def require_in_step(config: Config, samples: int | None, short_window: int) -> None:
     """Check that no site can skip a window, or end before the others.
+
+    Args:
+        samples: in an epoch; None for a stream.
+        short_window: samples in an epoch's last window, 0 if it is full.
 
     Raises:
         ConfigError: a value would allow it.
     """
     skips = "lets a site skip a step that others take, which outer=diloco does not allow."
-    if task.samples is None:
+    if samples is None:
         raise ConfigError(
             "outer", "diloco", "does not work with a stream: sites would reach its end at different steps.",
             "Return map-style data (__len__ and __getitem__).",
         )  # fmt: skip
-    if epoch.short_window and task.samples != ANY_NUMBER:
+    if short_window and samples != ANY_NUMBER:
         raise ConfigError(
-            "batch.short_window", epoch.short_window_policy, f"an epoch ends with {epoch.short_window} samples, which "
+            "batch.short_window", config.batch.short_window, f"an epoch ends with {short_window} samples, which "
             "the sites cannot share equally.", "Use batch.short_window=drop.",
         )  # fmt: skip
-    if precision.kind is PrecisionKind.fp16:
+    if config.precision.kind is PrecisionKind.fp16:
         raise ConfigError("precision", "fp16", skips, "Use precision=bf16 or fp32.")
     if config.train.on_nonfinite is OnNonfinite.skip:
         raise ConfigError("train.on_nonfinite", "skip", skips, "Use train.on_nonfinite=stop.")
@@ -171,17 +171,17 @@ def outer_text(outer: OuterPlan, batch: Batch) -> str:
     return f"{parts[0]} {', '.join(parts[1:])}"
 
 
-def outer_notes(outer: OuterPlan | None, task: TaskPlan) -> list[str]:
-    """Return what the user should know: which contract holds, and what is sent."""
+def outer_notes(outer: OuterPlan | None, parameters: int | None) -> list[str]:
+    """Return what the user should know: which contract holds, and what is sent of ``parameters`` trained parameters."""
     if outer is None:
         return []
     notes = [
         f"outer=diloco is not the gradient of one global batch: each site takes {count(outer.every, 'step')} on its "
         "own share before the sites average. Compare it with the synchronous job: jobs/outer.py."
     ]
-    if task.parameters is not None:
-        synchronous = 8 * (outer.sites - 1) / outer.sites * task.parameters
-        own = outer.wire_bytes(task.parameters)
+    if parameters is not None:
+        synchronous = 8 * (outer.sites - 1) / outer.sites * parameters
+        own = outer.wire_bytes(parameters)
         notes.append(
             f"A site sends {bytes_text(round(own))} a step to the others on average; with every step synchronised in "
             f"fp32 it would be {bytes_text(round(synchronous))}."

@@ -197,7 +197,7 @@ def _on_cluster(
     precision = solve_precision(config.precision, config.strategy.kind, cluster, site.bf16)
     outer, own_batch, own_strategy = solve_outer(config, batch, cluster), batch, config.strategy
     if outer is not None:
-        require_in_step(config, epoch, precision, task)
+        require_in_step(config, task.samples, epoch.short_window)
         own_batch, own_strategy = batch.of_site(outer.sites), strategy_of_site(config.strategy, outer)
     strategy = solve_strategy(own_strategy, own_batch, cluster, precision, task)
     require_possible(batch, strategy.recompute)
@@ -243,7 +243,7 @@ def _on_cluster(
         notify=solve_notify(config.notify),
         **solve_trackers(config, run, site.cwd),
         notes=(
-            *outer_notes(outer, task),
+            *outer_notes(outer, task.parameters),
             *_notes(schedule, steps, epoch, batch, optimizer),
             *_unit_notes(strategy, task),
             *_precision_notes(precision, strategy),

@@ -41,6 +41,9 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
         )
     size = summary.get("batch/global_size", plan.batch.global_size)
     add("global batch", f"{count(size, 'sample')} in every full window{' at the end' if plan.batch.ramp else ''}")
+    if "outer/rounds" in summary:
+        rounds = f"{count(summary['outer/rounds'], 'average')} of {summary['outer/sites']} sites"
+        add("outer steps", f"{rounds}, {summary['outer/time_s'] * 1e3:,.1f} ms a step (mean)")
     if summary.get("comm/wire_bytes_every"):
         sent, every = (bytes_text(summary[f"comm/{name}"]) for name in ("wire_bytes", "wire_bytes_every"))
         saved = f"{summary['comm/saved_fraction']:.1%} saved"

@@ -34,10 +34,10 @@ from launcher.train.engine import oom
 from launcher.train.engine.build import FromModel
 from launcher.train.evaluation import EvaluatingEngine, Evaluation
 from launcher.train.optimizers import build_optimizer
-from launcher.train.outer.sites import plan_of_site
+from launcher.train.outer.sites import site_of
 from launcher.train.schedules import MakeSchedule
 from launcher.train.training_loop import Saves, TrainingLoop
-from launcher.train.world import World, device_of, join
+from launcher.train.world import device_of, join
 
 
 def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
@@ -51,8 +51,7 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
         WrongCheckpoint: the newest checkpoint does not fit this plan.
         Superseded: a newer attempt of the run has started.
     """
-    world = World.here(1 if plan.outer is None else plan.outer.sites)
-    plan = plan_of_site(plan, world)
+    world, plan = site_of(plan)
     fence = Fence.here(plan.paths)
     device = device_of(world, plan.cluster.device)
     join(world, device, plan.train.hang_timeout)

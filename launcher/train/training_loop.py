@@ -177,7 +177,7 @@ class TrainingLoop:
         steps so far."""
         values, saves, evaluates = self.step_metrics(result), self.save_due(result), self.eval_due(result)
         if records := self.log_due(result, extra=evaluates or saves):
-            values |= self.engine.context.take_scalars()
+            values |= self.engine.context.take_scalars() | self.engine.sites.take_metrics()
         try:
             if self.windows == EARLY_CHECK or result.last:  # saves and evaluations check, too
                 self.require_same_replicas()
@@ -257,8 +257,6 @@ class TrainingLoop:
         if engine.nonfinite_windows:
             values["batch/nonfinite_windows"] = engine.nonfinite_windows
         values |= totals.best.metrics()
-        if engine.outer is not None and self.log_due(result, extra=self.eval_due(result) or self.save_due(result)):
-            values |= engine.outer.take_metrics()
         if totals.since:
             values["progress/measured_since"] = totals.since
         if engine.precision.scales:

@@ -72,6 +72,11 @@ class World:
         """Return the rank in the whole job."""
         return self.site * self.size + self.rank
 
+    @property
+    def in_job(self) -> tuple[int, int]:
+        """Return the rank in the whole job, and the number of its ranks."""
+        return self.rank_in_job, self.size * self.sites
+
     def require_size(self, planned: int) -> None:
         """Raise ConfigError if the plan is for another number of ranks."""
         if self.size != planned:

@@ -331,7 +331,7 @@ def test_an_early_plan_keeps_its_meaning() -> None:
     for part, later in LATER_KEYS.items():
         assert loaded[part] == EARLY[part] | later
     assert loaded["train"]["clip_norm"] is None
-    later = {"balance": "none"}
+    later = {"balance": "none", "sites": 1}
     assert loaded["fewer"] == [
         each | {"batch": each["batch"] | later, "strategy": each["strategy"] | LATER_KEYS["strategy"]}
         for each in EARLY["fewer"]
@@ -368,7 +368,7 @@ def test_a_plan_of_a_version_that_calibrated_during_training_loads() -> None:
 def test_null_is_the_default_or_off_for_every_key() -> None:
     """All keys at once, but those for which null is ambiguous: they and the groups refuse it with one message each."""
     refused = {
-        "cluster.kind", "strategy.kind", "optimizer.kind", "schedule.kind", "optimizer.lr", "train.seed",
+        "cluster.kind", "strategy.kind", "optimizer.kind", "schedule.kind", "outer.kind", "optimizer.lr", "train.seed",
         "checkpoint.enabled", "wandb.mode",
     }  # fmt: skip
     accepted = [key for key in known_keys() if "." in key and key not in refused]

@@ -159,7 +159,9 @@ class RunTotals:
     def summary(self, verdict: str) -> dict[str, Any]:
         """Return the content of summary.json. ``train/loss`` is of the last window; times are medians over full
         windows."""
-        engine = self.engine
+        engine, sites = self.engine, self._batch.sites
+        outer_s = engine.sites.total_seconds / max(1, self._windows)
+        outer = {"outer/sites": sites, "outer/rounds": engine.sites.rounds, "outer/time_s": outer_s}
         summary: dict[str, Any] = {
             "verdict": verdict,
             "resumed": self.resumed,
@@ -172,10 +174,11 @@ class RunTotals:
             **self.metrics,
             **self.evaluation,
             **self.best.summary(engine.plan.paths, over=engine.over),
-            "batch/global_size": self.size or self._batch.global_size,
+            "batch/global_size": (self.size or self._batch.global_size) * sites,
             "batch/micro_size": engine.plan.batch.micro_size,
-            "progress/samples": engine.samples,
-            "progress/items": engine.items,
+            "progress/samples": engine.samples * sites,
+            "progress/items": engine.items * sites,
+            **(outer if sites > 1 else {}),
             "memory/peak_bytes": self.memory(),
             "amp/skipped_steps": engine.skipped_steps,
             "batch/empty_windows": engine.empty_windows,
@@ -193,7 +196,8 @@ class RunTotals:
                 for kind, traffic in self.typical.kinds.items():
                     summary[f"comm/{kind.value}/wire_bytes"] = traffic.wire_bytes
             summary["time/step_s"] = statistics.median(step_s for step_s, _ in self.seconds or self.warm_up_seconds)
-            summary["throughput/samples_per_s"] = summary["batch/global_size"] / summary["time/step_s"]
+            # outer steps are rare, and in no window's time
+            summary["throughput/samples_per_s"] = summary["batch/global_size"] / (summary["time/step_s"] + outer_s)
         if self.size in (None, engine.plan.batch.global_size):  # a smaller window of batch.ramp is not predicted
             summary |= predicted_metrics(engine.plan)
         if (named := engine.stragglers.named) is not None:

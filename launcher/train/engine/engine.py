@@ -44,12 +44,12 @@ from launcher.train.engine.window_totals import StepResult, WindowTotals
 from launcher.train.measure.noise_scale import NoiseScale
 from launcher.train.measure.observer import EndedWindow, Observer
 from launcher.train.measure.straggler import StragglerDetector
-from launcher.train.outer.outer_steps import OuterSteps
-from launcher.train.outer.sites import Sites, plan_of_site
+from launcher.train.outer.outer_steps import outer_callbacks
+from launcher.train.outer.sites import Sites, site_of
 from launcher.train.parallel.base import ShardUnits
 from launcher.train.parallel.replicas import Buffers
 from launcher.train.schedules import MakeSchedule
-from launcher.train.world import World, device_of, join
+from launcher.train.world import device_of, join
 
 
 class Engine(EngineProgress):
@@ -71,8 +71,7 @@ class Engine(EngineProgress):
 
     Attributes:
         callbacks: the callbacks, and their state.
-        buffers: the model's buffers that training changes.
-        sites: the sites of the job, and ``outer`` their outer steps; None without any.
+        buffers: the model's buffers that training changes; ``sites``: the sites of the job.
         context: source of ``launcher.current()``; its ``take_scalars()`` returns what was logged there.
         position: that of the next window in the data, the same on all ranks.
         stream: state of a stream, for checkpoints.
@@ -97,8 +96,7 @@ class Engine(EngineProgress):
         schedule: MakeSchedule | None = None,
         callbacks: Sequence[object] | None = None,
     ) -> None:
-        self.world = World.here(1 if plan.outer is None else plan.outer.sites)
-        plan = plan_of_site(plan, self.world)
+        self.world, plan = site_of(plan)
         self.world.require_size(plan.batch.world_size)
         self.device = device_of(self.world, plan.cluster.device)
         join(self.world, self.device, plan.train.hang_timeout)
@@ -122,14 +120,11 @@ class Engine(EngineProgress):
         self._observers: list[Observer] = [self._noise, self.buffers, self.stragglers, self.outputs]
         self._totals = WindowTotals(self.world, self.device, self.parallel.meter, self._loss, self._observers)
         self.position, self.stream, self._finished = BEGINNING, StreamCheckpoint(), False
-        ranks = self.world.rank_in_job, self.world.size * self.world.sites
-        self.context = ContextSource(self.device, plan.train.seed, *ranks, progress=self._step_and_epoch)
+        self.context = ContextSource(self.device, plan.train.seed, *self.world.in_job, progress=self._step_and_epoch)
         self.context.activate()
-        self.owner = owner
-        self.sites = Sites(self.world, plan.train.hang_timeout)
-        self.outer = None if plan.outer is None else OuterSteps(plan.outer, self.sites)
+        self.owner, self.sites = owner, Sites(self.world, plan.train.hang_timeout)
         listed = callbacks_of(plan) if callbacks is None else callbacks
-        self.callbacks = CallbackSet(listed if self.outer is None else [self.outer, *listed])
+        self.callbacks = CallbackSet([*outer_callbacks(plan.outer, self.sites), *listed])
         self.callbacks.call("on_setup", self)
 
     def _initial_values(self) -> OtherValues | None:
@@ -245,8 +240,7 @@ class Engine(EngineProgress):
         if reduces(current.sync, last=last):
             self._trained.require_same()
         if last:
-            index = current.window.index if current.window is not None else 0
-            stop, save_due = self.sites.agree(index, stop=self._stop(), save_due=self._save_due())
+            stop, save_due = self.sites.agree(self.position.index, stop=self._stop(), save_due=self._save_due())
             totals.send(more=self._feed.has_next(), stop=stop, save_due=save_due)
             if current.may_abandon and totals.out_of_memory():
                 raise oom.WindowAbandoned

@@ -28,7 +28,7 @@ from launcher.plan.outer import OuterPlan
 from launcher.quantities import count, first_names
 from launcher.train.engine.window_totals import StepResult
 from launcher.train.outer.codec import BLOCK, decode, encode
-from launcher.train.outer.sites import Gathering, Sites, digest
+from launcher.train.outer.sites import Gathering, Sites, digest_of
 from launcher.train.parallel.base import local
 
 if TYPE_CHECKING:
@@ -56,34 +56,14 @@ class OuterSteps:
 
     Attributes:
         shared: the parameters that all sites share, by name, sharded as the model's; in fp32 for narrower ones.
-        rounds: fragments averaged so far.
     """
 
     def __init__(self, plan: OuterPlan, sites: Sites) -> None:
         self._plan, self._sites = plan, sites
         self._compresses = plan.compress is not OuterCompress.none
-        self.rounds = 0
         self._restored = False
         self._under_way: dict[int, _Exchange] = {}
         self._arrived: dict[int, int] = {}  # fragments whose mean was received before it is applied, and when that is
-        self.clear_metrics()
-
-    def clear_metrics(self) -> None:
-        """Start to count again."""
-        self.seconds = 0.0
-        self.payload_bytes = 0
-
-    def take_metrics(self) -> dict[str, float]:
-        """Return the metrics of this rank since the last call."""
-        values = {
-            "outer/sites": self._sites.count,
-            "outer/rounds": self.rounds,
-            "outer/payload_bytes": self.payload_bytes,
-            "outer/wire_bytes": self.payload_bytes * (self._sites.count - 1),
-            "outer/time_s": self.seconds,
-        }
-        self.clear_metrics()
-        return values
 
     def on_setup(self, engine: Engine) -> None:
         named = {name: p.detach() for name, p in engine.model.named_parameters() if p.requires_grad}
@@ -104,7 +84,7 @@ class OuterSteps:
         self._require_same(engine)
 
     def _require_same(self, engine: Engine) -> None:
-        digests = {name: digest(local(tensor)) for name, tensor in self.shared.items()}
+        digests = {name: digest_of(local(tensor)) for name, tensor in self.shared.items()}
         differing = [name for name in digests if len({each[name] for each in self._sites.of_all(digests)}) > 1]
         if differing:
             raise ReplicasDiffer(
@@ -133,7 +113,7 @@ class OuterSteps:
                 self._apply(engine, fragment, 0.0)
         if step % every == 0 or ends:
             self._average_buffers(engine)
-        self.seconds += time.perf_counter() - started
+        self._sites.add_time(time.perf_counter() - started)
 
     def _offsets(self) -> list[int]:
         """Return, for each fragment, the step within a round of H steps after which it is sent; the last one after all
@@ -155,7 +135,6 @@ class OuterSteps:
         share = padded // ranks
         whole = torch.nn.functional.pad(target, (0, padded - target.numel()))
         payload = encode(whole[rank * share : (rank + 1) * share], self._plan.compress).cpu()
-        self.payload_bytes += payload.numel()
         self._under_way[fragment] = _Exchange(self._sites.gather(payload), target, padded, due)
 
     def _receive(self, fragment: int) -> list[Tensor]:
@@ -199,7 +178,7 @@ class OuterSteps:
             momentum.mul_(plan.momentum).add_(gradient)
             kept.sub_(gradient + plan.momentum * momentum, alpha=plan.lr)
             parameter.copy_(kept if not mixing else torch.lerp(kept, parameter.to(kept.dtype), mixing))
-        self.rounds += 1
+        self._sites.rounds += 1
 
     def _average_buffers(self, engine: Engine) -> None:
         """Average the buffers that training changes, such as BatchNorm's running statistics."""
@@ -208,7 +187,6 @@ class OuterSteps:
         if not changing:
             return
         together = torch.cat([buffer.detach().flatten().double() for buffer in changing]).cpu()
-        self.payload_bytes += together.nbytes
         mean = torch.stack(self._sites.gather(together).wait()).mean(0)
         for buffer, values in zip(changing, mean.split([buffer.numel() for buffer in changing]), strict=True):
             buffer.copy_(values.view_as(buffer))
@@ -228,7 +206,7 @@ class OuterSteps:
             self._arrived[fragment] = exchange.due
         return {
             "shared": self.shared, "momentum": self._momentum, "unsent": self._unsent, "means": self._means,
-            "rounds": self.rounds, "arrived": {str(number): due for number, due in self._arrived.items()},
+            "rounds": self._sites.rounds, "arrived": {str(number): due for number, due in self._arrived.items()},
         }  # fmt: skip
 
     @torch.no_grad()
@@ -238,9 +216,14 @@ class OuterSteps:
             for name, tensor in state.get(kind, {}).items():
                 if name in tensors:
                     local(tensors[name]).copy_(local(tensor))
-        self.rounds = state["rounds"]
+        self._sites.rounds = state["rounds"]
         self._arrived = {int(number): due for number, due in state["arrived"].items()}
         self._restored = True
+
+
+def outer_callbacks(plan: OuterPlan | None, sites: Sites) -> list[OuterSteps]:
+    """Return the outer steps of a plan, if it has any."""
+    return [] if plan is None else [OuterSteps(plan, sites)]
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -27,14 +27,15 @@ T = TypeVar("T")
 FLAGS_DELAY = 4
 
 
-def plan_of_site(plan: RunPlan, world: World) -> RunPlan:
-    """Return the plan of this process's site: its share of each window, and a directory of its own; that of the first
-    site is the run's."""
+def site_of(plan: RunPlan) -> tuple[World, RunPlan]:
+    """Return the world of this process, and the plan of its site: its share of each window, and a directory of its own;
+    that of the first site is the run's."""
+    world = World.here(1 if plan.outer is None else plan.outer.sites)
     if world.sites == 1 or plan.batch.sites > 1:
-        return plan
+        return world, plan
     directory = str(RunPaths(Path(plan.run.dir)).site(world.site))
     run = dataclasses.replace(plan.run, dir=directory)
-    return dataclasses.replace(plan, run=run, batch=plan.batch.of_site(world.sites))
+    return world, dataclasses.replace(plan, run=run, batch=plan.batch.of_site(world.sites))
 
 
 @functools.cache
@@ -64,6 +65,8 @@ class Sites:
 
     Attributes:
         site, count: number of this site, and of all.
+        rounds: outer steps of a fragment so far.
+        total_seconds: time that this process has spent on outer steps.
     """
 
     def __init__(self, world: World, hang_timeout_s: float | None = None) -> None:
@@ -72,10 +75,13 @@ class Sites:
         self._flags = deque[tuple[Tensor, Any]]()
         self._agreed: tuple[int, tuple[bool, bool]] = (-1, (False, False))
         self._saved_until = -1
+        self.rounds, self.total_seconds = 0, 0.0
+        self._seconds, self._payload_bytes = 0.0, 0  # since the last record
 
     def gather(self, tensor: Tensor) -> Gathering:
         """Start to gather a tensor in host memory, of one shape at all sites."""
         assert self._group is not None
+        self._payload_bytes += tensor.nbytes
         everyone = [torch.empty_like(tensor) for _ in range(self.count)]
         return Gathering(everyone, self._group.allgather([everyone], [tensor.contiguous()]))
 
@@ -95,7 +101,7 @@ class Sites:
         """Give every site the first site's values, in place. Only tensors that differ are sent."""
         if self.count == 1:
             return
-        everyone = self.of_all([digest(tensor) for tensor in tensors])
+        everyone = self.of_all([digest_of(tensor) for tensor in tensors])
         for tensor, *digests in zip(tensors, *everyone, strict=True):
             if len(set(digests)) > 1:
                 tensor.copy_(self.gather(tensor.detach().cpu()).wait()[0])
@@ -112,9 +118,7 @@ class Sites:
     def _exchange(self, window: int, *, stop: bool, save_due: bool) -> tuple[bool, bool]:
         assert self._group is not None
         flags = torch.tensor([stop, save_due], dtype=torch.int32)
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
-        self._flags.append((flags, self._group.allreduce([flags], options)))
+        self._flags.append((flags, self._group.allreduce([flags], dist.ReduceOp.MAX)))
         if len(self._flags) <= FLAGS_DELAY:
             return False, False
         earlier, work = self._flags.popleft()
@@ -125,6 +129,25 @@ class Sites:
             self._saved_until = window + FLAGS_DELAY
         return bool(earlier[0]), saves
 
+    def add_time(self, seconds: float) -> None:
+        """Add the time that an outer step has taken."""
+        self._seconds += seconds
+        self.total_seconds += seconds
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metrics of this rank since the last call; none for a job of one site."""
+        if self.count == 1:
+            return {}
+        values = {
+            "outer/sites": self.count,
+            "outer/rounds": self.rounds,
+            "outer/payload_bytes": self._payload_bytes,
+            "outer/wire_bytes": self._payload_bytes * (self.count - 1),
+            "outer/time_s": self._seconds,
+        }
+        self._seconds, self._payload_bytes = 0.0, 0
+        return values
+
     def leave(self) -> None:
         """Wait until no other site needs an answer from this one."""
         while self._flags:
@@ -132,7 +155,7 @@ class Sites:
         self.of_all(None)
 
 
-def digest(tensor: Tensor) -> bytes:
+def digest_of(tensor: Tensor) -> bytes:
     """Return a digest of a tensor's bits."""
     bits = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(bits.numpy().tobytes(), digest_size=16).digest()
