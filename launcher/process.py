@@ -231,6 +231,22 @@ def signal_handler(numbers: Iterable[int], handler: Callable[[int, FrameType | N
 
 
 @contextmanager
+def deferred_interrupts() -> Generator[None]:
+    """Context at whose end Ctrl-C, SIGTERM and SIGHUP take effect; processes that it starts do not receive them."""
+    numbers, received = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP), list[int]()
+    try:
+        with signal_handler(numbers, lambda number, _: received.append(number)):
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # which processes inherit
+            try:
+                yield
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    finally:
+        for number in received[:1]:
+            signal.raise_signal(number)
+
+
+@contextmanager
 def no_collection() -> Generator[None]:
     """Context without garbage collection, for commands that make millions of objects and few cycles.
 

@@ -11,6 +11,7 @@ import pytest
 
 from launcher.errors import SiteError, UserError
 from launcher.launch.slurm import client, submit
+from launcher.launch.slurm.client import Listed
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir import history
@@ -62,9 +63,13 @@ def test_an_interruption_leaves_no_job_that_nobody_knows(
 
     module, name = (history, "add_submission") if when == "before" else (submit, "_submit_function")
     monkeypatch.setattr(module, name, interrupted)
-    # another job has the same name, and one of a third name is not asked about
-    answers = iter([{"3"}, {"3", "8"}])
-    monkeypatch.setattr(client, "queued", lambda name, _: next(answers) if name == "s.1" else set())
+    # other jobs of the same name: one was submitted elsewhere, and one has ended
+    queue = {
+        "3": Listed("PENDING", "s.1", "", "", "/elsewhere"),
+        "7": Listed("CANCELLED", "s.1", "", "", str(tmp_path)),
+        "8": Listed("PENDING", "s.1", "", "", str(tmp_path)),
+    }
+    monkeypatch.setattr(client, "named", lambda names: queue if names == ["s.1"] else {})
     monkeypatch.setattr(client, "cancel", lambda *jobs: cancelled.extend(jobs))
     with pytest.raises(KeyboardInterrupt):
         submit.submit_array(mine, "s.1", tmp_path)
