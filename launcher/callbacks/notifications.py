@@ -19,7 +19,7 @@ from email.message import EmailMessage
 
 from launcher.callbacks.run_outcome import Outcome
 from launcher.errors import ConfigError
-from launcher.plan.callback_plan import is_web_address, without_rest
+from launcher.plan.callback_plan import is_web_address, scheme_only
 
 VERDICTS = ("done", "stopped", "failed", "killed", "requeued")
 DEFAULT = ("done", "failed", "killed")
@@ -74,7 +74,7 @@ class Webhook:
         self._verdicts, self._timeout_s, self._url_from = _require_verdicts(verdicts), timeout_s, url_from
         self._url = _secret("url", url, url_from, needed=True)
         if self._url and not is_web_address(self._url):
-            shown = "***" if url_from else without_rest(self._url)
+            shown = "***" if url_from else scheme_only(self._url)
             raise ConfigError("url", shown, "must be an http:// or https:// address without a user and a password.")
 
     def on_outcome(self, outcome: Outcome) -> None:

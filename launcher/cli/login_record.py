@@ -47,7 +47,8 @@ def project_id(directory: Path) -> str:
 
 def _read() -> dict[str, Any]:
     try:
-        record: dict[str, Any] = {"id": "", "places": {}} | (read_json(record_file()) or {})
+        record: dict[str, Any] = {"id": "", "places": {}}
+        record |= read_json(record_file()) or {}
         for runs in record["places"]:
             _places(record, Path(runs))
     except (ValueError, LookupError, TypeError, AttributeError) as error:

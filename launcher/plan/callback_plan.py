@@ -90,11 +90,11 @@ def _notifier(word: str) -> dict[str, Any]:
     else:
         if re.match(r"https?://[^/]*@", word):
             raise ConfigError(
-                "notify", without_rest(word), "the address contains a user or a password, which is not supported.",
+                "notify", scheme_only(word), "the address contains a user or a password, which is not supported.",
                 "Write an address without one; an address that is a secret itself: notify=[env:NAME].",
             )  # fmt: skip
         raise ConfigError(
-            "notify", without_rest(word),
+            "notify", scheme_only(word),
             "must be bell, an https:// address, env:NAME, an e-mail address, or smtp://HOST:PORT/ADDRESS.",
             "Several: notify=[bell,me@example.org].",
         )  # fmt: skip
@@ -106,7 +106,7 @@ def without_path(word: str) -> str:
     return re.sub(r"^(https?://[^/?#\s]+)[/?#].*", r"\1/...", word)
 
 
-def without_rest(word: str) -> str:
+def scheme_only(word: str) -> str:
     """Return an address that has no known form for people to read: any part after the scheme may be a secret."""
     return re.sub(r"://.+", "://...", word, flags=re.DOTALL)
 
