@@ -263,12 +263,14 @@ def named(names: Collection[str]) -> dict[str, Listed]:
     Raises:
         SiteError: The controller does not answer.
     """
-    wanted = f"--name={','.join(sorted(set(names)))}"
-    queue = ask("squeue", "--states=all", "--array", "--noheader", wanted, "--format=%i|%T|%r|%N|%j|%o")
+    # squeue would take a name with a comma for two
+    wanted = [] if any("," in name for name in names) else [f"--name={','.join(sorted(set(names)))}"]
+    queue = ask("squeue", "--states=all", "--array", "--noheader", *wanted, "--format=%i|%T|%r|%N|%j|%o")
     rows = (line.split("|", 5) for line in queue.splitlines() if line.count("|") >= 5)
     return {
         job_id: Listed(state, name, reason, nodes, os.path.dirname(script))  # noqa: PTH120
         for job_id, state, reason, nodes, name, script in rows
+        if name in names
     }
 
 

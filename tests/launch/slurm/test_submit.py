@@ -79,6 +79,19 @@ def test_an_interruption_leaves_no_job_that_nobody_knows(
     assert all(history.submissions(plan.paths)[0].refused for plan in mine[:recorded])
 
 
+def test_jobs_are_found_by_a_name_with_a_comma(monkeypatch: pytest.MonkeyPatch) -> None:
+    def squeue(*command: str) -> str:
+        rows = {
+            name: f"{job}|PENDING|None||{name}|/runs/{name}/slurm/x.sh\n" for job, name in enumerate(("a", "a,b", "c"))
+        }
+        wanted = next((word.removeprefix("--name=").split(",") for word in command if word.startswith("--name=")), rows)
+        return "".join(rows.get(name, "") for name in wanted)
+
+    monkeypatch.setattr(client, "ask", squeue)
+    assert client.named(["a,b"]) == {"1": Listed("PENDING", "a,b", "None", "", "/runs/a,b/slurm")}
+    assert client.named(["a", "c"]).keys() == {"0", "2"}
+
+
 def test_a_cell_that_is_refused_again_leaves_the_book_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
