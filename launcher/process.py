@@ -37,6 +37,29 @@ RUN_ID = "LAUNCHER_RUN_ID"
 RUN_DIR = "LAUNCHER_RUN_DIR"
 
 
+# Environment variable: set if `launch` is to end as with Ctrl-C when its standard input ends.
+ENDS_WITH_INPUT = "LAUNCHER_ENDS_WITH_INPUT"
+
+
+def interrupt_at_end_of_input() -> None:
+    """Have this process interrupted, as by Ctrl-C, when its standard input ends, which is the end of a connection.
+
+    Children get an empty standard input instead.
+    """
+    connection, empty = os.dup(0), os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
+
+    def wait() -> None:
+        with suppress(OSError):
+            while os.read(connection, 4096):
+                pass
+        # to the main thread, whose system call it interrupts
+        signal.pthread_kill(cast("int", threading.main_thread().ident), signal.SIGINT)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     """Have the kernel send ``number`` to this process when ``parent`` dies in any way, so that no orphan is left.
 
@@ -228,6 +251,22 @@ def signal_handler(numbers: Iterable[int], handler: Callable[[int, FrameType | N
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
+
+
+@contextmanager
+def deferred_interrupts() -> Generator[None]:
+    """Context at whose end Ctrl-C, SIGTERM and SIGHUP take effect; processes that it starts do not receive them."""
+    numbers, received = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP), list[int]()
+    try:
+        with signal_handler(numbers, lambda number, _: received.append(number)):
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # which processes inherit
+            try:
+                yield
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    finally:
+        for number in received[:1]:
+            signal.raise_signal(number)
 
 
 @contextmanager

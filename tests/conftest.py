@@ -55,7 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.timeout = patience(LIMIT_S)
     if not hasattr(config, "workerinput"):  # the processes of pytest-xdist inherit it
         cache = tempfile.TemporaryDirectory(prefix="launcher-test-cache-")
-        os.environ["XDG_CACHE_HOME"] = cache.name  # a user's cache must not decide a test
+        # what a user has must not decide a test
+        os.environ["XDG_CACHE_HOME"], os.environ["XDG_STATE_HOME"] = f"{cache.name}/cache", f"{cache.name}/state"
         config.add_cleanup(cache.cleanup)
 
 

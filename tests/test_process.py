@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import subprocess
+import sys
 
 import pytest
 
-from launcher.process import environment, raise_open_files, shared_interval, signal_handler
+from launcher.process import deferred_interrupts, environment, raise_open_files, shared_interval, signal_handler
 
 
 def test_environment_and_signal_handlers_are_put_back_after_an_exception() -> None:
@@ -27,6 +29,43 @@ def test_environment_and_signal_handlers_are_put_back_after_an_exception() -> No
     assert received == [signal.SIGUSR2]
     assert dict(os.environ) == variables
     assert signal.getsignal(signal.SIGUSR2) == handler
+
+
+def test_an_interrupt_waits_for_the_end_of_the_context_and_reaches_no_child() -> None:
+    done: list[str] = []
+
+    def work() -> None:
+        with deferred_interrupts():
+            os.kill(os.getpid(), signal.SIGINT)
+            child = subprocess.run(
+                ["sh", "-c", "kill -INT $$; kill -HUP $$; echo alive"], capture_output=True, check=True
+            )
+            done.append(child.stdout.decode())
+            raise OSError
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["alive\n"]
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGINT, signal.SIGHUP, signal.SIGTERM}
+
+
+def test_the_end_of_standard_input_interrupts() -> None:
+    code = """
+import sys, time
+from launcher.process import interrupt_at_end_of_input
+interrupt_at_end_of_input()
+try:
+    print("empty for others:", sys.stdin.read() == "", flush=True)
+    time.sleep(1000)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "empty for others: True\n"
+        assert process.communicate()[0] == "interrupted\n"
 
 
 def test_the_limit_of_open_files_is_raised_to_the_hard_one() -> None:

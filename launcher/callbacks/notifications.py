@@ -19,6 +19,7 @@ from email.message import EmailMessage
 
 from launcher.callbacks.run_outcome import Outcome
 from launcher.errors import ConfigError
+from launcher.plan.callback_plan import is_web_address, scheme_only
 
 VERDICTS = ("done", "stopped", "failed", "killed", "requeued")
 DEFAULT = ("done", "failed", "killed")
@@ -72,8 +73,9 @@ class Webhook:
     ) -> None:  # fmt: skip
         self._verdicts, self._timeout_s, self._url_from = _require_verdicts(verdicts), timeout_s, url_from
         self._url = _secret("url", url, url_from, needed=True)
-        if self._url is not None and not self._url.startswith(("http://", "https://")):
-            raise ConfigError("url", "***" if url_from else self._url, "must start with http:// or https://.")
+        if self._url and not is_web_address(self._url):
+            shown = "***" if url_from else scheme_only(self._url)
+            raise ConfigError("url", shown, "must be an http:// or https:// address without a user and a password.")
 
     def on_outcome(self, outcome: Outcome) -> None:
         """Send the message.
@@ -83,8 +85,8 @@ class Webhook:
         """
         if outcome.verdict not in self._verdicts:
             return
-        if self._url is None:
-            raise OSError(f"the environment variable {self._url_from} is not set")
+        if not self._url:
+            raise OSError(f"the environment variable {self._url_from} is not set, or empty")
         body = json.dumps({"text": outcome.text, **dataclasses.asdict(outcome)}).encode()
         request = urllib.request.Request(self._url, body, {"Content-Type": "application/json"}, method="POST")
         with _OPENER.open(request, timeout=self._timeout_s) as response:

@@ -1,9 +1,10 @@
 """Outcome of a run, for the callbacks that act on it after its workers have ended.
 
-    python -m launcher.callbacks.run_outcome RUN_DIR PARENT_PID        standard input: summary.json
+    python -m launcher.callbacks.run_outcome RUN_DIR PARENT_PID DEADLINE        standard input: summary.json
 
 ``launcher.launch.local.report_outcome`` starts this process, because the callbacks may be classes of the user's, which
-the command line does not import.
+the command line does not import. Messages are sent side by side, so that one that hangs delays no other.
+DEADLINE is a time of ``time.monotonic``, after which messages are given up.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import json
 import socket
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from typing import Any
 from launcher.errors import LauncherError
 from launcher.plan.callback_plan import (
     BELL,
+    BUNDLED,
     OUTCOME,
     TARGET,
     class_arguments,
@@ -31,6 +35,7 @@ from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.process import die_with_parent
 from launcher.quantities import count
+from launcher.rundir.files import write_line
 from launcher.rundir.paths import RunPaths
 from launcher.targets import find_target, require_arguments
 
@@ -77,7 +82,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def main(run_dir: str, parent: str) -> None:
+def main(run_dir: str, parent: str, deadline: str) -> None:
     die_with_parent(int(parent))
     paths = RunPaths(Path(run_dir))
     plan, recorded = LaunchPlan.load(paths.plan), RunPlan.of_record(paths)
@@ -91,15 +96,33 @@ def main(run_dir: str, parent: str) -> None:
     entries += [
         (f"callbacks[{number}]", entry) for number, entry in enumerate(callbacks) if may_report(entry, outcome.verdict)
     ]
+    search_path = plan.cluster.import_from
+    sending: list[tuple[str, threading.Thread]] = []
+    own: list[tuple[str, dict[str, Any]]] = []
     for key, entry in entries:
-        target = entry[TARGET]
-        try:
-            made = find_target(f"{key}.{TARGET}", target, plan.cluster.import_from)
-            if hasattr(made, OUTCOME):
-                made(**require_arguments(key, target, made, class_arguments(entry))).on_outcome(outcome)
-        except Exception as error:  # nothing that a callback does here may change how the run has ended
-            kind = "" if isinstance(error, LauncherError) else f"{type(error).__name__}: "
-            print(f"{name_of(entry)} ({key}) did not report that the run is {outcome.verdict}: {kind}{error}")
+        if entry[TARGET].startswith(BUNDLED):
+            thread = threading.Thread(target=_report, args=(key, entry, outcome, search_path), daemon=True)
+            thread.start()
+            sending.append((f"{name_of(entry)} ({key})", thread))
+        else:
+            own.append((key, entry))
+    for key, entry in own:  # in turn, because they may share something
+        _report(key, entry, outcome, search_path)
+    for title, thread in sending:
+        thread.join(max(0.0, float(deadline) - time.monotonic()))
+        if thread.is_alive():
+            write_line(f"{title} did not report that the run is {outcome.verdict}: no answer in time")
+
+
+def _report(key: str, entry: dict[str, Any], outcome: Outcome, search_path: Sequence[str]) -> None:
+    target = entry[TARGET]
+    try:
+        made = find_target(f"{key}.{TARGET}", target, search_path)
+        if hasattr(made, OUTCOME):
+            made(**require_arguments(key, target, made, class_arguments(entry))).on_outcome(outcome)
+    except Exception as error:  # nothing that a callback does here may change how the run has ended
+        kind = "" if isinstance(error, LauncherError) else f"{type(error).__name__}: "
+        write_line(f"{name_of(entry)} ({key}) did not report that the run is {outcome.verdict}: {kind}{error}")
 
 
 if __name__ == "__main__":

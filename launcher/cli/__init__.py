@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
 
 from launcher.cli.overrides import OnLoginNode, discard_output, print_disk_error, print_error
 from launcher.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, LauncherError, UserError, did_you_mean
+from launcher.process import ENDS_WITH_INPUT, interrupt_at_end_of_input
 
 HELP = """\
 launch: distributed training with an exact global batch.
@@ -68,6 +70,8 @@ _MODULES = {
 
 def main() -> None:
     try:
+        if os.environ.pop(ENDS_WITH_INPUT, None):
+            interrupt_at_end_of_input()
         status = run(sys.argv[1:])
         sys.stdout.flush()
     except BrokenPipeError:

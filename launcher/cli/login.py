@@ -1,14 +1,13 @@
 """Login node: commands that are typed on this machine and run on a cluster's login node over ssh (cluster.login).
 
-The project is copied to a directory there, and the same command runs in it with the same arguments. A file in the
-directory of runs names the places that have runs, so that later commands find them. The connection is that of the
-user's own ssh configuration and keys; ssh is not allowed to ask for anything.
+The project is copied to a directory there, and the same command runs in it with the same arguments. A record
+of the user's (`launcher.cli.login_record`) names the places that have runs, so that later commands find them. The
+connection is that of the user's own ssh configuration and keys; ssh is not allowed to ask for anything.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import io
 import json
 import os
@@ -23,12 +22,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from launcher.cli.login_record import places, project_id, remember
 from launcher.cli.login_shell import (
     NO_COMMAND,
     NO_CONNECTION,
     NO_DIRECTORY,
     OTHER_VERSION,
     OTHERS_FILES,
+    OTHERS_PROJECT,
+    OWNER,
     RemoteProject,
     ask_login_node,
     connection_error,
@@ -39,12 +41,12 @@ from launcher.cli.login_shell import (
 from launcher.cli.overrides import OnLoginNode, print_error, take_value
 from launcher.config.schema import ClusterConfig, Config
 from launcher.errors import EXIT_DONE, ConfigError, ConnectionLost, UserError
+from launcher.process import ENDS_WITH_INPUT
 from launcher.quantities import count, first_names
 from launcher.report.page import require_place
 from launcher.report.tables import near
 from launcher.rundir.code_snapshot import SENT, pack, roots_of_pythonpath
-from launcher.rundir.files import read_json, value_from_json, write_json
-from launcher.rundir.paths import LOGINS, find, find_sweeps, is_run, is_sweep
+from launcher.rundir.paths import find, find_sweeps, is_run, is_sweep
 
 _KEYS = {"cluster.login": "null", "cluster.login_dir": "null", "cluster.login_setup": "[]"}
 # removes files, and the directories that are empty without them
@@ -77,7 +79,7 @@ def _start(config: Config, verb: str, arguments: Sequence[str]) -> int:
     if "--quiet" not in arguments:
         print(f"Copied {count(files, 'file')} to {place.name}", file=sys.stderr)
     if verb in ("train", "run"):
-        _remember(place)
+        remember(place)
     searched = ":".join(f"{place.directory}/{name}" for name in roots if name)
     return _run(place, verb, moved, {"PYTHONPATH": searched} if searched else {})
 
@@ -125,10 +127,9 @@ def _send(cluster: ClusterConfig, run_dir: str, roots: Mapping[str, Path]) -> tu
     """
     here, version = Path.cwd(), metadata.version("launcher")
     assert cluster.login is not None
-    digest = hashlib.sha256(f"{os.uname().nodename}:{here}".encode()).hexdigest()[:6]
-    # a laptop may have another name today
+    owner = project_id(here)
     before = next((each.directory for each in places(runs_here(run_dir)) if each.login == cluster.login), None)
-    directory = (cluster.login_dir or before or f"launcher/{here.name}.{digest}").removeprefix("~/")
+    directory = (cluster.login_dir or before or f"launcher/{here.name}.{owner[:6]}").removeprefix("~/")
     place = RemoteProject(cluster.login, tuple(cluster.login_setup), directory, run_dir)
     if os.path.normpath(directory) in (".", "~", "/"):
         raise ConfigError("cluster.login_dir", directory, "must be a directory for this project alone.")
@@ -142,6 +143,9 @@ def _send(cluster: ClusterConfig, run_dir: str, roots: Mapping[str, Path]) -> tu
         f'[ -e {SENT} ] || [ -z "$(ls -A)" ] || exit {OTHERS_FILES}',
         f"mkdir -p {SENT}; rm -rf {SENT}/page.*",
         f"exec 9>{SENT}/lock; flock 9 || true",  # some file systems have no locks
+        f'[ ! -e {OWNER} ] || [ "$(head -n 1 {OWNER})" = {owner} ] '
+        f"|| {{ tail -n 1 {OWNER} >&2; exit {OTHERS_PROJECT}; }}",
+        shlex.join(["printf", "%s\\n", owner, f"{os.uname().nodename}:{here}"]) + f" > {OWNER}",
         f"rm -rf {incoming}; mkdir {incoming}; tar -xzf - --no-same-owner -C {incoming}",
         f"[ ! -f {entries} ] || LC_ALL=C comm -z -23 {entries} {incoming}/{entries} "
         f"| xargs -0 -r sh -c {shlex.quote(_REMOVE)} sh",
@@ -158,11 +162,14 @@ def _run(place: RemoteProject, verb: str, arguments: Sequence[str], variables: M
 
     Raises:
         ConnectionLost: the connection was lost.
+        KeyboardInterrupt: Ctrl-C; the command there has been interrupted, too.
     """
     arguments = list(arguments)
     html = take_value("--html", arguments) if verb in ("plan", "report") else None
     if html is None and verb == "report" and not {"--csv", "--json", "--help", "-h"} & set(arguments):
-        html = str(runs_here(place.runs) / "report.html")
+        here = runs_here(place.runs)
+        here.mkdir(parents=True, exist_ok=True)
+        html = str(here / "report.html")
     page = None if html is None else Path(html)
     if page is not None:
         require_place(page)
@@ -175,30 +182,33 @@ def _run(place: RemoteProject, verb: str, arguments: Sequence[str], variables: M
         lines.append(f'export {name}={shlex.quote(value)}"${{{name}:+:${name}}}"')
     for name in _TERMINAL_VARIABLES:
         lines += [f"export {name}={shlex.quote(os.environ[name])}"] if name in os.environ else []
-    lines.append(shlex.join(["exec", "launch", verb, *arguments]))
     has_terminal = all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
+    if not has_terminal:  # otherwise the terminal there interrupts the command
+        lines.append(f"export {ENDS_WITH_INPUT}=1")
+    lines.append(shlex.join(["exec", "launch", verb, *arguments]))
     command = remote_command(place, lines, terminal=has_terminal)
     sys.stdout.flush()
     process = start_ssh(
-        command, stdin=None if has_terminal else subprocess.DEVNULL, stdout=None if page is None else subprocess.PIPE
-    )
+        command, stdin=None if has_terminal else subprocess.PIPE, stdout=None if page is None else subprocess.PIPE,
+        start_new_session=not has_terminal,
+    )  # fmt: skip
     with process:
-        if page is not None:
-            assert process.stdout is not None
-            there, shown = f"{folder}/{page.name}".encode(), near(page.absolute()).encode()
-            for line in process.stdout:
-                sys.stdout.buffer.write(line.replace(there, shown))
-                sys.stdout.buffer.flush()
         try:
+            if page is not None:
+                assert process.stdout is not None
+                there, shown = f"{folder}/{page.name}".encode(), near(page.absolute()).encode()
+                for line in process.stdout:
+                    sys.stdout.buffer.write(line.replace(there, shown))
+                    sys.stdout.buffer.flush()
             status = process.wait()
         except KeyboardInterrupt:
             if not has_terminal:
-                print(f"The command on {place.login} may still be completed: launch runs", file=sys.stderr, flush=True)
+                process.communicate()  # closes its input, which interrupts the command there
             raise
     if status == NO_CONNECTION:
         raise ConnectionLost(
-            f"the connection to {place.login} failed or was lost. Jobs that were submitted there continue, and a "
-            "submission may still be completed.\n"
+            f"the connection to {place.login} failed or was lost. Jobs that were submitted there continue; a "
+            "submission that was under way is withdrawn as soon as the login node notices.\n"
             "  `launch runs` lists them, and `launch logs RUN --follow` follows one."
         )
     if status in (NO_COMMAND, NO_DIRECTORY):
@@ -217,27 +227,6 @@ def _fetch(place: RemoteProject, folder: str, page: Path) -> None:
             if entry.isfile() and (name == page.name or re.fullmatch(r"plotly-[\d.]+\.min\.js", name)):
                 page.parent.mkdir(parents=True, exist_ok=True)
                 archive.extract(entry, page.parent, filter="data")
-
-
-def places(runs: Path) -> list[RemoteProject]:
-    """Return the projects on login nodes that have runs of this directory of runs.
-
-    Raises:
-        UserError: the file that names them is damaged.
-    """
-    try:
-        entries: list[Any] = (read_json(runs / LOGINS) or {}).get("places", [])
-        return [value_from_json(RemoteProject, entry) for entry in entries]
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"{runs / LOGINS}: is damaged: {error}.\n  Delete it; the next submission writes it.") from None
-
-
-def _remember(place: RemoteProject) -> None:
-    runs = runs_here(place.runs)
-    runs.mkdir(parents=True, exist_ok=True)
-    others = [each for each in places(runs) if dataclasses.replace(each, setup=place.setup) != place]
-    write_json(runs / LOGINS, {"places": [dataclasses.asdict(each) for each in [*others, place]]})
-    (runs / LOGINS).chmod(0o600)  # the shell lines may contain a secret
 
 
 def require_local(word: str, runs: Path) -> None:

@@ -13,16 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import ConfigError, SiteError
-from launcher.report.tables import near
-from launcher.rundir.paths import LOGINS
+from launcher.rundir.code_snapshot import SENT
 
 # LogLevel: no "Connection closed" after a command with a terminal
 _SSH = (
     "ssh", "-o", "BatchMode=yes", "-o", "LogLevel=ERROR", "-o", "ServerAliveInterval=15", "-o", "ConnectTimeout=10",
 )  # fmt: skip
 _MARK = "launcher-answers"
+# file in the copy of a project: its number, and where it is
+OWNER = f"{SENT}/owner"
 NO_CONNECTION, NO_COMMAND = 255, 127  # exit statuses of ssh and of a shell
-OTHER_VERSION, NO_DIRECTORY, OTHERS_FILES = 91, 92, 93  # exit statuses of the script in `_send`, and of `enter`
+# exit statuses of the script in `_send`, and of `enter`
+OTHER_VERSION, NO_DIRECTORY, OTHERS_FILES, OTHERS_PROJECT = 91, 92, 93, 94
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,24 @@ def connection_error(place: RemoteProject, status: int, text: str) -> ConfigErro
         )
     if status == NO_DIRECTORY:
         return place.error(
-            f"the directory {place.directory} is no longer there.", f"Delete {near(runs_here(place.runs) / LOGINS)}."
+            f"the directory {place.directory} is no longer there.",
+            f"The next submission makes it. {record_file()}, which names all such places, may be deleted.",
         )
+    if status == OTHERS_PROJECT:
+        return ConfigError(
+            "cluster.login_dir", place.directory, f"on {place.login} is the copy of another project, {last}.",
+            "Choose a directory for each project. If that project has moved or is gone: "
+            f"ssh {place.login} rm {shlex.quote(f'{place.directory}/{OWNER}')}",
+        )  # fmt: skip
     return place.error(f"the command there ended with status {status}.", text.replace("\n", "\n  ") or "No message.")
+
+
+def record_file() -> Path:
+    """Return the file in which `launcher.cli.login_record` stores the places."""
+    base = os.environ.get("XDG_STATE_HOME", "")
+    if not Path(base).is_absolute():  # the XDG Base Directory Specification ignores relative paths
+        base = Path.home() / ".local" / "state"
+    return Path(base) / "launcher" / "logins.json"
 
 
 def runs_here(runs: str) -> Path:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
-from launcher.cli import login
+from launcher.cli import login, login_record
 from launcher.cli.names import Parser, resolve, resolve_any
 from launcher.cli.overrides import flags_first
 from launcher.config.schema import Tracker
@@ -63,7 +63,7 @@ def launch_runs(arguments: list[str]) -> int:
         if not isinstance(paths, SweepPaths):
             raise UserError(f"{options.sweep}: is a run, not a sweep.\n  `launch status {options.sweep}` shows it.")
         return _show_cells(paths, as_json=options.json)
-    elsewhere = login.places(options.dir)
+    elsewhere = login_record.places(options.dir)
     found, several = find(options.dir), find_sweeps(options.dir)
     everything = options.all or options.json
     runs = statuses_of(found if everything else newest(found, run_list.LISTED))

@@ -128,6 +128,8 @@ def _run_here(plan: LaunchPlan, peers: Peers, console: Console) -> int:
     first = plan.node == 0
     if first and isinstance(plan, RunPlan):
         console.print(tables.plan_table(plan), "")
+    elif first:
+        _plain(console)(f"Run {plan.run.name}: {tables.near(plan.paths.root)}")
     verdict = local.run_job(plan, live.run_display(plan, console), peers)
     if "failure" in verdict.summary:
         print(tables.failure_text(verdict.summary, verdict.plan.node), file=sys.stderr)

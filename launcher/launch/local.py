@@ -317,7 +317,10 @@ def report_outcome(plan: LaunchPlan, summary: Mapping[str, Any], within_s: float
     reports = recorded is not None and any(may_report(each, summary["verdict"]) for each in recorded.callbacks)
     if plan.node or not (reports or notify_entries(plan.notify)):
         return
-    command = [sys.executable, "-P", "-m", "launcher.callbacks.run_outcome", plan.run.dir, str(os.getpid())]
+    deadline = time.monotonic() + 0.9 * within_s  # the process itself then names the messages that hang
+    command = [
+        sys.executable, "-P", "-m", "launcher.callbacks.run_outcome", plan.run.dir, str(os.getpid()), str(deadline),
+    ]  # fmt: skip
     try:
         # its own session: a second Ctrl-C must not reach it; standard output is for what `launch` itself prints
         subprocess.run(

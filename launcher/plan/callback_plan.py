@@ -28,6 +28,8 @@ _REPORTING = frozenset({"Webhook", "Email"})
 # entry of ``notify`` for the terminal in which `launch` waits for the run
 BELL = "bell"
 _VARIABLE = "env:"
+# without a user and a password, which urllib would take for a part of the host's name
+_WEB_ADDRESS = r"https?://([^/?#@:\[\]\s]+|\[[0-9A-Fa-f:.]+\])(:\d+)?([/?#]\S*)?"
 # verdict of a run that Slurm starts again
 REQUEUED = "requeued"
 _NOTIFIED = ("done", "stopped", "failed", "killed", REQUEUED)
@@ -81,13 +83,18 @@ def _notifier(word: str) -> dict[str, Any]:
     address = re.fullmatch(r"(?:smtp://(?P<server>[^/@:\s]+(?::\d+)?)/)?(?P<to>[^@\s:/]+@[^@\s:/]+)", word)
     if address is not None:
         entry = {TARGET: f"{BUNDLED}Email", "to": [address["to"]], "server": address["server"] or "localhost"}
-    elif re.fullmatch(r"https?://[^/\s]+(/\S*)?", word):
+    elif re.fullmatch(_WEB_ADDRESS, word):
         entry = {TARGET: f"{BUNDLED}Webhook", "url": word}
     elif (variable := word.removeprefix(_VARIABLE)) != word and variable.isidentifier():
         entry = {TARGET: f"{BUNDLED}Webhook", "url_from": variable}
     else:
+        if re.match(r"https?://[^/]*@", word):
+            raise ConfigError(
+                "notify", scheme_only(word), "the address contains a user or a password, which is not supported.",
+                "Write an address without one; an address that is a secret itself: notify=[env:NAME].",
+            )  # fmt: skip
         raise ConfigError(
-            "notify", without_path(word),
+            "notify", scheme_only(word),
             "must be bell, an https:// address, env:NAME, an e-mail address, or smtp://HOST:PORT/ADDRESS.",
             "Several: notify=[bell,me@example.org].",
         )  # fmt: skip
@@ -96,7 +103,16 @@ def _notifier(word: str) -> dict[str, Any]:
 
 def without_path(word: str) -> str:
     """Return an entry of ``notify`` for people to read: the path of a web address may be a secret."""
-    return re.sub(r"^(https?://[^/\s]+)/.*", r"\1/...", word)
+    return re.sub(r"^(https?://[^/?#\s]+)[/?#].*", r"\1/...", word)
+
+
+def scheme_only(word: str) -> str:
+    """Return an address that has no known form for people to read: any part after the scheme may be a secret."""
+    return re.sub(r"://.+", "://...", word, flags=re.DOTALL)
+
+
+def is_web_address(word: str) -> bool:
+    return re.fullmatch(_WEB_ADDRESS, word) is not None
 
 
 def name_of(entry: dict[str, Any]) -> str:
@@ -162,7 +178,7 @@ def _numbers(entry: dict[str, Any], name: str) -> list[int]:
 def require_variables(
     entries: Sequence[dict[str, Any]], env: Mapping[str, str], *, passed_on: bool, key: str | None = None
 ) -> None:
-    """Check that the environment variables exist from which the bundled callbacks read addresses and passwords.
+    """Check that the environment variables have values from which the bundled callbacks read addresses and passwords.
 
     Args:
         key: config key that the entries were made from. Default: callbacks.
@@ -170,21 +186,28 @@ def require_variables(
         passed_on: ``env`` has only what is passed to a batch job.
 
     Raises:
-        ConfigError: one does not.
+        ConfigError: one has none, or an address that is not one of the web.
     """
     for number, entry in enumerate(entries):
         for name in ("url_from", "password_from"):
             variable = entry.get(name)
-            if not str(entry[TARGET]).startswith(BUNDLED) or not isinstance(variable, str) or variable in env:
+            if not str(entry[TARGET]).startswith(BUNDLED) or not isinstance(variable, str):
                 continue
-            hint = f"List it: cluster.env=[{variable}]." if passed_on else f"export {variable}=..."
-            where = "among those that the batch job gets" if passed_on else "here"
-            raise ConfigError(
-                key or f"callbacks[{number}].{name}",
-                variable if key is None else f"{_VARIABLE}{variable}",
-                f"there is no such environment variable {where}.",
-                hint,
-            )
+            value, hint = env.get(variable), f"export {variable}=..."
+            if value is None:
+                where = "among those that the batch job gets" if passed_on else "here"
+                problem = f"there is no such environment variable {where}."
+                hint = f"List it: cluster.env=[{variable}]." if passed_on else hint
+            elif not value:
+                problem = "this environment variable is empty."
+            elif name == "url_from" and not is_web_address(value):
+                problem = (
+                    "the content of this environment variable is not an http:// or https:// address without a user."
+                )
+            else:
+                continue
+            shown = variable if key is None else f"{_VARIABLE}{variable}"
+            raise ConfigError(key or f"callbacks[{number}].{name}", shown, problem, hint)
 
 
 def require_callbacks(entries: Sequence[dict[str, Any]], search_path: Sequence[str], task: object = None) -> None:

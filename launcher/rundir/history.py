@@ -32,6 +32,7 @@ class Submission:
         cancelled: whether a user cancelled it.
         refused: whether Slurm refused it.
         name: the job's name if it is not the run's.
+        array_task: number of the job in its array, which identifies it until its id is recorded.
         ended: whether the `launch` of a local job is done with it; its process may continue with other runs.
     """
 
@@ -44,6 +45,7 @@ class Submission:
     cancelled: bool = False
     refused: bool = False
     name: str | None = None
+    array_task: int | None = None
     ended: bool = False
 
     @classmethod

@@ -16,8 +16,6 @@ _SITES = "sites"
 STATE = "state.json"
 # file of a checkpoint with size and checksum of each of its files
 MANIFEST = "manifest.json"
-# file of a directory of runs that names the login nodes which have runs of it (launcher/cli/login.py)
-LOGINS = ".login.json"
 
 
 class _Path:

@@ -6,21 +6,22 @@ No other state exists that could be stale: a run that was moved, or that another
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from launcher.config.schema import ClusterKind, PrecisionKind
+from launcher.errors import SiteError
 from launcher.launch.slurm import client
-from launcher.launch.slurm.client import Listed, SlurmSilent
+from launcher.launch.slurm.client import Listed
 from launcher.loss import RESERVED_NAMES
 from launcher.quantities import folded_names
 from launcher.rundir import history
 from launcher.rundir.files import last_lines, object_from_json, read_json
 from launcher.rundir.history import Submission
-from launcher.rundir.paths import RunPaths
+from launcher.rundir.paths import RunPaths, SweepPaths
 
 # starts of the lines that Slurm itself writes into the output of a task
 _OF_SLURM = ("srun: ", "slurmstepd")
@@ -99,11 +100,16 @@ def statuses_of(runs: Iterable[RunPaths], *, brief: bool = False) -> list[Run]:
     """
     read = [_Read.of(paths) for paths in runs]
     jobs = [r.job for r in read if r.job is not None and not r.is_over]
+    unrecorded = [r.job_name for r in read if r.lacks_job]
     answers: dict[str, Listed] | None = {}
-    if jobs and client.available():
+    if (jobs or unrecorded) and client.available():
         try:
             answers = client.jobs(jobs)
-        except SlurmSilent:
+            if unrecorded:
+                listed = client.named(unrecorded)
+                read = [r.with_job_among(listed) if r.lacks_job else r for r in read]
+                answers = listed | answers
+        except SiteError:
             answers = None
     elif jobs:
         answers = None
@@ -128,13 +134,18 @@ def newest(runs: Sequence[RunPaths], number: int) -> list[RunPaths]:
 
 @dataclass(frozen=True)
 class _Read:
-    """Content of a run's directory, as far as it can be read."""
+    """Content of a run's directory, as far as it can be read.
+
+    Attributes:
+        found: Slurm's id of the last submission's job if the directory does not have it.
+    """
 
     paths: RunPaths
     plan: dict[str, Any]
     summary: dict[str, Any]
     newest_attempt: dict[str, Any]
     submissions: Sequence[Submission]
+    found: str | None = None
 
     @classmethod
     def of(cls, paths: RunPaths) -> _Read:
@@ -166,10 +177,29 @@ class _Read:
 
     @property
     def job(self) -> str | None:
-        """Slurm's id of the last submission; if `launch` was killed before noting it, the id that the job wrote."""
+        """Slurm's id of the last submission; if `launch` was killed before noting it, the id that the job wrote, or
+        under which Slurm has it."""
         if self.last is None or self.kind != ClusterKind.slurm:
             return None
-        return self.last.job or (self.newest_attempt.get("job") if self.has_started else None)
+        return self.last.job or (self.newest_attempt.get("job") if self.has_started else None) or self.found
+
+    @property
+    def lacks_job(self) -> bool:
+        """True if the run was perhaps submitted, and its directory does not have the job's id."""
+        return self.last is not None and self.kind == ClusterKind.slurm and self.job is None
+
+    def with_job_among(self, listed: Mapping[str, Listed]) -> _Read:
+        """Return this with the id of its job if Slurm has one that was submitted from the run's directory."""
+        assert self.last is not None
+        known = {submission.job for submission in self.submissions}
+        # cells of a sweep are submitted from the sweep's directory
+        folders = {self.paths.slurm.resolve(), SweepPaths(self.paths.root.parent).slurm.resolve()}
+        task = self.last.array_task
+        for job, each in listed.items():
+            is_task = job.partition("_")[2] == ("" if task is None else str(task))
+            if each.name == self.job_name and is_task and job not in known and Path(each.folder).resolve() in folders:
+                return replace(self, found=job)
+        return self
 
     @property
     def job_name(self) -> str:

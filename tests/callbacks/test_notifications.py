@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import socket
@@ -18,16 +19,19 @@ import pytest
 from launcher.callbacks import Email, Webhook
 from launcher.callbacks.run_outcome import Outcome
 from launcher.errors import ConfigError
+from launcher.launch.local import report_outcome
 from launcher.plan.callback_plan import (
     class_arguments,
     may_report,
     name_of,
     notify_entries,
+    require_variables,
     solve_notify,
+    without_path,
     without_reports,
 )
 from tests.conftest import Launch
-from tests.helpers import ROOT
+from tests.helpers import ROOT, make_plan, patience
 from tests.infra.runs import OWN
 
 OUTCOME = Outcome(
@@ -114,7 +118,8 @@ def test_an_email(mail: tuple[str, list[str]]) -> None:
     ("cls", "arguments", "words"),
     [
         (Webhook, {}, "url=null: is not set, nor is url_from"),
-        (Webhook, {"url": "ftp://x"}, "url=ftp://x: must start with http"),
+        (Webhook, {"url": "ftp://x"}, "url=ftp://...: must be an http:// or https:// address"),
+        (Webhook, {"url": "https://me:geheim@x"}, "url=https://...: must be an http"),
         (Webhook, {"url": "http://x", "url_from": "Y"}, "url_from=Y: url is set too"),
         (Webhook, {"url": "http://x", "verdicts": ["won"]}, "verdicts=.*must be some of done, stopped, failed, killed"),
         (Email, {"to": [], "server": "x", "sender": "a@b"}, "to=.*must be e-mail addresses"),
@@ -154,6 +159,7 @@ def test_notify_is_made_of_the_callbacks() -> None:
         "smtp://u:p@h:25/a@b",
         "smtp://a/b/me@x",
         "https://",
+        "https://x:port/a",
         "a@b@c",
         "@",
         "a b@c",
@@ -162,6 +168,45 @@ def test_notify_is_made_of_the_callbacks() -> None:
 def test_an_entry_of_notify_that_has_no_known_form(word: str) -> None:
     with pytest.raises(ConfigError, match="must be bell, an https:// address"):
         solve_notify(["bell", word])
+
+
+@pytest.mark.parametrize("word", ["https://me:geheim@x.org/a", "https://me:ge/heim@x.org", "smtp://me:geheim@h:25/a@b"])
+def test_a_password_in_an_address_is_refused_and_not_printed(word: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        solve_notify([word])
+    assert "heim" not in str(refused.value)
+    assert "me:" not in without_path("https://x.org/a?me:geheim")
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({}, "notify=env:HOOK: there is no such environment variable here"),
+        ({"HOOK": ""}, "notify=env:HOOK: this environment variable is empty"),
+        ({"HOOK": "geheim"}, "notify=env:HOOK: the content of this environment variable is not an http"),
+    ],
+)
+def test_a_variable_must_hold_an_address(env: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as refused:
+        require_variables(notify_entries(["env:HOOK"]), env, passed_on=False, key="notify")
+    assert "geheim" not in str(refused.value)
+    require_variables(notify_entries(["env:HOOK"]), {"HOOK": "https://x.org:8080/a"}, passed_on=False, key="notify")
+
+
+@pytest.mark.slow
+def test_a_message_that_hangs_delays_no_other(
+    tmp_path: Path, web: tuple[str, list[Any]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    address, received = web
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        hanging = f"http://127.0.0.1:{silent.getsockname()[1]}/secret"
+        plan = make_plan(f"notify=['{hanging}','{address}']", run_dir=str(tmp_path))
+        plan = dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, cwd=str(tmp_path)))
+        plan.save()
+        # the attempt that hangs is given up only after the deadline
+        report_outcome(plan, {"verdict": "done"}, within_s=patience(4))
+    assert [body["verdict"] for body in received] == ["done"]
+    assert "did not report that the run is done" in capfd.readouterr().err
 
 
 def test_what_is_asked_after_a_run() -> None:

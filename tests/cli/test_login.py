@@ -6,8 +6,10 @@ import json
 import os
 import pty
 import shlex
+import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import metadata
@@ -15,8 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cli.login_shell import RemoteProject, remote_command
-from launcher.rundir.paths import LOGINS
+from launcher.cli.login_shell import RemoteProject, record_file, remote_command
 from tests.helpers import launch, launch_command, patience
 from tests.infra import warm
 from tests.infra.made_runs import make_run
@@ -43,12 +44,19 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoginNode]:
 
 
 @pytest.fixture
-def laptop(tmp_path: Path) -> Path:
-    """A user's project."""
+def laptop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project of a user who has never connected to a login node."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     project = tmp_path / "my project"
     project.mkdir()
     (project / "job.py").write_text("print(1)\n")
     return project
+
+
+def know(laptop: Path, *entries: dict[str, object]) -> None:
+    """Write places into the user's record."""
+    record_file().parent.mkdir(parents=True, exist_ok=True)
+    record_file().write_text(json.dumps({"id": "a", "places": {str(laptop / "runs"): entries}}))
 
 
 def record(node: LoginNode, then: str = "", version: str = metadata.version("launcher")) -> None:
@@ -122,7 +130,7 @@ def test_the_copy_follows_the_project(node: LoginNode, laptop: Path) -> None:
     typed(node, laptop, "train", *THERE)
     assert directory(node) == copy
     files = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
-    files -= {".launcher/commit", ".launcher/files", ".launcher/lock"}
+    files -= {".launcher/commit", ".launcher/files", ".launcher/lock", ".launcher/owner"}
     assert files == {"job.py", "package/new module.py", "library", "data/words.txt"}
     assert (copy / "job.py").read_text() == "print(2)\n"
 
@@ -164,13 +172,12 @@ def test_what_start_up_files_print_is_no_answer(node: LoginNode, laptop: Path, s
 
 
 def test_a_silent_login_node_hides_no_other(node: LoginNode, laptop: Path, submitted: Path) -> None:
-    logins = laptop / "runs" / LOGINS
-    entries = json.loads(logins.read_text())["places"]
+    (entry,) = json.loads(record_file().read_text())["places"][str(laptop / "runs")]
     silent = {"login": "nowhere", "setup": [], "directory": "x", "runs": "runs"}
-    logins.write_text(json.dumps({"places": [silent, *entries]}))
+    know(laptop, silent, entry)
     assert json.loads(typed(node, laptop, "status", "own", "--json").stdout)["dir"] == str(submitted / "own")
     assert "nowhere: ssh cannot connect" in typed(node, laptop, "status", "nope", status=2).stderr
-    logins.write_text(json.dumps({"places": [{**entries[0], "runs": str(submitted)}]}))
+    know(laptop, {**entry, "runs": str(submitted)})
     make_run(laptop / "runs", "here")
     assert json.loads(typed(node, laptop, "status", str(submitted / "own"), "--json").stdout)["name"] == "own"
 
@@ -178,13 +185,13 @@ def test_a_silent_login_node_hides_no_other(node: LoginNode, laptop: Path, submi
 def test_a_local_run_needs_no_connection(laptop: Path) -> None:
     make_run(laptop / "runs", "mine")
     place = {"login": "nowhere.invalid", "setup": [], "directory": "x", "runs": "runs"}
-    (laptop / "runs" / LOGINS).write_text(json.dumps({"places": [place]}))
+    know(laptop, place)
     assert launch("status", "mi", cwd=laptop).returncode == 0
     listed = launch("runs", "--json", cwd=laptop)
     assert [run["name"] for run in json.loads(listed.stdout)] == ["mine"]
     assert "ssh cannot connect" in listed.stderr
     assert "there is no such run" in launch("status", str(laptop / "typo"), cwd=laptop).stderr
-    (laptop / "runs" / LOGINS).write_text("{")
+    record_file().write_text("{")
     damaged = launch("runs", cwd=laptop)
     assert (damaged.returncode, "is damaged" in damaged.stderr) == (2, True)
 
@@ -288,7 +295,7 @@ def test_without_ssh_nothing_is_tried(laptop: Path) -> None:
 
 
 def test_a_lost_connection_is_said(node: LoginNode, laptop: Path) -> None:
-    record(node, "echo $$ > ~/pid; echo started; exec sleep 1000")
+    record(node, "echo started; cat; echo the input has ended > ~/ended")
     with warm.Popen(
         launch_command("train", *THERE, "--wait"), cwd=laptop, env={**os.environ, **node.env},
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -296,13 +303,41 @@ def test_a_lost_connection_is_said(node: LoginNode, laptop: Path) -> None:
         assert process.stdout.readline() == "started\n"
         node.cut()
         _, errors = process.communicate(timeout=patience(60))
-    os.kill(int((node.home / "pid").read_text()), signal.SIGKILL)  # it has no output that would fail
+    wait_for((node.home / "ended").exists, "the command there notices")
     assert process.returncode == 1
-    assert (
-        "the connection to login failed or was lost. Jobs that were submitted there continue, and a submission"
-        in errors
-    )
+    assert "the connection to login failed or was lost. Jobs that were submitted there continue; a submission" in errors
     assert "launch logs RUN --follow" in errors
+
+
+def test_ctrl_c_without_a_terminal_reaches_the_command_there(node: LoginNode, laptop: Path) -> None:
+    code = "import time; from launcher.process import *; interrupt_at_end_of_input(); print('started', flush=True); "
+    code += "time.sleep(1000)"
+    record(node, f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} || echo it was interrupted")
+    with warm.Popen(
+        launch_command("train", *THERE), cwd=laptop, env={**os.environ, **node.env},
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout.readline() == "started\n"
+        process.send_signal(signal.SIGINT)
+        shown, errors = process.communicate(timeout=patience(60))
+    assert process.returncode == 130
+    assert "it was interrupted" in shown, "its last output is shown"
+    assert "KeyboardInterrupt" in errors
+
+
+def test_two_projects_do_not_share_a_copy(node: LoginNode, laptop: Path, tmp_path: Path) -> None:
+    record(node)
+    typed(node, laptop, "train", *THERE, "cluster.login_dir=shared")
+    other = tmp_path / "clone"
+    shutil.copytree(laptop, other)
+    refused = typed(node, other, "train", *THERE, "cluster.login_dir=shared", status=2).stderr
+    assert (
+        f"cluster.login_dir=shared: on login is the copy of another project, {os.uname().nodename}:{laptop}" in refused
+    )
+    remove = refused.rpartition("ssh login ")[2].strip()
+    subprocess.run([f"{node.root}/bin/ssh", "login", f"cd; {remove}"], check=True)  # HOME is not that of the account
+    typed(node, other, "train", *THERE, "cluster.login_dir=shared")
+    assert "is the copy of another project" in typed(node, laptop, "plan", *THERE, status=2).stderr
 
 
 def on_terminal(node: LoginNode, laptop: Path, *arguments: str, until: str = "", then: bytes = b"") -> tuple[int, str]:
@@ -355,7 +390,8 @@ def submitted(node: LoginNode, laptop: Path) -> Path:
 
 
 def test_commands_on_runs_find_them_there(node: LoginNode, laptop: Path, submitted: Path) -> None:
-    assert (laptop / "runs" / LOGINS).is_file()
+    assert not list((laptop / "runs").glob(".*")), "a clone of the project must not bring a place along"
+    assert record_file().parent.stat().st_mode & 0o077 == 0, "shell lines may contain a secret"
     assert json.loads(typed(node, laptop, "status", "own", "--json").stdout)["dir"] == str(submitted / "own")
     assert "other one" in typed(node, laptop, "status", "oth").stdout, "a prefix"
     assert typed(node, laptop, "logs", "runs/other one", "--follow").stdout == "printed there\n"

@@ -30,17 +30,18 @@ from typing import Any, NoReturn
 from tests.infra import warm
 from tests.infra.slurm_conf import FREEZER, LOGIN
 
-PRELOADED = ("submitit.core._submit", "launcher.launch.slurm.node", "launcher.train.worker")
+TASKS = ("launcher.launch.slurm.node", "submitit.core._submit")
+PRELOADED = (*TASKS, "launcher.train.worker")
 SERVER = "warm"  # the name of a node's socket, in its spool directory
 CLIENT = """\
 #!{python} -ISE
 import ctypes, json, os, signal, socket, sys
 
-PYTHON, SPOOL, TASK, COLD = {python!r}, {spool!r}, ["-P", "-u", "-m", "submitit.core._submit"], {cold!r}
+PYTHON, SPOOL, TASKS, COLD = {python!r}, {spool!r}, {tasks!r}, {cold!r}
 ALL = set(range(1, 32)) - {{signal.SIGKILL, signal.SIGSTOP}}
 server = socket.socket(socket.AF_UNIX)
 try:
-    if sys.argv[1:5] != TASK or COLD in os.environ:
+    if sys.argv[1:4] != ["-P", "-u", "-m"] or sys.argv[4] not in TASKS or COLD in os.environ:
         raise OSError("not a task")
     server.connect(SPOOL + "/" + os.uname().nodename + "/{server}")
 except OSError:
@@ -73,7 +74,9 @@ def write_client(root: Path) -> Path:
     if (configuration := Path(sys.prefix) / "pyvenv.cfg").exists():
         shutil.copy(configuration, place)
     client = place / "bin/python"
-    client.write_text(CLIENT.format(python=sys.executable, spool=f"{root}/spool", server=SERVER, cold=warm.COLD))
+    client.write_text(
+        CLIENT.format(python=sys.executable, spool=f"{root}/spool", tasks=TASKS, server=SERVER, cold=warm.COLD)
+    )
     client.chmod(0o755)
     return client
 

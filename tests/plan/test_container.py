@@ -65,7 +65,8 @@ srun --unbuffered --output /nowhere/runs/run/slurm/%j_%t_log.out --kill-on-bad-e
         """'--container-image=me.example#team/launcher:1' """
         """--container-mounts=/nowhere:/nowhere,/opt/slurm/etc:/opt/slurm/etc:nofail,/run/munge:/run/munge:nofail,"""
         """/data:/data:ro --container-workdir=/nowhere --no-container-mount-home """
-        """/bin/sh -c 'trap "" TERM USR2; exec "$0" "$@"' python3 -P -u -m submitit.core._submit /nowhere/runs/run/slurm
+        """/bin/sh -c 'trap "" TERM USR2; exec "$0" "$@"' python3 -P -u -m launcher.launch.slurm.node """
+        """/nowhere/runs/run/slurm/NUMBER.json
 """
     )
 

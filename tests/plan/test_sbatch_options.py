@@ -63,7 +63,8 @@ source env.sh
 # command
 export SUBMITIT_EXECUTOR=slurm
 srun --unbuffered --output /nowhere/run/slurm/%j_%t_log.out --kill-on-bad-exit=1 --cpus-per-task=12 """
-        """/bin/sh -c 'trap "" TERM USR2; exec "$0" "$@"' PYTHON -P -u -m submitit.core._submit /nowhere/run/slurm
+        """/bin/sh -c 'trap "" TERM USR2; exec "$0" "$@"' PYTHON -P -u -m launcher.launch.slurm.node """
+        """/nowhere/run/slurm/NUMBER.json
 """
     )
 

@@ -119,6 +119,31 @@ def test_another_clusters_job_of_the_same_number_is_not_this_one(
     assert status.statuses_of([paths])[0].state is RunState.lost
 
 
+def test_an_unrecorded_job_is_the_one_that_was_submitted_from_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`launch` was killed before it recorded the job's id."""
+    paths = make_run(tmp_path, "a", "cluster=slurm", job="6")
+    slurm_says(monkeypatch, "COMPLETED")
+    history.add_submission(paths, dataclasses.replace(Submission.now(), name="a"))
+    queue = {
+        "6": Listed("COMPLETED", "a", "", "", str(paths.slurm)),  # that of the first submission
+        "7": Listed("PENDING", "a", "", "", str(tmp_path / "other/a/slurm")),
+        "8_0": Listed("PENDING", "a", "", "", str(paths.slurm)),
+    }
+    monkeypatch.setattr(client, "named", lambda names: queue if names == ["a"] else {})
+    assert (control.status_of(paths).state, control.status_of(paths).job) == (RunState.lost, None)
+    queue["9"] = Listed("PENDING", "a", "Resources", "", str(paths.slurm))
+    found = control.status_of(paths)
+    assert (found.state, found.job, found.detail) == (RunState.pending, "9", "Resources")
+
+    def silent(_: object) -> dict[str, Listed]:
+        raise SlurmSilent("no answer")
+
+    monkeypatch.setattr(client, "named", silent)
+    assert control.status_of(paths).state is RunState.unknown
+
+
 def test_a_slurm_that_does_not_answer_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     over, open_ = make_run(tmp_path, "over", "cluster=slurm"), make_run(tmp_path, "open", "cluster=slurm")
     begin(over)

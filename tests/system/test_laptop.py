@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import launch
+from tests.helpers import launch, launch_command, patience
+from tests.infra import warm
 from tests.infra.jobs_on_slurm import JOB
 from tests.infra.runs import PROJECT
 from tests.infra.slurm import Cluster, cluster, needs_slurm
@@ -61,3 +65,42 @@ def test_submit_look_cancel_resume_report(there: Cluster, node: LoginNode, tmp_p
     assert "The page: runs/report.html" in typed("report", "own")
     assert (laptop / "runs/report.html").is_file()
     assert not (laptop / "runs/own").exists(), "the run is on the cluster"
+
+
+SLOW_SBATCH = """\
+#!/bin/sh
+echo $PPID > ~/submitting.new && mv ~/submitting.new ~/submitting
+until [ -e ~/go ]; do sleep 0.1; done
+exec {real} "$@"
+"""
+
+
+@pytest.mark.parametrize("how", ["ctrl-c", "lost connection"])
+def test_a_submission_under_way_is_withdrawn(there: Cluster, node: LoginNode, tmp_path: Path, how: str) -> None:
+    laptop = tmp_path / "laptop"
+    shutil.copytree(PROJECT / "speech", laptop / "speech")
+    (node.home / "bin/sbatch").write_text(SLOW_SBATCH.format(real=shutil.which("sbatch")))
+    (node.home / "bin/sbatch").chmod(0o755)
+    submitting = node.home / "submitting"
+
+    def is_interrupted() -> bool:
+        lines = Path(f"/proc/{submitting.read_text().strip()}/status").read_text().splitlines()
+        pending = next(line for line in lines if line.startswith("SigPnd:"))
+        return bool(int(pending.split()[1], 16) & 1 << signal.SIGINT - 1)
+
+    with warm.Popen(
+        launch_command("train", "cluster=slurm", "cluster.login=login", "cluster.login_dir=work", *JOB),
+        cwd=laptop, env={**os.environ, **node.env}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        there.wait(submitting.exists, "sbatch", patience(60))
+        if how == "ctrl-c":
+            process.send_signal(signal.SIGINT)
+        else:
+            node.cut()
+        there.wait(is_interrupted, "the signal there", patience(30))
+        (node.home / "go").touch()
+        shown = process.communicate(timeout=patience(60))
+    assert process.returncode == (130 if how == "ctrl-c" else 1), shown
+    there.wait(lambda: not (node.home / "work/runs/own").exists(), "the end of the command there", patience(60))
+    assert there.jobs() == []

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -168,12 +168,13 @@ def _moment(text: str) -> datetime | None:
 
 @dataclass(frozen=True)
 class Listed:
-    """A job as listed by squeue or sacct."""
+    """A job as listed by squeue or sacct. ``folder``: directory of its batch script, if it was asked for."""
 
     state: str
     name: str
     reason: str
     nodes: str
+    folder: str = ""
 
 
 def jobs(job_ids: Sequence[str]) -> dict[str, Listed]:
@@ -256,15 +257,21 @@ def cancel(*job_ids: str) -> None:
     ask("scancel", *job_ids)
 
 
-def queued(name: str, user: str) -> set[str]:
-    """Return the ids of all jobs of this name that have not ended; an array is one job."""
-    return set(ask("squeue", "--noheader", "--format=%A", f"--name={name}", f"--user={user}").split())
+def named(names: Collection[str]) -> dict[str, Listed]:
+    """Return all jobs of these names that Slurm has in its queue, by id, those included that have just ended.
 
-
-def cancel_new(name: str, user: str, before: set[str]) -> None:
-    """Cancel the jobs of this name that are not among those ``before``: others may have the same name."""
-    if new := queued(name, user) - before:
-        cancel(*sorted(new))
+    Raises:
+        SiteError: The controller does not answer.
+    """
+    # squeue would take a name with a comma for two
+    wanted = [] if any("," in name for name in names) else [f"--name={','.join(sorted(set(names)))}"]
+    queue = ask("squeue", "--states=all", "--array", "--noheader", *wanted, "--format=%i|%T|%r|%N|%j|%o")
+    rows = (line.split("|", 5) for line in queue.splitlines() if line.count("|") >= 5)
+    return {
+        job_id: Listed(state, name, reason, nodes, os.path.dirname(script))  # noqa: PTH120
+        for job_id, state, reason, nodes, name, script in rows
+        if name in names
+    }
 
 
 @dataclass(frozen=True)

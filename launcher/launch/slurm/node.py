@@ -1,5 +1,7 @@
 """Task that Slurm starts on each node of a job: runs the agent and finds the other nodes.
 
+    python -m launcher.launch.slurm.node CALLS
+
 There is one task per node and one attempt of the run per start of the job. Node 0 opens the attempt and
 publishes where the nodes meet. All nodes use the plan for the node count of this start: plan.json or, with fewer nodes
 than the job may have, plan.nodesN.json, which is derived from it. When Slurm reclaims the nodes, or the time limit is
@@ -9,6 +11,7 @@ near, the workers save and exit, and node 0 requeues the job (outcome.py decides
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
 import socket
@@ -36,6 +39,12 @@ from launcher.rundir.paths import RunPaths
 _MEET_WITHIN_S = 300
 _LOOK_EVERY_S = 0.2
 _ASK_AGAIN_S = 5
+
+
+def main(calls: str) -> NoReturn:
+    """Run the task whose arguments are in the file ``calls``: a list with one entry for each job of the array."""
+    each = json.loads(Path(calls).read_text(encoding="utf-8"))
+    run_node(*each[int(os.environ.get("SLURM_ARRAY_TASK_ID", "0"))])
 
 
 def run_node(run_dir: str, submission: int) -> NoReturn:
@@ -240,3 +249,7 @@ def route_to(address: str, interface: str | None) -> Route:
             "  NodeAddr in slurm.conf must be an address that the other nodes reach; of several networks "
             "cluster.interface names one."
         ) from None
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

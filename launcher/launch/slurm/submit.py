@@ -14,7 +14,7 @@ import secrets
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import redirect_stderr, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,8 +28,9 @@ from launcher.plan.host import OWN_MEMORY, batch_env, file_system
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.placement import SCRIPT_COMMAND
 from launcher.plan.run_plan import RunPlan
-from launcher.process import RUN_ID, environment
+from launcher.process import RUN_ID, deferred_interrupts, environment
 from launcher.rundir import code_snapshot, history
+from launcher.rundir.files import write_json
 from launcher.rundir.history import Submission
 
 P = TypeVar("P", bound=LaunchPlan)
@@ -108,23 +109,35 @@ def submit_array(plans: Sequence[LaunchPlan], name: str, folder: Path, at_once: 
     """
     require_container(plans[0])
     submission = dataclasses.replace(Submission.now(), name=name)
+    known = {each.job for plan in plans for each in history.submissions(plan.paths)}
     each: list[tuple[str, int]] = []
-    before = client.queued(name, submission.user)
+    jobs: list[str] = []
     try:
-        each += ((plan.run.dir, history.add_submission(plan.paths, submission)) for plan in plans)
-        jobs = _submit_function(plans[0], node.run_node, each, name=name, folder=folder, at_once=at_once)
-        for plan, job in zip(plans, jobs, strict=True):
-            history.amend_submission(plan.paths, job=job)
+        # a signal between sbatch and the record would leave a job that its run does not know
+        with deferred_interrupts():
+            for number, plan in enumerate(plans):
+                own = dataclasses.replace(submission, array_task=number if len(plans) > 1 else None)
+                each.append((plan.run.dir, history.add_submission(plan.paths, own)))
+            jobs += _submit_function(plans[0], node.run_node, each, name=name, folder=folder, at_once=at_once)
+            for plan, job in zip(plans, jobs, strict=True):
+                history.amend_submission(plan.paths, job=job)
+                history.note_event(plan.paths, "submitted", job=job)
     except BaseException:
-        # sbatch may have timed out or been interrupted after the job was queued
         with suppress(SiteError):
-            client.cancel_new(name, submission.user, before)
+            # sbatch may have failed after the job was queued, for example if its time was up
+            if unwanted := jobs or _unrecorded(name, folder, known):
+                client.cancel(*unwanted)
         for plan in plans[: len(each)]:
             history.amend_submission(plan.paths, refused=True)
         raise
-    for plan, job in zip(plans, jobs, strict=True):
-        history.note_event(plan.paths, "submitted", job=job)
     return jobs
+
+
+def _unrecorded(name: str, folder: Path, known: Container[str | None]) -> list[str]:
+    """Return the active jobs of this name that were submitted from ``folder`` and are not ``known``."""
+    listed = client.named([name]).items()
+    mine = [job for job, each in listed if each.folder == str(folder) and each.state not in client.ENDED]
+    return [job for job in mine if job not in known]
 
 
 def array_key(plan: LaunchPlan) -> str:
@@ -173,11 +186,16 @@ def _submit_function(
     try:
         # sbatch passes its environment to the job: no secrets, and no variables of an enclosing job
         passed_on = batch_env(os.environ, plan.env.allow)
+        calls = None
+        if function is node.run_node:
+            folder.mkdir(parents=True, exist_ok=True)
+            calls = folder / f"{secrets.token_hex(8)}.json"
+            write_json(calls, each)
         if len(each) == 1:  # the jobs of an array share their environment
             passed_on[RUN_ID] = plan.run.id
         # submitit prints sbatch's error, which the refusal contains too
         with environment(passed_on), redirect_stderr(io.StringIO()):
-            executor = _executor(plan, srun, name, folder)
+            executor = _executor(plan, srun, name, folder, calls)
             executor.update_parameters(array_parallelism=at_once or len(each))
             return [job.job_id for job in executor.map_array(function, *zip(*each, strict=True))]
     except (FailedJobError, FailedSubmissionError) as error:
@@ -186,11 +204,12 @@ def _submit_function(
 
 def batch_script(plan: LaunchPlan) -> str:
     """Return the batch script that submitit would write."""
-    executor = _executor(plan, _SRUN_OPTIONS, plan.run.name, plan.paths.slurm)
+    executor = _executor(plan, _SRUN_OPTIONS, plan.run.name, plan.paths.slurm, plan.paths.slurm / "NUMBER.json")
     return executor._make_submission_file_text(executor._submitit_command_str, "")
 
 
-def _executor(plan: LaunchPlan, srun: Sequence[str], name: str, folder: Path) -> Any:
+def _executor(plan: LaunchPlan, srun: Sequence[str], name: str, folder: Path, calls: Path | None) -> Any:
+    """Return submitit's executor. ``calls``: file from which the tasks read their arguments, instead of a pickle."""
     import submitit
 
     class Executor(submitit.SlurmExecutor):
@@ -199,6 +218,13 @@ def _executor(plan: LaunchPlan, srun: Sequence[str], name: str, folder: Path) ->
         @classmethod
         def affinity(cls) -> int:
             return 2
+
+        @property
+        def _submitit_command_str(self) -> str:
+            # submitit names a pickle only after sbatch has answered; if `launch` is killed before, the job lacks it
+            if calls is None:
+                return super()._submitit_command_str
+            return f"{self.python} -u -m {node.__name__} {shlex.quote(str(calls))}"
 
     slurm = plan.cluster.slurm
     assert slurm is not None

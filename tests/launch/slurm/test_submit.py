@@ -11,6 +11,7 @@ import pytest
 
 from launcher.errors import SiteError, UserError
 from launcher.launch.slurm import client, submit
+from launcher.launch.slurm.client import Listed
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir import history
@@ -62,9 +63,13 @@ def test_an_interruption_leaves_no_job_that_nobody_knows(
 
     module, name = (history, "add_submission") if when == "before" else (submit, "_submit_function")
     monkeypatch.setattr(module, name, interrupted)
-    # another job has the same name, and one of a third name is not asked about
-    answers = iter([{"3"}, {"3", "8"}])
-    monkeypatch.setattr(client, "queued", lambda name, _: next(answers) if name == "s.1" else set())
+    # other jobs of the same name: one was submitted elsewhere, and one has ended
+    queue = {
+        "3": Listed("PENDING", "s.1", "", "", "/elsewhere"),
+        "7": Listed("CANCELLED", "s.1", "", "", str(tmp_path)),
+        "8": Listed("PENDING", "s.1", "", "", str(tmp_path)),
+    }
+    monkeypatch.setattr(client, "named", lambda names: queue if names == ["s.1"] else {})
     monkeypatch.setattr(client, "cancel", lambda *jobs: cancelled.extend(jobs))
     with pytest.raises(KeyboardInterrupt):
         submit.submit_array(mine, "s.1", tmp_path)
@@ -72,6 +77,19 @@ def test_an_interruption_leaves_no_job_that_nobody_knows(
     recorded = 1 if when == "before" else 3
     assert [len(history.submissions(plan.paths)) for plan in mine] == [1] * recorded + [0] * (3 - recorded)
     assert all(history.submissions(plan.paths)[0].refused for plan in mine[:recorded])
+
+
+def test_jobs_are_found_by_a_name_with_a_comma(monkeypatch: pytest.MonkeyPatch) -> None:
+    def squeue(*command: str) -> str:
+        rows = {
+            name: f"{job}|PENDING|None||{name}|/runs/{name}/slurm/x.sh\n" for job, name in enumerate(("a", "a,b", "c"))
+        }
+        wanted = next((word.removeprefix("--name=").split(",") for word in command if word.startswith("--name=")), rows)
+        return "".join(rows.get(name, "") for name in wanted)
+
+    monkeypatch.setattr(client, "ask", squeue)
+    assert client.named(["a,b"]) == {"1": Listed("PENDING", "a,b", "None", "", "/runs/a,b/slurm")}
+    assert client.named(["a", "c"]).keys() == {"0", "2"}
 
 
 def test_a_cell_that_is_refused_again_leaves_the_book_as_it_was(
