@@ -33,6 +33,7 @@ SHORT, LONG = 2, 6  # micro-batches of the windows from which the time of any ot
 FLOOR, VIRTUAL_FLOOR = 0.02, 0.1
 MEASURE_S = 8.0  # seconds for all windows, without the start of the processes and the first steps
 BUSY_SHARE = 0.1  # of this machine's cores: if others use more of them, a note says so
+OTHERS_BUSY = "Other processes used"  # first words of that note
 PROCESS_BYTES = 500 * 10**6  # torch in a process without a model
 FULL_SHARE = 0.8  # of the free memory that the ranks may be predicted to need
 # variables of the workers that change how fast they compute
@@ -314,7 +315,7 @@ def _notes(answers: Sequence[Mapping[str, Any]]) -> list[str]:
     notes: list[str] = []
     if others > BUSY_SHARE * cores * took_s:
         notes.append(
-            f"Other processes used {others / took_s:.1f} of {cores} cores while the time of a step was measured: it is "
+            f"{OTHERS_BUSY} {others / took_s:.1f} of {cores} cores while the time of a step was measured: it is "
             "that of a busy machine."
         )
     return notes
