@@ -64,7 +64,8 @@ class Work:
         forward, backward: one micro-batch of a rank, without collectives and their buffers.
         optimizer: everything after the last backward pass: unscaling, norm, clipping, the optimizer step, zeroing the
             gradients.
-        window: everything else in a window: data, records, and what is done once for each window.
+        window: everything else in the largest window of ``windows``: data, records, and what is done once for each
+            window.
         windows: whole windows of 1, SHORT and perhaps LONG micro-batches, under each sync policy. On one host with
             their collectives; on several hosts without them, but with the copies into and out of their buffers.
         collectives: whether the windows contain their collectives.
@@ -88,6 +89,22 @@ class Work:
             return None
         sizes = self.windows[sync]
         return sizes[accumulation] if accumulation in sizes else _on_line(sizes, accumulation)
+
+    def others_s(self, steady: Sync | None, accumulation: int) -> float:
+        """Return the time that a window of ``accumulation`` micro-batches spends in no pass, optimizer step or
+        collective.
+
+        Args:
+            steady: policy whose micro-batches contain no collectives, besides those that each window has once: what its
+                windows take for a further micro-batch besides the passes is data and the engine's work. None if there
+                is none: the time is taken as that of the largest window.
+        """
+        if steady not in self.windows:
+            return self.window.value
+        short, long = sorted(self.windows[steady])[-2:]
+        longer_s = self.windows[steady][long].value - self.windows[steady][short].value
+        each_s = max(0.0, longer_s / (long - short) - self.forward.value - self.backward.value)
+        return self.window.value + (accumulation - long) * min(each_s, self.window.value / long)
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Work:

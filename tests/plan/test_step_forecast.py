@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,29 @@ def test_one_rank_exposes_no_communication() -> None:
     step = predicted(plan)
     assert (step.communication_s, step.exposed_s) == (0.0, 0.0)
     assert step.step_s == pytest.approx(3.75)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4, 16])
+def test_what_each_micro_batch_needs_besides_its_passes_is_not_communication(accumulation: int) -> None:
+    """On one host: 0.1 s for a window, 0.2 s for each micro-batch, passes of 3 s, collectives of 0.4 s."""
+    exactly, sizes = partial(Seconds, error=0.0), (1, 2, 6)
+    measured = Work(
+        forward=exactly(value=1.0), backward=exactly(value=2.0), optimizer=exactly(value=0.5),
+        window=exactly(value=0.1 + 6 * 0.2), collectives=True,
+        windows={
+            Sync.boundary: {size: exactly(value=0.6 + 3.2 * size + 0.4) for size in sizes},
+            Sync.every: {size: exactly(value=0.6 + 3.2 * size + 0.4 * size) for size in sizes},
+        },
+    )  # fmt: skip
+    plan = make_plan(
+        "cluster.workers_per_node=2", "batch.micro_size=1", f"batch.accumulation={accumulation}", "strategy=ddp"
+    )
+    for sync, exposed_s in ((Sync.boundary, 0.4), (Sync.every, 0.4 * accumulation)):
+        step = step_time(plan, sync, None, None, measured)
+        assert step is not None
+        assert step.exposed_s == pytest.approx(exposed_s)
+        assert step.data_s == pytest.approx(0.1 + 0.2 * accumulation)
+        assert step.step_s == pytest.approx(step.compute_s + step.optimizer_s + step.data_s + step.exposed_s)
 
 
 def test_no_step_takes_no_time() -> None:
