@@ -99,7 +99,7 @@ class Work:
                 windows take for a further micro-batch besides the passes is data and the engine's work. None if there
                 is none: the time is taken as that of the largest window.
         """
-        if steady not in self.windows:
+        if steady is None or steady not in self.windows:
             return self.window.value
         short, long = sorted(self.windows[steady])[-2:]
         longer_s = self.windows[steady][long].value - self.windows[steady][short].value

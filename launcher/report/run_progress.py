@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, Self, TypeGuard
 
 from launcher.config.schema import ClusterKind
+from launcher.plan.callback_plan import BELL
 from launcher.quantities import Interval, seconds_left
 from launcher.report.run_list import last_event
 from launcher.rundir import history
-from launcher.rundir.files import last_lines, object_from_json
+from launcher.rundir.files import last_lines, object_from_json, read_json
 from launcher.rundir.paths import RunPaths, find, find_sweeps
 from launcher.runs.status import ACTIVE, Run, RunState, newest, statuses_of
 from launcher.sweeps.reuse import look_at_sweeps
@@ -34,6 +35,7 @@ class RunProgress:
         record: last record of metrics.jsonl; empty without one.
         left_s: seconds to the last step at the newest rate; None if that is unknown, or if the run is not running.
         event: its newest event, with the time of day; empty without one.
+        rings: whether it asks for the terminal's bell at its end (``notify``).
     """
 
     run: Run
@@ -42,6 +44,7 @@ class RunProgress:
     record: dict[str, Any] = field(default_factory=dict[str, Any])
     left_s: float | None = None
     event: str = ""
+    rings: bool = False
 
     @classmethod
     def of(cls, run: Run) -> Self:
@@ -59,6 +62,7 @@ class RunProgress:
             record=records[-1] if records else {},
             left_s=seconds_left(timed[0], timed[-1], run.steps) if timed else None,
             event=last_event(paths),
+            rings=BELL in (read_json(paths.plan) or {}).get("notify", ()),
         )
 
     @property
