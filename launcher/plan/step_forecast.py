@@ -97,8 +97,7 @@ def step_time(
 
 def _measured(plan: RunPlan, whole: Seconds, work: Work, window: ReplayedWindow | None) -> StepTime:
     """Return the time of a window that was measured with its collectives."""
-    compute = plan.batch.accumulation * (work.forward.value + work.backward.value)
-    others = _others_s(plan, work)
+    compute, others = _parts_of(plan, work)
     exposed = max(0.0, whole.value - compute - work.optimizer.value - others)
     return StepTime(
         step_s=whole.value,
@@ -114,11 +113,11 @@ def _measured(plan: RunPlan, whole: Seconds, work: Work, window: ReplayedWindow 
     )
 
 
-def _others_s(plan: RunPlan, work: Work) -> float:
-    """Return the time of a window that is in no pass, optimizer step or collective."""
+def _parts_of(plan: RunPlan, work: Work) -> tuple[float, float]:
+    """Return the time of a window in its passes, and in everything besides passes, optimizer step and collectives."""
     kind = plan.strategy.kind
     steady = (sync for sync in work.windows if len({transfers_per_window(kind, sync, size) for size in (1, 2)}) == 1)
-    return work.others_s(next(steady, None), plan.batch.accumulation)
+    return work.of_parts(next(steady, None), plan.batch.accumulation)
 
 
 def _replayed_work(
@@ -131,7 +130,7 @@ def _replayed_work(
     """
     forward, backward = timeline.passes_s()
     compute = plan.batch.accumulation * (work.forward.value + work.backward.value)
-    data = _others_s(plan, work)
+    _, data = _parts_of(plan, work)
     stretched = (
         max(silent.value - work.optimizer.value - data, 0.0) / compute
     )  # copies into and out of the buffers of collectives

@@ -90,21 +90,25 @@ class Work:
         sizes = self.windows[sync]
         return sizes[accumulation] if accumulation in sizes else _on_line(sizes, accumulation)
 
-    def others_s(self, steady: Sync | None, accumulation: int) -> float:
-        """Return the time that a window of ``accumulation`` micro-batches spends in no pass, optimizer step or
-        collective.
+    def of_parts(self, steady: Sync | None, accumulation: int) -> tuple[float, float]:
+        """Return the time of a window of ``accumulation`` micro-batches in its passes, and in everything besides passes,
+        optimizer step and collectives.
+
+        A further micro-batch takes longer than its passes by themselves: it needs data and the engine's work, which are
+        in ``window``. The rest, such as waiting for a core on a busy machine, counts as passes.
 
         Args:
-            steady: policy whose micro-batches contain no collectives, besides those that each window has once: what its
-                windows take for a further micro-batch besides the passes is data and the engine's work. None if there
-                is none: the time is taken as that of the largest window.
+            steady: policy under which a further micro-batch adds no collective. None if there is none: everything but
+                the passes is then taken to be the same in each window.
         """
+        passes_s = self.forward.value + self.backward.value
         if steady is None or steady not in self.windows:
-            return self.window.value
+            return accumulation * passes_s, self.window.value
         short, long = sorted(self.windows[steady])[-2:]
         longer_s = self.windows[steady][long].value - self.windows[steady][short].value
-        each_s = max(0.0, longer_s / (long - short) - self.forward.value - self.backward.value)
-        return self.window.value + (accumulation - long) * min(each_s, self.window.value / long)
+        each_s = max(0.0, longer_s / (long - short) - passes_s)
+        data_s = min(each_s, self.window.value / long)
+        return accumulation * (passes_s + each_s - data_s), self.window.value + (accumulation - long) * data_s
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Work:
