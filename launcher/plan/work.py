@@ -91,7 +91,7 @@ class Work:
         return sizes[accumulation] if accumulation in sizes else _on_line(sizes, accumulation)
 
     def of_parts(self, steady: Sync | None, accumulation: int) -> tuple[float, float]:
-        """Return the time of a window of ``accumulation`` micro-batches in its passes, and in everything besides passes,
+        """Return the time of a window of ``accumulation`` micro-batches in its passes, and in all besides passes,
         optimizer step and collectives.
 
         A further micro-batch takes longer than its passes by themselves: it needs data and the engine's work, which are
