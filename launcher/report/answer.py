@@ -6,7 +6,6 @@ of their runs; others have that of the steps inside a run. Two settings differ o
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -35,8 +34,7 @@ class Finding:
     more: str = ""
 
 
-@functools.lru_cache(8)  # the terminal and the page show the same
-def findings(group: TaskGroup) -> Sequence[Finding]:
+def findings(group: TaskGroup) -> list[Finding]:
     """Return what a task's finished runs say, the most important first."""
     done = [row for row in group.rows if row.done]
     if not done:

@@ -86,7 +86,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """Return the object in ``path``, or None if the file does not exist."""
     for tries_left in reversed(range(_STALE_TRIES)):
         try:
-            return json.loads(path.read_bytes())
+            return json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
         except OSError as error:
