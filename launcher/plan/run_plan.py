@@ -118,9 +118,8 @@ class TaskPlan:
 
     def trained_bytes(self, formats: Parameters) -> int | None:
         """Return the bytes of the trained parameters, and of their gradients, in the job; None if they are unknown."""
-        if self.gradient_bytes is None or formats is Parameters.keep:
-            return self.gradient_bytes
-        return self.gradient_bytes + 2 * (self.narrow_parameters or 0)  # two bytes become four
+        widened = 2 * (self.narrow_parameters or 0) if formats is Parameters.fp32 else 0  # two bytes become four
+        return None if self.gradient_bytes is None else self.gradient_bytes + widened
 
 
 @dataclass(frozen=True, kw_only=True)
