@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config.hydra import compose, compose_with_yaml
-from launcher.config.multirun import RequestedCell
+from launcher.config.multirun import RequestedCell, typed
 from launcher.config.schema import ClusterKind, Config, Device, PrecisionKind
 from launcher.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, SiteError
 from launcher.launch import local
@@ -70,10 +69,6 @@ def make_plan(overrides: Sequence[str] | Config = (), *, samples: int | None) ->
     if before is not None and before.initial is not None and before.checkpoint.init_from == config.checkpoint.init_from:
         return dataclasses.replace(plan, initial=before.initial)  # they may be gone: the run has its own checkpoints
     return dataclasses.replace(plan, initial=initial_weights(config, site.cwd))
-
-
-# words that Hydra would not parse as text
-_NO_TEXT = ("null", "true", "false", "nan", "inf")
 
 
 @dataclass(frozen=True)
@@ -217,21 +212,6 @@ def write_page(compared: RunComparison, place: Path, *, standalone: bool = False
 
     text = page(compared, datetime.now().astimezone(), standalone=standalone)
     save_page(text, place, standalone=standalone)
-
-
-def typed(value: object) -> str:
-    """Return ``value`` as typed on the command line, in the grammar of Hydra's overrides."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(typed, value))}]"  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-    text = str(value)
-    if re.fullmatch(r"[A-Za-z_][\w.+/:@%-]*", text) and text.lower() not in _NO_TEXT:
-        return text
-    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
-    return f"'{escaped}'"
 
 
 def _run_here(plan: LaunchPlan | RunPlan) -> int:

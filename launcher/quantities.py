@@ -150,8 +150,21 @@ def speedup_text(record: Mapping[str, Any]) -> str | None:
         return NO_INTERVAL
     times = f"{record['comm/step_s'] * 1e3:,.1f} ms a step, {record['comm/step_s_every'] * 1e3:,.1f} ms with sync=every"
     if not speedup.excludes(1):
-        return f"no difference measured ({speedup.low:.2f}x to {speedup.high:.2f}x): {times}"
+        return f"not distinguishable from no speed-up (between {speedup.low:.2f}x and {speedup.high:.2f}x): {times}"
     return f"{speedup.value:.2f}x measured ({speedup.low:.2f} to {speedup.high:.2f}): {times}"
+
+
+def seconds_left(first: Mapping[str, Any], last: Mapping[str, Any], steps: int | None) -> float | None:
+    """Return the time from the record ``last`` to the end of a run at the mean rate since the record ``first``; None if
+    it is unknown.
+
+    Args:
+        steps: of the whole run; None: a stream without an end.
+    """
+    if steps is None or last["step"] <= first["step"] or "time/total_s" not in first:
+        return None
+    per_step = (last["time/total_s"] - first["time/total_s"]) / (last["step"] - first["step"])
+    return per_step * (steps - last["step"])
 
 
 def exposed_text(record: Mapping[str, Any]) -> str | None:

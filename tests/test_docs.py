@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import html
+import json
 import re
 import subprocess
 import sys
@@ -124,7 +126,7 @@ def test_messages_of_the_troubleshooting_page_exist() -> None:
     texts = templates()
     unknown: list[str] = []
     for heading in messages():
-        parts = [part.strip(" :.()'") for part in heading.strip("`").split("...")]
+        parts = [part.strip(" :.()'=") for part in heading.strip("`").split("...")]
         parts = [part for part in parts if len(part) > 3]
         assert max(map(len, parts)) > 7, f"{heading}: nothing to recognise it by"
         if not any(all(any(part in text for text in found) for part in parts) for found in texts.values()):
@@ -194,6 +196,27 @@ def test_the_site_needs_no_network(site: Path) -> None:
     for style in site.rglob("*.css"):
         assert not foreign.search(style.read_text(encoding="utf-8")), style
     assert (site / "search" / "search_index.js").exists()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "train.hang_timeout=20: must be above cluster.grace_s=30, the seconds in which workers must stop.",
+        "batch.global_size=96 batch.micro_size=5: 96 samples cannot be shared by 2 ranks in units of 5.",
+        "task._target_=my_tasks.Mine: the class has no method loss.",
+        "cluster.workers_per_node=4: this machine has 2 usable GPUs, and each worker needs one.",
+    ],
+)
+def test_the_start_of_a_message_finds_its_entry(site: Path, message: str) -> None:
+    """The words that the site's search makes of the message contain those of the entry's title, and of no other one."""
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    titles = [each["title"] for each in index["docs"] if each["location"].startswith("troubleshooting.html#")]
+
+    def words(text: str) -> set[str]:
+        return {word for word in re.split(index["config"]["separator"], html.unescape(text)) if word.strip(".")}
+
+    found = [title for title in titles if words(re.sub("<[^>]*>", "", title)) <= words(message)]
+    assert len(found) == 1, (titles, found)
 
 
 def test_the_site_shows_signatures_and_formulas(site: Path) -> None:

@@ -61,7 +61,7 @@ def test_a_speedup_is_claimed_where_the_interval_excludes_1(low: float, high: fl
     text = speedup_text(speedup((low + high) / 2, low, high))
     assert text is not None
     assert ("x measured (" in text) == claimed
-    assert text.startswith("no difference measured (") == (not claimed)
+    assert text.startswith("not distinguishable from no speed-up (between ") == (not claimed)
 
 
 def test_a_record_without_an_interval_claims_neither_a_difference_nor_its_absence() -> None:

@@ -20,6 +20,7 @@ from enum import StrEnum
 from typing import Any
 
 from launcher.config.hydra import CONF
+from launcher.config.multirun import typed
 from launcher.config.schema import Config, key_of
 from launcher.targets import find_target
 
@@ -99,7 +100,7 @@ def _keys(group: str, schema: type[Any], options: Mapping[str, Mapping[str, Any]
         else:
             made = field.default_factory
             default = field.default if made is dataclasses.MISSING else made()
-            given = {option: typed_value(values[name]) for option, values in options.items() if name in values}
+            given = {option: typed(values[name]) for option, values in options.items() if name in values}
             yield Key(name=f"{group}.{name}", **_defaults(default, given, len(options)), **of_hint)
 
 
@@ -111,7 +112,7 @@ def _defaults(default: Any, given: dict[str, str], options: int) -> dict[str, An
         given: by the option of the group that sets the key.
         options: how many options the group has.
     """
-    own = None if default is None else typed_value(default)
+    own = None if default is None else typed(default)
     if set(given.values()) <= {own or "null"}:
         return {"default": own}
     if len(set(given.values())) == 1 and len(given) == options:
@@ -141,7 +142,7 @@ def class_keys(group: str, target: str, positional: int = 0) -> list[Key]:
             name=f"{group}.{each.name}",
             type=type_text(hints[each.name]) if each.name in hints else "",
             values=values_of(hints.get(each.name)),
-            default=None if each.default in (each.empty, None) else typed_value(each.default),
+            default=None if each.default in (each.empty, None) else typed(each.default),
             meaning=meanings.get(each.name, ""),
         )
         for each in parameters
@@ -171,19 +172,6 @@ def _argument_docs(docstring: str) -> dict[str, str]:
         else:
             found |= {each: f"{found[each]} {inside.strip()}" for each in name.split(", ") if each}
     return {name: _line(text) for name, text in found.items()}
-
-
-def typed_value(value: Any) -> str:
-    """Return ``value`` as it is typed on the command line."""
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    if isinstance(value, StrEnum):
-        return value.value
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(typed_value, typing.cast('list[Any]', value)))}]"
-    if isinstance(value, float):
-        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
-    return str(typing.cast("object", value))
 
 
 def values_of(hint: Any) -> tuple[str, ...]:

@@ -374,10 +374,10 @@ class Config:
     the callback's class by its dotted path; every other key is an argument of that class."""
     notify: list[str] = field(default_factory=list[str])
     """Where a message is sent when the run is done, stopped, failed, killed or requeued: ``bell`` (of the terminal in
-    which `launch` waits for the run), an ``https://`` address (a POST, as Slack and Mattermost take it; it is stored
-    with the run), ``env:NAME`` (an address in that environment variable, which is not stored), ``me@example.org`` (by
-    the mail server of the run's first host), ``smtp://HOST:PORT/me@example.org``. The callbacks Webhook and Email have
-    more options."""
+    which `launch` waits for the run, or `launch top` shows it), an ``https://`` address (a POST, as Slack and
+    Mattermost take it; it is stored with the run), ``env:NAME`` (an address in that environment variable, which is not
+    stored), ``me@example.org`` (by the mail server of the run's first host), ``smtp://HOST:PORT/me@example.org``. The
+    callbacks Webhook and Email have more options."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     trackers: list[Tracker] = field(default_factory=lambda: [Tracker.wandb])
     """List of the trackers that mirror metrics.jsonl: wandb, tensorboard, mlflow, trackio, prometheus."""

@@ -17,11 +17,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from launcher.config.schema import ClusterKind, Device
-from launcher.plan.forecast_cache import ContentCache
+from launcher.plan.forecast_cache import ContentCache, locked, user_cache
 from launcher.plan.gpus import Gpu, find_gpu
 from launcher.plan.launch_plan import ClusterPlan
 from launcher.plan.run_plan import RunPlan
@@ -275,9 +276,11 @@ def find_measured(cluster: ClusterPlan) -> MeasuredLinks | None:
 
 
 def store_measured(cluster: ClusterPlan, measured: MeasuredLinks) -> None:
-    """Store a measurement of the hosts of ``cluster`` for later plans."""
-    entries = [entry for entry in ContentCache().get(_key(cluster)) or () if entry["workers"] != measured.workers]
-    ContentCache().put(_key(cluster), [dataclasses.asdict(measured), *entries], ())
+    """Store a measurement of the hosts of ``cluster`` for later plans. Nothing is stored if the cache is read-only."""
+    cache, key = ContentCache(), _key(cluster)
+    with suppress(OSError), locked(user_cache() / "links.lock"):
+        entries = [entry for entry in cache.get(key) or () if entry["workers"] != measured.workers]
+        cache.put(key, [dataclasses.asdict(measured), *entries], ())
 
 
 def _key(cluster: ClusterPlan) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from launcher.config.schema import OptimizerKind, Parameters
+from launcher.config.schema import OptimizerKind
 from launcher.plan.gpus import FULL_SHARE, OVERHEAD_BYTES
 from launcher.plan.run_plan import Forecast, RunPlan
 from launcher.quantities import bytes_text
@@ -31,12 +31,12 @@ def least_note(plan: RunPlan, memory_bytes: int | None) -> str:
     """Return a sentence on what a rank needs for its share of parameters, gradients and optimizer state, which is known
     for a task that cannot be traced, too. Empty if the parameters are unknown, or in host memory."""
     task, strategy = plan.task, plan.strategy
-    if task.parameters is None or strategy.cpu_offload:
+    held = task.trained_bytes(plan.precision.parameters)
+    if held is None or strategy.cpu_offload:
         return ""
-    narrow = (task.narrow_parameters or 0) if plan.precision.parameters is Parameters.keep else 0
     of_classes = plan.optimizer.names_classes or task.own_optimizer  # whose state is not known
     adam = plan.optimizer.kind is OptimizerKind.adamw and not of_classes
-    trained = (4 * task.parameters - 2 * narrow) * (4 if adam else 2)
+    trained = held * (4 if adam else 2)
     least = (trained + 2 * task.frozen_parameters) // strategy.shard_size  # frozen ones may be in bf16
     parts = "parameters, gradients and the state of AdamW" if adam else "parameters and gradients"
     excess = "" if memory_bytes is None or least <= memory_bytes else f"; it has {bytes_text(memory_bytes)}"

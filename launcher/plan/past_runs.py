@@ -9,7 +9,6 @@ without their own corrections, so that corrections do not act on themselves.
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import math
 import os
@@ -21,7 +20,7 @@ from typing import Any, Self
 
 from launcher.config.schema import ClusterKind, PrecisionKind
 from launcher.plan.forecast import Forecast, StepTime
-from launcher.plan.forecast_cache import user_cache
+from launcher.plan.forecast_cache import locked, user_cache
 from launcher.plan.host import device_model
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import count
@@ -211,16 +210,11 @@ def store_run(plan: RunPlan, measured_s: float, windows: int) -> None:
         "predicted_s": step.step_s / step.correction,
         "measured_s": measured_s,
     }
-    with suppress(OSError):  # a run must not fail because of it
-        path = _file()
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with path.open("a+b") as file:
-            with suppress(OSError):  # not every file system has locks
-                fcntl.flock(file, fcntl.LOCK_EX)
-            if size := file.seek(0, os.SEEK_END):
-                file.seek(size - 1)
-            begin = b"" if not size or file.read(1) == b"\n" else b"\n"  # the line before was cut off
-            file.write(begin + json.dumps(fields).encode() + b"\n")  # written at once when the file is closed
+    with suppress(OSError), locked(_file()) as file:  # a run must not fail because of it
+        if size := file.seek(0, os.SEEK_END):
+            file.seek(size - 1)
+        begin = b"" if not size or file.read(1) == b"\n" else b"\n"  # the line before was cut off
+        file.write(begin + json.dumps(fields).encode() + b"\n")  # written at once when the file is closed
 
 
 def _file() -> Path:

@@ -11,6 +11,7 @@ from launcher.plan.forecast import StepTime
 from launcher.plan.memory_limit import excess_bytes
 from launcher.plan.run_forecast import RunForecast
 from launcher.plan.run_plan import Forecast, RunPlan
+from launcher.plan.work import OTHERS_BUSY
 from launcher.quantities import first_names
 
 _SHOWN_VALUES = 6
@@ -77,7 +78,7 @@ class Ranking:
         untimed: candidates without a predicted step time, in the order of the request.
         too_large: candidates that need more memory than there is, the least excess first.
         impossible: labels of the settings that have no plan, by reason.
-        notes: notes that all plans share.
+        notes: notes that all plans share, and which cells were measured on a busy machine.
     """
 
     by_time: tuple[Candidate, ...]
@@ -117,6 +118,8 @@ def rank(candidates: Sequence[Candidate], refused: Iterable[tuple[str, str]] = (
     for label, reason in refused:
         impossible.setdefault(reason, []).append(label)
     shared = [note for note in candidates[0].plan.notes if all(note in each.plan.notes for each in candidates)]
+    if (busy := _busy_note(timed)) is not None:
+        shared = [note for note in shared if not note.startswith(OTHERS_BUSY)] + [busy]
     return Ranking(
         by_time=tuple(by_time),
         by_gpu_time=tuple(sorted(timed, key=lambda each: (_gpu_s(each), _step_s(each)))),
@@ -126,6 +129,15 @@ def rank(candidates: Sequence[Candidate], refused: Iterable[tuple[str, str]] = (
         impossible=impossible,
         notes=tuple(shared),
     )
+
+
+def _busy_note(timed: Sequence[Candidate]) -> str | None:
+    """Return the note on the cells that were measured while other processes used this machine; None without one."""
+    busy = [candidate.label for candidate in timed if candidate.step is not None and candidate.step.busy]
+    if not busy:
+        return None
+    which = "all cells" if len(busy) == len(timed) else first_names(busy, _SHOWN_VALUES)
+    return f"{OTHERS_BUSY} this machine while the steps of {which} were measured: they are those of a busy machine."
 
 
 def frontier(by_time: Sequence[Candidate]) -> list[Candidate]:

@@ -117,6 +117,11 @@ class TaskPlan:
         """Return the plan for a user's own training loop, whose model is not inspected."""
         return cls(target="", params={}, samples=samples, parameters=None, gradient_bytes=None, unit_parameters=None)
 
+    def trained_bytes(self, formats: Parameters) -> int | None:
+        """Return the bytes of the trained parameters, and of their gradients, in the job; None if they are unknown."""
+        widened = 2 * (self.narrow_parameters or 0) if formats is Parameters.fp32 else 0  # two bytes become four
+        return None if self.gradient_bytes is None else self.gradient_bytes + widened
+
 
 @dataclass(frozen=True, kw_only=True)
 class EpochPlan:

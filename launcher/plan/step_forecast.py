@@ -14,7 +14,7 @@ from launcher.plan.links import Links
 from launcher.plan.replay import ReplayedWindow, Span, Timeline, replay
 from launcher.plan.roofline import ROOFLINE_ERROR
 from launcher.plan.run_plan import Forecast, RunPlan
-from launcher.plan.sync_policy import Collective
+from launcher.plan.sync_policy import Collective, transfers_per_window
 from launcher.plan.work import Seconds, Work
 
 
@@ -97,20 +97,27 @@ def step_time(
 
 def _measured(plan: RunPlan, whole: Seconds, work: Work, window: ReplayedWindow | None) -> StepTime:
     """Return the time of a window that was measured with its collectives."""
-    compute = plan.batch.accumulation * (work.forward.value + work.backward.value)
-    exposed = max(0.0, whole.value - compute - work.optimizer.value - work.window.value)
+    compute, others = _parts_of(plan, work)
+    exposed = max(0.0, whole.value - compute - work.optimizer.value - others)
     return StepTime(
         step_s=whole.value,
         low_s=_low(whole.value, whole.error * whole.value),
         high_s=whole.value * (1 + whole.error),
         compute_s=compute,
         optimizer_s=work.optimizer.value,
-        data_s=work.window.value,
+        data_s=others,
         communication_s=exposed if window is None else max(exposed, window.communication_s),
         exposed_s=exposed,
         source="measured",
         busy=work.busy,
     )
+
+
+def _parts_of(plan: RunPlan, work: Work) -> tuple[float, float]:
+    """Return the time of a window in its passes, and in everything besides passes, optimizer step and collectives."""
+    kind = plan.strategy.kind
+    steady = (sync for sync in work.windows if len({transfers_per_window(kind, sync, size) for size in (1, 2)}) == 1)
+    return work.of_parts(next(steady, None), plan.batch.accumulation)
 
 
 def _replayed_work(
@@ -123,17 +130,18 @@ def _replayed_work(
     """
     forward, backward = timeline.passes_s()
     compute = plan.batch.accumulation * (work.forward.value + work.backward.value)
-    others = work.optimizer.value + work.window.value
-    stretched = max(silent.value - others, 0.0) / compute  # copies into and out of the buffers of collectives
+    _, data = _parts_of(plan, work)
+    stretched = (
+        max(silent.value - work.optimizer.value - data, 0.0) / compute
+    )  # copies into and out of the buffers of collectives
     timeline = timeline.scaled(
         stretched * work.forward.value / forward, stretched * work.backward.value / backward,
         work.optimizer.value / timeline.optimizer_s if timeline.optimizer_s else 0.0,
     )  # fmt: skip
     window, half = _replayed(plan, sync, timeline, links, silent.error, work.optimizer.error)
-    step = _step(window, math.hypot(half, work.window.error * work.window.value), "measured")
+    step = _step(window, math.hypot(half, work.window.error * data), "measured")
     if plan.cluster.device is Device.cpu:
         step = _without_overlap(step, silent.error, 0.0 if links is None else links.error(plan.cluster.nodes))
-    data = work.window.value
     return dataclasses.replace(
         step, step_s=step.step_s + data, low_s=step.low_s + data, high_s=step.high_s + data, data_s=data,
         busy=work.busy,

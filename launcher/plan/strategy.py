@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from launcher.config.schema import (
     Compress,
     Device,
-    Parameters,
     PrecisionConfig,
     PrecisionKind,
     StrategyConfig,
@@ -263,10 +262,8 @@ def _layout(config: StrategyConfig, batch: Batch, shard_size: int, precision: Pr
     An unknown model is assumed to have 1,000,000 parameters: any size ranks the policies alike.
     """
     parameters = 1_000_000 if task.parameters is None else task.parameters
+    own = task.trained_bytes(precision.parameters) or 4 * parameters
     if config.kind not in SHARDED:
-        own = parameters * 4 if task.gradient_bytes is None else task.gradient_bytes
-        if precision.parameters is Parameters.fp32:
-            own += 2 * (task.narrow_parameters or 0)  # two bytes became four
         sent = own // 2 if config.compress is Compress.bf16 else own
         return Layout.replicated(sent, batch.world_size)
     # gathers move all parameters, reductions only the trained ones
@@ -275,12 +272,14 @@ def _layout(config: StrategyConfig, batch: Batch, shard_size: int, precision: Pr
     in_units = trained_in_units + task.frozen_unit_parameters
     matmul = total if task.matmul_parameters is None else task.matmul_parameters
     in_units_matmul = in_units if task.unit_matmul_parameters is None else task.unit_matmul_parameters
-    narrower = 4 - ITEM_BYTES[precision.kind]
+    # trained parameters have one format, or they could not be sharded; frozen ones are assumed to have it too
+    width = own // parameters
+    narrower = 4 - ITEM_BYTES[precision.kind] if width == 4 else 0  # only fp32 is gathered in another format
     return Layout(
         shard_size=shard_size,
         replicas=batch.world_size // shard_size,
-        unit_bytes=4 * in_units - narrower * in_units_matmul,
-        root_bytes=4 * (total - in_units) - narrower * (matmul - in_units_matmul),
+        unit_bytes=width * in_units - narrower * in_units_matmul,
+        root_bytes=width * (total - in_units) - narrower * (matmul - in_units_matmul),
         gradient_bytes=ITEM_BYTES[precision.reduce_dtype] * parameters,
     )
 

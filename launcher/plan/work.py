@@ -33,6 +33,7 @@ SHORT, LONG = 2, 6  # micro-batches of the windows from which the time of any ot
 FLOOR, VIRTUAL_FLOOR = 0.02, 0.1
 MEASURE_S = 8.0  # seconds for all windows, without the start of the processes and the first steps
 BUSY_SHARE = 0.1  # of this machine's cores: if others use more of them, a note says so
+OTHERS_BUSY = "Other processes used"  # first words of that note
 PROCESS_BYTES = 500 * 10**6  # torch in a process without a model
 FULL_SHARE = 0.8  # of the free memory that the ranks may be predicted to need
 # variables of the workers that change how fast they compute
@@ -63,7 +64,8 @@ class Work:
         forward, backward: one micro-batch of a rank, without collectives and their buffers.
         optimizer: everything after the last backward pass: unscaling, norm, clipping, the optimizer step, zeroing the
             gradients.
-        window: everything else in a window: data, records, and what is done once for each window.
+        window: everything else in the largest window of ``windows``: data, records, and what is done once for each
+            window.
         windows: whole windows of 1, SHORT and perhaps LONG micro-batches, under each sync policy. On one host with
             their collectives; on several hosts without them, but with the copies into and out of their buffers.
         collectives: whether the windows contain their collectives.
@@ -87,6 +89,26 @@ class Work:
             return None
         sizes = self.windows[sync]
         return sizes[accumulation] if accumulation in sizes else _on_line(sizes, accumulation)
+
+    def of_parts(self, steady: Sync | None, accumulation: int) -> tuple[float, float]:
+        """Return the time of a window of ``accumulation`` micro-batches in its passes, and in all besides passes,
+        optimizer step and collectives.
+
+        A further micro-batch takes longer than its passes by themselves: it needs data and the engine's work, which are
+        in ``window``. The rest, such as waiting for a core on a busy machine, counts as passes.
+
+        Args:
+            steady: policy under which a further micro-batch adds no collective. None if there is none: everything but
+                the passes is then taken to be the same in each window.
+        """
+        passes_s = self.forward.value + self.backward.value
+        if steady is None or steady not in self.windows:
+            return accumulation * passes_s, self.window.value
+        short, long = sorted(self.windows[steady])[-2:]
+        longer_s = self.windows[steady][long].value - self.windows[steady][short].value
+        each_s = max(0.0, longer_s / (long - short) - passes_s)
+        data_s = min(each_s, self.window.value / long)
+        return accumulation * (passes_s + each_s - data_s), self.window.value + (accumulation - long) * data_s
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Work:
@@ -314,7 +336,7 @@ def _notes(answers: Sequence[Mapping[str, Any]]) -> list[str]:
     notes: list[str] = []
     if others > BUSY_SHARE * cores * took_s:
         notes.append(
-            f"Other processes used {others / took_s:.1f} of {cores} cores while the time of a step was measured: it is "
+            f"{OTHERS_BUSY} {others / took_s:.1f} of {cores} cores while the time of a step was measured: it is "
             "that of a busy machine."
         )
     return notes

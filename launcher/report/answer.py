@@ -247,8 +247,8 @@ def _accumulation(group: TaskGroup, rows: Sequence[Row]) -> Finding | None:
         text = f"{steps[1]} instead of {steps[0]} {where}: {_text(ratio, '.2f')} times the samples/s, in single starts."
     else:
         text = (
-            f"no difference in speed was measured between {steps[0]} and {steps[1]} {where} "
-            f"({ratio.low:.2f} to {ratio.high:.2f} times the samples/s)."
+            f"{steps[1]} instead of {steps[0]} {where}: speed not distinguishable (between {ratio.low:.2f} and "
+            f"{ratio.high:.2f} times the samples/s)."
         )
     sizes = few["batch/global_size"], many["batch/global_size"]
     learned = f" The global batch is {sizes[1]:,} instead of {sizes[0]:,}." if sizes[0] != sizes[1] else ""
@@ -264,8 +264,8 @@ def _policy(group: TaskGroup, rows: Sequence[Row]) -> Finding | None:
     if best.claimed_speedup is not None and best.speedup is not None:
         gain = f"a step ran {_text(best.speedup, '.2f')} times as fast"
     elif best.speedup is not None:
-        ends = f"{best.speedup.low:.2f} to {best.speedup.high:.2f}"
-        gain = f"no difference in speed was measured ({ends} times as fast)"
+        ends = f"between {best.speedup.low:.2f} and {best.speedup.high:.2f}"
+        gain = f"speed not distinguishable ({ends} times as fast)"
     elif best["comm/speedup"] is not None:
         gain = f"the speed-up was {NO_INTERVAL}"
     else:

@@ -40,8 +40,8 @@ DEFINITIONS = {
     "comm/saved_fraction": "1 - comm/wire_bytes / comm/wire_bytes_every",
     "comm/speedup": "(median step + extra time of its passes with sync=every) / median step; the calibration before "
     "training measures the extra time",
-    "comm/speedup_low": "lower end of its 95% interval; comm/speedup_high: the upper end. If 1 is between them, no "
-    "difference was measured",
+    "comm/speedup_low": "lower end of its 95% interval; comm/speedup_high: the upper end. If 1 is between them, the "
+    "measurement is not distinguishable from no speed-up",
     "train/loss_smoothed": f"mean of the latest {SMOOTHED_OVER} logged values of train/loss (fewer at the start)",
     "time/total_s": "wall seconds of training up to the last record, summed over all starts of the run",
     "loss/hours": "batch/world_size × time/total_s / 3600 at the first record whose smoothed loss is loss/target or "

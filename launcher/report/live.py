@@ -17,7 +17,7 @@ from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.tracker_plan import TRACKER_KINDS
 from launcher.process import EXCEPTION_MARK
-from launcher.quantities import Interval, duration_text
+from launcher.quantities import Interval, duration_text, seconds_left
 from launcher.rundir.files import Tail, last_lines, read_json
 from launcher.rundir.paths import RunPaths, SweepPaths
 from launcher.runs.status import Run
@@ -151,11 +151,7 @@ class LiveDisplay(MessageDisplay):
 
     def _seconds_left(self, record: dict[str, Any]) -> float | None:
         """Return the time to the last step at the mean rate since the display started; None if unknown."""
-        first = self._first
-        if self._steps is None or first is None or record["step"] <= first["step"] or "time/total_s" not in first:
-            return None
-        per_step = (record["time/total_s"] - first["time/total_s"]) / (record["step"] - first["step"])
-        return per_step * (self._steps - record["step"])
+        return None if self._first is None else seconds_left(self._first, record, self._steps)
 
     def close(self) -> None:
         if self._progress is not None:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, Self, TypeGuard
 
 from launcher.config.schema import ClusterKind
-from launcher.quantities import Interval
+from launcher.plan.callback_plan import BELL
+from launcher.quantities import Interval, seconds_left
 from launcher.report.run_list import last_event
 from launcher.rundir import history
-from launcher.rundir.files import last_lines, object_from_json
+from launcher.rundir.files import last_lines, object_from_json, read_json
 from launcher.rundir.paths import RunPaths, find, find_sweeps
 from launcher.runs.status import ACTIVE, Run, RunState, newest, statuses_of
 from launcher.sweeps.reuse import look_at_sweeps
@@ -34,6 +35,7 @@ class RunProgress:
         record: last record of metrics.jsonl; empty without one.
         left_s: seconds to the last step at the newest rate; None if that is unknown, or if the run is not running.
         event: its newest event, with the time of day; empty without one.
+        rings: whether it asks for the terminal's bell at its end (``notify``).
     """
 
     run: Run
@@ -42,6 +44,7 @@ class RunProgress:
     record: dict[str, Any] = field(default_factory=dict[str, Any])
     left_s: float | None = None
     event: str = ""
+    rings: bool = False
 
     @classmethod
     def of(cls, run: Run) -> Self:
@@ -51,13 +54,15 @@ class RunProgress:
         paths = RunPaths(Path(run.dir))
         lines = last_lines(paths.metrics, _RECORDS)
         records = [record for line in lines if (record := object_from_json(line)) is not None]
+        timed = records[-_TIMED:] if run.state is RunState.running else []
         return cls(
             run=run,
             name=name,
             losses=[float(loss) for record in records if _is_number(loss := record.get("train/loss"))],
             record=records[-1] if records else {},
-            left_s=_seconds_left(run, records[-_TIMED:]),
+            left_s=seconds_left(timed[0], timed[-1], run.steps) if timed else None,
             event=last_event(paths),
+            rings=BELL in (read_json(paths.plan) or {}).get("notify", ()),
         )
 
     @property
@@ -69,16 +74,6 @@ class RunProgress:
 
 def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _seconds_left(run: Run, records: Sequence[dict[str, Any]]) -> float | None:
-    if run.state is not RunState.running or run.steps is None or len(records) < 2:
-        return None
-    first, last = records[0], records[-1]
-    if "time/total_s" not in first or last["step"] <= first["step"]:
-        return None
-    per_step = (last["time/total_s"] - first["time/total_s"]) / (last["step"] - first["step"])
-    return (run.steps - last["step"]) * per_step
 
 
 class ProgressReader:

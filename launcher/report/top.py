@@ -198,6 +198,9 @@ class Top(App[None]):
     def _show(self, shown: list[RunProgress]) -> None:
         """Fill the table, with the cursor on the run on which it was."""
         table, chosen = self._table, self._chosen
+        active = {each.run.dir for each in self._shown if each.run.state in ACTIVE}
+        if any(each.rings and each.run.dir in active and each.run.state not in ACTIVE for each in shown):
+            self.bell()
         self._shown = shown
         states = states_text([each.run for each in shown], noun="run") if shown else "no run yet"
         self._headline.update(Text(f"{states}  ({self._runs})"))

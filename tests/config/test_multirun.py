@@ -11,7 +11,7 @@ import pytest
 
 from launcher.config import multirun
 from launcher.config.hydra import compose, run_with_config
-from launcher.config.multirun import RequestedCell, Result
+from launcher.config.multirun import RequestedCell, Result, typed
 from launcher.config.schema import Config
 from launcher.errors import ConfigError, UserError
 
@@ -136,3 +136,15 @@ def test_the_plugin_is_found_where_hydra_looks(tmp_path: Path) -> None:
     )
     said = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     assert "CellLauncher" in said
+
+
+VALUES = [
+    None, True, 3, 1.0, 1e-4, "a", "a b", "a,b", "it's", "x\\'y", "back\\", "", "[x]", "null", "3", [1, None, "q,r"],
+    {}, {"a": 1, "b": [{"c": "x y"}]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_a_value_arrives_as_it_was_given(value: object) -> None:
+    found = compose([f"task.word={typed(value)}"]).task["word"]
+    assert (found, type(found)) == (value, type(value))

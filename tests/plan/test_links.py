@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import multiprocessing
 from collections import Counter
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from launcher.config.hydra import compose
 from launcher.errors import ConfigError
+from launcher.plan.launch_plan import ClusterPlan
 from launcher.plan.links import Level, Links, MeasuredLinks, Rate, find_measured, links_of, store_measured
 from launcher.plan.sync_policy import Collective
 from launcher.plan.validation import check
@@ -189,3 +191,20 @@ def test_rates_that_no_link_has_are_refused(rate: str) -> None:
     config = compose(["cluster=hosts", "cluster.rendezvous=a:1", "cluster.nodes=2", f"cluster.link_gbit={rate}"])
     with pytest.raises(ConfigError, match=r"cluster.link_gbit=.*must be above 0, and at most 100,000"):
         check(config)
+
+
+def _store_each(cluster: ClusterPlan, numbers: range) -> None:
+    for workers in numbers:
+        store_measured(cluster, MeasuredLinks(workers=workers, day="2026-01-02", inside=INSIDE, between=None))
+
+
+def test_concurrent_writers_lose_no_measurement() -> None:
+    cluster = make_plan("cluster=hosts", "cluster.rendezvous=concurrent:1", *HOSTS[2:], "cluster.device=cpu").cluster
+    ranges = [range(first, first + 10) for first in (1, 11, 21)]
+    writers = [multiprocessing.get_context("fork").Process(target=_store_each, args=(cluster, each)) for each in ranges]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    kept = [find_measured(dataclasses.replace(cluster, workers_per_node=number)) for each in ranges for number in each]
+    assert [None if each is None else each.workers for each in kept] == list(range(1, 31))

@@ -23,7 +23,8 @@ from tests.helpers import make_plan
 )
 def test_the_share_of_a_rank(overrides: list[str], needed: str) -> None:
     plan = make_plan(*overrides)
-    plan = dataclasses.replace(plan, task=dataclasses.replace(plan.task, narrow_parameters=400))
+    task = dataclasses.replace(plan.task, gradient_bytes=3200, narrow_parameters=400)
+    plan = dataclasses.replace(plan, task=task)
     assert f"A rank needs at least {needed}" in least_note(plan, None)
 
 
@@ -35,5 +36,5 @@ def test_what_a_rank_has_is_named_if_it_is_less() -> None:
 
 def test_without_parameters_nothing_is_said() -> None:
     plan = make_plan("strategy=ddp")
-    unknown = dataclasses.replace(plan, task=dataclasses.replace(plan.task, parameters=None))
+    unknown = dataclasses.replace(plan, task=dataclasses.replace(plan.task, parameters=None, gradient_bytes=None))
     assert not least_note(unknown, 1)

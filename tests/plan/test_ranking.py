@@ -13,6 +13,7 @@ from launcher.errors import ConfigError
 from launcher.plan.forecast import StepTime
 from launcher.plan.ranking import Candidate, frontier, rank
 from launcher.plan.run_forecast import RunForecast
+from launcher.plan.work import OTHERS_BUSY
 from tests.helpers import make_plan
 
 WORKERS = "cluster.workers_per_node"
@@ -149,3 +150,17 @@ def test_notes_that_all_plans_have_are_shown_once() -> None:
     common, own = made("a", 1, 1.0), made("b", 2, 1.0)
     plans = [common.plan.with_notes(["both", "first"]), own.plan.with_notes(["both"])]
     assert rank([Candidate(str(n), plan) for n, plan in enumerate(plans)]).notes == ("both",)
+
+
+def test_a_note_names_the_cells_that_were_measured_on_a_busy_machine() -> None:
+    idle, busy = made("idle", 1, 1.0), made("busy", 2, 1.0)
+    step = busy.step
+    assert step is not None
+    forecasts = tuple(
+        dataclasses.replace(each, step=dataclasses.replace(step, busy=True)) for each in busy.plan.strategy.forecasts
+    )
+    plan = dataclasses.replace(busy.plan, strategy=dataclasses.replace(busy.plan.strategy, forecasts=forecasts))
+    busy = Candidate("busy", plan.with_notes([f"{OTHERS_BUSY} 1.5 of 2 cores"]))
+    assert rank([idle]).notes == ()
+    assert ["while the steps of busy were" in note for note in rank([idle, busy]).notes] == [True]
+    assert ["while the steps of all cells were" in note for note in rank([busy, busy]).notes] == [True], "said once"

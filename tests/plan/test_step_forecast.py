@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,33 @@ def test_one_rank_exposes_no_communication() -> None:
     step = predicted(plan)
     assert (step.communication_s, step.exposed_s) == (0.0, 0.0)
     assert step.step_s == pytest.approx(3.75)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4, 16])
+@pytest.mark.parametrize("stalled_s", [0.0, 1.5])
+def test_what_each_micro_batch_needs_besides_its_passes_is_not_communication(
+    accumulation: int, stalled_s: float
+) -> None:
+    """On one host: 0.1 s for a window, 0.2 s for each micro-batch, passes of 3 s, collectives of 0.4 s. On a busy
+    machine each micro-batch also waits for a core."""
+    exactly, each_s = partial(Seconds, error=0.0), 3.2 + stalled_s
+    measured = Work(
+        forward=exactly(value=1.0), backward=exactly(value=2.0), optimizer=exactly(value=0.5),
+        window=exactly(value=0.1 + 6 * 0.2), collectives=True,
+        windows={
+            Sync.boundary: {size: exactly(value=0.6 + each_s * size + 0.4) for size in (1, 2, 6)},
+            Sync.every: {size: exactly(value=0.6 + each_s * size + 0.4 * size) for size in (1, 2, 6)},
+        },
+    )  # fmt: skip
+    plan = make_plan(
+        "cluster.workers_per_node=2", "batch.micro_size=1", f"batch.accumulation={accumulation}", "strategy=ddp"
+    )
+    for sync, exposed_s in ((Sync.boundary, 0.4), (Sync.every, 0.4 * accumulation)):
+        step = step_time(plan, sync, None, None, measured)
+        assert step is not None
+        assert step.exposed_s == pytest.approx(exposed_s, abs=0.11)
+        assert step.data_s == pytest.approx(0.1 + 0.2 * accumulation, abs=0.2)
+        assert step.step_s == pytest.approx(step.compute_s + step.optimizer_s + step.data_s + step.exposed_s)
 
 
 def test_no_step_takes_no_time() -> None:

@@ -58,6 +58,29 @@ def test_only_matrix_products_are_predicted_to_be_gathered_narrow() -> None:
     assert plan.strategy.payload_bytes == 2 * 750 + 4 * 250 + 4000
 
 
+@pytest.mark.parametrize(
+    ("width", "narrow", "formats", "gathered"),
+    [
+        (2, 1000, "keep", 2 * 1000),
+        (2, 1000, "fp32", 2 * 750 + 4 * 250),
+        (8, 0, "keep", 8 * 1000),
+        (8, 0, "fp32", 8 * 1000),  # fp64 is never converted
+    ],
+)
+def test_parameters_are_predicted_to_be_gathered_in_their_own_format(
+    width: int, narrow: int, formats: str, gathered: int
+) -> None:
+    """Gradients are summed in fp32 in any case."""
+    task = TaskPlan(
+        target="some.Task", params={}, samples=1000, parameters=1000, gradient_bytes=width * 1000, unit_parameters=800,
+        matmul_parameters=750, unit_matmul_parameters=700, narrow_parameters=narrow,
+    )  # fmt: skip
+    run = RunInfo(name="run", id="abcd1234", dir="/nowhere/run", created="2024-01-01T00:00:00+00:00", version="0")
+    overrides = ["strategy=fsdp", "strategy.sync=gather_once", "precision=bf16", f"precision.parameters={formats}"]
+    plan = solve(compose(overrides), Site(gpus=0, cores=2, cwd="/nowhere"), task, run)
+    assert plan.strategy.payload_bytes == gathered + 4000
+
+
 def test_time_on_the_link_is_predicted_where_its_rate_is_said() -> None:
     hosts = ["cluster=hosts", "cluster.nodes=2", "cluster.rendezvous=a:1", "cluster.link_gbit=0.008", "precision=fp32"]
     ddp = make_plan(*hosts, "cluster.workers_per_node=1", "batch.accumulation=4").strategy

@@ -60,7 +60,7 @@ def test_no_difference_is_claimed_where_intervals_overlap(tmp_path: Path) -> Non
     found = answer(tmp_path)
     assert "The intervals overlap with that of all 4 others: no difference is claimed." in found["Fastest"]
     assert "times as fast" not in found["Fastest"]
-    assert found["Accumulation"].startswith("no difference in speed was measured between 2 and 4")
+    assert found["Accumulation"].startswith("4 instead of 2 on 1 worker: speed not distinguishable")
     assert "Scaling" not in found
     assert "Sync policy" not in found
 
@@ -159,7 +159,7 @@ def unmeasured(line: dict[str, float]) -> dict[str, float]:
     ("change", "text"),
     [
         (without_interval, f"the speed-up was {NO_INTERVAL}"),
-        (no_difference, "no difference in speed was measured (0.90 to 1.40 times as fast)"),
+        (no_difference, "speed not distinguishable (between 0.90 and 1.40 times as fast)"),
         (unmeasured, "the effect on speed was not measured"),
     ],
 )

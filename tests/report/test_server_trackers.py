@@ -13,8 +13,8 @@ import pytest
 import torch
 import wandb
 
-from launcher.api import typed
 from launcher.callbacks.samples import png
+from launcher.config.multirun import typed
 from launcher.plan.host import batch_env
 from launcher.plan.run_plan import RunPlan
 from launcher.report.server_trackers import MlflowAdapter, WandbAdapter, mlflow_name, wandb_media

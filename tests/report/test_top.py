@@ -20,6 +20,7 @@ from textual.widgets import DataTable, RichLog, Static
 from launcher.cli import run, runs
 from launcher.report.top import Confirmation, Log, Top
 from launcher.rundir import history
+from launcher.rundir.files import write_json
 from launcher.rundir.paths import RunPaths
 from launcher.runs import control
 from launcher.runs.status import RunState
@@ -95,6 +96,28 @@ def test_the_details_are_those_of_the_run_under_the_cursor(tmp_path: Path) -> No
         assert "second" in text_of(app, "details"), "the cursor stays on its run"
 
     drive(tmp_path, steps, (200, 24))
+
+
+def test_the_bell_rings_at_the_end_of_a_run_that_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rings: list[str] = []
+    monkeypatch.setattr(Top, "bell", lambda _: rings.append("ring"))
+    quiet, loud = running(tmp_path, "quiet"), running(tmp_path, "loud")
+    write_json(loud.plan, json.loads(loud.plan.read_text()) | {"notify": ["bell"]})
+
+    async def steps(app: Top, pilot: Pilot[None]) -> None:
+        for ended, expected in ((quiet, []), (loud, ["ring"])):
+            write_json(ended.summary, {"verdict": "failed"})
+            write_json(ended.newest_attempt, {"incarnation": "0.0", "nodes": ["node0"], "ranks": 2})
+            history.amend_submission(ended, ended=True)
+            await until(lambda name=ended.root.name: state_of(app, name) == "failed", pilot)
+            assert rings == expected
+        await pilot.pause(0.1)
+        assert rings == ["ring"], "once"
+
+    def state_of(app: Top, name: str) -> str:
+        return dict(zip(column(app, "run"), column(app, "state"), strict=True))[name]
+
+    drive(tmp_path, steps)
 
 
 def test_the_log_of_a_rank_is_followed(tmp_path: Path) -> None:
