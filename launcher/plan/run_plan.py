@@ -8,7 +8,6 @@ file: ``RunPlan.absent`` has the values of keys that earlier versions did not wr
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,8 +25,6 @@ from launcher.config.schema import (
     PrecisionKind,
     Predict,
     PrometheusConfig,
-    ScheduleConfig,
-    ScheduleKind,
     ShortWindow,
     StrategyConfig,
     TensorboardConfig,
@@ -41,6 +38,7 @@ from launcher.plan.forecast import Forecast
 from launcher.plan.initial_weights import InitialWeights
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.outer import OuterPlan
+from launcher.plan.schedule_plan import SchedulePlan
 from launcher.plan.windows import StreamInfo
 from launcher.rundir.files import Absent, read_json
 from launcher.rundir.paths import RunPaths
@@ -220,36 +218,6 @@ class OptimizerPlan(OptimizerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulePlan(ScheduleConfig):
-    """Learning rate schedule.
-
-    Attributes:
-        steps: length of the schedule if it differs from the run's: a drill runs the first windows of a longer job.
-    """
-
-    min_ratio: float = 0.0
-    steps: int | None = None
-
-    @property
-    def name(self) -> str:
-        """Return the kind, or the class of a custom schedule."""
-        return self.target or self.kind.value
-
-    def factor(self, step: int, steps: int | None) -> float:
-        """Return the multiple of the learning rate that optimizer step ``step`` (from 0) of ``steps`` applies.
-
-        It reaches ``min_ratio`` only after the last step, as with torch's CosineAnnealingLR(T_max=steps).
-        """
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        if self.kind is ScheduleKind.constant or steps is None:
-            return 1.0
-        progress = min(1.0, (step - self.warmup_steps) / max(1, steps - self.warmup_steps))
-        fall = (1 + math.cos(math.pi * progress)) / 2 if self.kind is ScheduleKind.cosine else 1 - progress
-        return self.min_ratio + (1 - self.min_ratio) * fall
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainPlan(TrainConfig):
     """Training settings. ``steps`` is None only for epochs over a stream.
 
@@ -284,7 +252,7 @@ class RunPlan(LaunchPlan):
         forced: config keys that `launch resume --force` has changed.
         fewer: differences of the plan on each smaller number of hosts that the job may use.
         initial: weights that the run starts with; None: those that the task's model() returns.
-        outer: steps between sites; ``strategy`` is that of a site then, and ``batch`` that of all together.
+        outer: steps between sites, whose ``strategy`` is that of a site; ``batch`` is that of all.
     """
 
     absent: ClassVar[Absent] = {

@@ -38,12 +38,12 @@ from launcher.plan.run_plan import (
     OptimizerPlan,
     PrecisionPlan,
     RunPlan,
-    SchedulePlan,
     StrategyPlan,
     TaskPlan,
     TrainPlan,
     extended,
 )
+from launcher.plan.schedule_plan import SchedulePlan
 from launcher.plan.strategy import solve_precision, solve_strategy
 from launcher.plan.strategy_choice import ONE_RANK, UNKNOWN, with_reason, with_strategy
 from launcher.plan.sync_policy import SHARDED
