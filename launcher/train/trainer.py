@@ -34,7 +34,7 @@ from launcher.train.engine import oom
 from launcher.train.engine.build import FromModel
 from launcher.train.evaluation import EvaluatingEngine, Evaluation
 from launcher.train.optimizers import build_optimizer
-from launcher.train.outer.sites import site_of
+from launcher.train.outer.sites import own_site
 from launcher.train.schedules import MakeSchedule
 from launcher.train.training_loop import Saves, TrainingLoop
 from launcher.train.world import device_of, join
@@ -51,7 +51,7 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
         WrongCheckpoint: the newest checkpoint does not fit this plan.
         Superseded: a newer attempt of the run has started.
     """
-    world, plan = site_of(plan)
+    world, plan = own_site(plan)
     fence = Fence.here(plan.paths)
     device = device_of(world, plan.cluster.device)
     join(world, device, plan.train.hang_timeout)

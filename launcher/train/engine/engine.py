@@ -45,7 +45,7 @@ from launcher.train.measure.noise_scale import NoiseScale
 from launcher.train.measure.observer import EndedWindow, Observer
 from launcher.train.measure.straggler import StragglerDetector
 from launcher.train.outer.outer_steps import outer_callbacks
-from launcher.train.outer.sites import Sites, site_of
+from launcher.train.outer.sites import Sites, own_site
 from launcher.train.parallel.base import ShardUnits
 from launcher.train.parallel.replicas import Buffers
 from launcher.train.schedules import MakeSchedule
@@ -96,7 +96,7 @@ class Engine(EngineProgress):
         schedule: MakeSchedule | None = None,
         callbacks: Sequence[object] | None = None,
     ) -> None:
-        self.world, plan = site_of(plan)
+        self.world, plan = own_site(plan)
         self.world.require_size(plan.batch.world_size)
         self.device = device_of(self.world, plan.cluster.device)
         join(self.world, self.device, plan.train.hang_timeout)

@@ -16,23 +16,45 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from launcher.config.choices import OuterCompress
 from launcher.errors import DataError, ReplicasDiffer, TaskError
 from launcher.plan.outer import OuterPlan
 from launcher.quantities import count, first_names
-from launcher.train.engine.window_totals import StepResult
 from launcher.train.outer.codec import BLOCK, decode, encode
 from launcher.train.outer.sites import Gathering, Sites, digest_of
-from launcher.train.parallel.base import local
+from launcher.train.parallel.base import Parallel, local
+from launcher.train.parallel.replicas import Buffers
 
-if TYPE_CHECKING:
-    from launcher.train.engine.engine import Engine
+
+class _Engine(Protocol):
+    """The part of an engine that outer steps use."""
+
+    parallel: Parallel
+    buffers: Buffers
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def steps(self) -> int: ...
+
+
+class _Result(Protocol):
+    """The part of a StepResult that they use."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def skipped(self) -> bool: ...
+    @property
+    def last(self) -> bool: ...
+    @property
+    def stopped(self) -> bool: ...
 
 
 @dataclass
@@ -65,7 +87,7 @@ class OuterSteps:
         self._under_way: dict[int, _Exchange] = {}
         self._arrived: dict[int, int] = {}  # fragments whose mean was received before it is applied, and when that is
 
-    def on_setup(self, engine: Engine) -> None:
+    def on_setup(self, engine: _Engine) -> None:
         named = {name: p.detach() for name, p in engine.model.named_parameters() if p.requires_grad}
         self.shared = {name: _wide(parameter) for name, parameter in named.items()}
         self._momentum = {name: torch.zeros_like(tensor) for name, tensor in self.shared.items()}
@@ -75,7 +97,7 @@ class OuterSteps:
         self._fragments = _divided({name: p.numel() for name, p in named.items()}, self._plan.fragments)
         self._replicas = engine.parallel.replica_group()
 
-    def on_start(self, engine: Engine) -> None:
+    def on_start(self, engine: _Engine) -> None:
         """Share the first site's model, or check that a checkpoint has restored the same one at all sites."""
         if not self._restored:
             self._sites.share([local(tensor) for tensor in (*engine.model.parameters(), *engine.model.buffers())])
@@ -83,7 +105,7 @@ class OuterSteps:
                 shared.copy_(parameter)
         self._require_same(engine)
 
-    def _require_same(self, engine: Engine) -> None:
+    def _require_same(self, engine: _Engine) -> None:
         digests = {name: digest_of(local(tensor)) for name, tensor in self.shared.items()}
         differing = [name for name in digests if len({each[name] for each in self._sites.of_all(digests)}) > 1]
         if differing:
@@ -93,7 +115,7 @@ class OuterSteps:
             )
 
     @torch.no_grad()
-    def on_step(self, engine: Engine, result: StepResult) -> None:
+    def on_step(self, engine: _Engine, result: _Result) -> None:
         started, step = time.perf_counter(), result.step
         every, ends = self._plan.every, result.last and not result.stopped
         if result.skipped:
@@ -121,7 +143,7 @@ class OuterSteps:
         every, fragments = self._plan.every, self._plan.fragments
         return [every * (number + 1) // fragments % every for number in range(fragments)]
 
-    def _send(self, engine: Engine, fragment: int, due: int) -> None:
+    def _send(self, engine: _Engine, fragment: int, due: int) -> None:
         """Start the exchange of a fragment's outer gradients."""
         names = self._fragments[fragment]
         shared, own = self._locals(engine, names)
@@ -162,7 +184,7 @@ class OuterSteps:
                 unsent.copy_(rest.view_as(unsent))
         return list((total / self._sites.count).split(sizes))
 
-    def _apply(self, engine: Engine, fragment: int, mixing: float) -> None:
+    def _apply(self, engine: _Engine, fragment: int, mixing: float) -> None:
         """Take a fragment's outer step."""
         names, plan = self._fragments[fragment], self._plan
         if self._arrived.pop(fragment, None) is not None:
@@ -180,7 +202,7 @@ class OuterSteps:
             parameter.copy_(kept if not mixing else torch.lerp(kept, parameter.to(kept.dtype), mixing))
         self._sites.rounds += 1
 
-    def _average_buffers(self, engine: Engine) -> None:
+    def _average_buffers(self, engine: _Engine) -> None:
         """Average the buffers that training changes, such as BatchNorm's running statistics."""
         buffers = dict(engine.model.named_buffers())
         changing = [buffers[name] for name in engine.buffers.changing if buffers[name].is_floating_point()]
@@ -191,7 +213,7 @@ class OuterSteps:
         for buffer, values in zip(changing, mean.split([buffer.numel() for buffer in changing]), strict=True):
             buffer.copy_(values.view_as(buffer))
 
-    def _locals(self, engine: Engine, names: list[str]) -> tuple[list[Tensor], list[Tensor]]:
+    def _locals(self, engine: _Engine, names: list[str]) -> tuple[list[Tensor], list[Tensor]]:
         """Return this rank's parts of the shared and of the site's own parameters."""
         parameters = dict(engine.model.named_parameters())
         return [local(self.shared[name]) for name in names], [local(parameters[name].detach()) for name in names]

@@ -27,7 +27,7 @@ T = TypeVar("T")
 FLAGS_DELAY = 4
 
 
-def site_of(plan: RunPlan) -> tuple[World, RunPlan]:
+def own_site(plan: RunPlan) -> tuple[World, RunPlan]:
     """Return the world of this process, and the plan of its site: its share of each window, and a directory of its own;
     that of the first site is the run's."""
     world = World.here(1 if plan.outer is None else plan.outer.sites)
