@@ -56,7 +56,10 @@ PRELOADED = (
 )  # fmt: skip
 COMMAND_LINE = "from launcher.cli import main; main()"
 # they start no Python programs, and so need no server
-LEAVES = ("launcher.train.worker", "launcher.launch.script_worker", "tests.infra.slurm_warm")
+LEAVES = (
+    "launcher.train.worker", "launcher.launch.script_worker", "launcher.train.inspection.memory_forecast",
+    "launcher.train.inspection.step_measurement", "launcher.train.inspection.task_probe", "tests.infra.slurm_warm",
+)  # fmt: skip
 # variables that are read when Python or torch start, which is over in a fork
 READ_AT_START = ("PYTHONWARNINGS", "PYTHONNOUSERSITE", "TORCH_LOGS", COLD)
 SPACE = 100_000  # bytes for a command line, and as many for an environment
@@ -252,8 +255,8 @@ def main(descriptor: int) -> NoReturn:
 
 
 def _calling_function(depth: int = 2) -> str:
-    """Stand in for torch's function of the log of a rendezvous, which looks for every frame's source in all modules: 0.4
-    s of CPU for each start of torchrun."""
+    """Stand in for torch's function, which looks for the source of each frame in all modules whenever the rendezvous logs
+    something: 0.4 s of CPU for each start of torchrun."""
     return sys._getframe(depth).f_code.co_name
 
 
