@@ -255,8 +255,8 @@ def main(descriptor: int) -> NoReturn:
 
 
 def _calling_function(depth: int = 2) -> str:
-    """Stand in for torch's function, which looks for the source of each frame in all modules whenever the rendezvous logs
-    something: 0.4 s of CPU for each start of torchrun."""
+    """Stand in for torch's function, which looks for the source of each frame in all modules, whenever the rendezvous
+    logs something: 0.4 s of CPU for each start of torchrun."""
     return sys._getframe(depth).f_code.co_name
 
 
