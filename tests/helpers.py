@@ -25,6 +25,7 @@ CORPUS = f"task.corpus={sysconfig.get_path('stdlib')}/asyncio"
 # two cores serve several ranks here: more threads than cores only wait for each other
 os.environ["OMP_NUM_THREADS"] = "1"
 composition.install()
+warm.install()
 # a stranger's settings must not decide a test
 for name in [name for name in os.environ if name.startswith("WANDB_")]:
     del os.environ[name]

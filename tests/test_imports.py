@@ -192,7 +192,7 @@ def test_only_world_reads_torchruns_variables() -> None:
         "import launcher.cli.diagnose, launcher.drill.runner, launcher.drill.backends, launcher.report.verdicts",
         "import launcher.cli.runs, launcher.report.page, launcher.report.plots",
         "from launcher.cli import run; assert run(['plan']) == 0",
-        "from launcher.cli import run; assert run(['plan', '--json', 'strategy.sync=every']) == 0",
+        "from launcher.cli import run; assert run(['plan', '--json', 'train.predict=never']) == 0",
         "from launcher.cli import run; assert run(['plan', 'batch.globl_size=3']) == 2",
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -109,7 +110,8 @@ def test_a_warm_process_is_as_one_that_was_executed(tmp_path: Path, monkeypatch:
 def test_a_warm_process_has_the_status_and_output_of_its_program(arguments: list[str], status: int) -> None:
     command = launch_command(*arguments)
     ours = warm.run(command, patience(60))
-    executed = subprocess.run(command, capture_output=True, text=True, check=False)
+    cold = {**os.environ, warm.COLD: "1"}
+    executed = subprocess.run(command, capture_output=True, text=True, check=False, env=cold)
     assert ours.returncode == executed.returncode == status
     assert (ours.stdout, ours.stderr) == (executed.stdout, executed.stderr)
 

@@ -157,7 +157,7 @@ def measure_work(
     *,
     ranks: int | None = None,
     only_known: bool = False,
-    budget_s: float = MEASURE_S,
+    budget_s: float | None = None,
 ) -> tuple[Work | None, str]:
     """Measure the work of ``plan`` on this machine, or return that of an equal earlier measurement.
 
@@ -169,7 +169,7 @@ def measure_work(
         ranks: of a plan for several hosts, the ranks that compute on this machine at the same time. Default: those of
             one host.
         only_known: whether only an earlier measurement is returned.
-        budget_s: seconds for all windows; a slow job needs more.
+        budget_s: seconds for all windows; a slow job needs more. Default: MEASURE_S.
 
     Returns:
         The work, or None and the reason in a sentence without its full stop.
@@ -186,7 +186,7 @@ def measure_work(
         return None, "it was not measured on this machine yet"
     since = time.time()
     if found is None or (found.get("busy") and not only_known):
-        found = _run(plan, measured, ranks, budget_s)
+        found = _run(plan, measured, ranks, MEASURE_S if budget_s is None else budget_s)
         depends_on = found.pop("depends_on", None)
         if depends_on is not None:
             cache.put(key, found, map(Path, depends_on["paths"]), variables=depends_on["variables"], since=since)

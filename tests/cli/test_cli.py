@@ -18,6 +18,8 @@ from tests.helpers import launch_command
 from tests.infra.made_runs import make_run
 
 PROJECT = Path(__file__).parents[1] / "user_project"
+NOT_TIMED = "train.predict=never"  # a plan without the time of a step is made at once
+SMALL = ("task.width=16", "task.heads=1", "task.depth=1", "task.seq_len=16")
 
 
 def refused(launch: Launch, tmp_path: Path, *arguments: str, env: dict[str, str] | None = None) -> str:
@@ -145,7 +147,7 @@ def test_script_that_is_not_there(launch: Launch, tmp_path: Path) -> None:
 
 
 def test_plan_as_json_is_the_plan(launch: Launch) -> None:
-    done = launch("plan", "--json", "cluster.workers_per_node=4", "run.name=x")
+    done = launch("plan", "--json", "cluster.workers_per_node=4", "run.name=x", NOT_TIMED)
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     sizes = {"global_size": 64, "micro_size": 4, "accumulation": 4, "world_size": 4}
@@ -164,20 +166,20 @@ def test_plan_of_a_strangers_task_writes_nothing(launch: Launch, tmp_path: Path)
 @pytest.mark.parametrize("option", ["train.epochs=1", "batch.short_window=drop"])
 def test_options_that_need_the_datasets_length(launch: Launch, option: str) -> None:
     """Both were once refused: the plan was tried with a stream's length first."""
-    done = launch("plan", "--json", option)
+    done = launch("plan", "--json", option, NOT_TIMED)
     assert done.returncode == 0, done.stderr
     steps = json.loads(done.stdout)["train"]["steps"]
     assert steps > 1000 if "epochs" in option else steps == 300
 
 
 def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
-    command = " ".join(map(shlex.quote, launch_command("plan", "--json")))
+    command = " ".join(map(shlex.quote, launch_command("plan", "--json", NOT_TIMED)))
     done = subprocess.run(f"{command} | head -1", shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("{\n", "")
 
 
 def test_plan_as_a_table(launch: Launch) -> None:
-    done = launch("plan")
+    done = launch("plan", *SMALL)
     for text in (
         "1 host × 2 workers, cpu",
         "global batch",
@@ -199,7 +201,7 @@ def test_hydras_own_flags(launch: Launch) -> None:
 
 
 def test_plans_of_one_batch_are_compared_and_the_impossible_one_is_named(launch: Launch, tmp_path: Path) -> None:
-    done = launch("plan", "-m", "--json", "batch.micro_size=1,5,2")
+    done = launch("plan", "-m", "--json", "batch.micro_size=1,5,2", *SMALL)
     assert done.returncode == 0, done.stderr
     ranking = json.loads(done.stdout)
     assert {cell["cell"]: cell["accumulation"] for cell in ranking["cells"]} == {"micro_size=1": 32, "micro_size=2": 16}
@@ -212,7 +214,7 @@ def test_plans_of_one_batch_are_compared_and_the_impossible_one_is_named(launch:
 
 
 def test_all_stands_for_what_is_possible(launch: Launch, tmp_path: Path) -> None:
-    words = ("batch.global_size=12", "batch.micro_size=all", "cluster.workers_per_node=2,5")
+    words = ("batch.global_size=12", "batch.micro_size=all", "cluster.workers_per_node=2,5", NOT_TIMED)
     done = launch("plan", "-m", "strategy.sync=all", *words, "--html", "page.html")
     assert done.returncode == 0, done.stderr
     cells = {
@@ -232,7 +234,7 @@ def test_all_stands_for_what_is_possible(launch: Launch, tmp_path: Path) -> None
             "batch.micro_siz=1,2: there is no such key.\n  did you mean 'batch.micro_size'?",
         ),
         (["-m", "strategy=ddp,fspd"], "strategy=fspd: there is no such option"),
-        (["-m", "batch.global_size=64,128"], "batch.global_size=64, 128: differs between the cells"),
+        (["-m", "batch.global_size=64,128", NOT_TIMED], "batch.global_size=64, 128: differs between the cells"),
         (["-m", "batch.micro_size=3,5"], "No cell of this sweep can run.\n  batch.micro_size=3: batch.global_size=64"),
         (["-m", "cluster.link_gbit=3,5"], "No cell of this sweep can run.\n  cluster.link_gbit=3.0: has no effect"),
         (
@@ -252,7 +254,7 @@ def test_a_mistake_in_a_comparison_is_one_message(launch: Launch, arguments: lis
 
 
 def test_no_secret_reaches_the_plan(launch: Launch) -> None:
-    done = launch("plan", "--json", env={"WANDB_API_KEY": "s3cret", "MY_TOKEN": "t0ken"})
+    done = launch("plan", "--json", NOT_TIMED, env={"WANDB_API_KEY": "s3cret", "MY_TOKEN": "t0ken"})
     assert done.returncode == 0
     assert "s3cret" not in done.stdout
     assert "t0ken" not in done.stdout

@@ -37,8 +37,10 @@ def install() -> None:
 def fill() -> None:
     """Compose the options that most tests choose, before processes that inherit the cache are forked."""
     for strategy in ([], *([f"strategy={kind}"] for kind in ("single", "ddp", "fsdp", "hsdp"))):
-        for precision in ([], ["precision=fp32"]):
+        for precision in ([], ["precision=fp32"], ["precision=fp32", "schedule=constant"]):
             from_overrides([*strategy, *precision])
+    for cluster in ("slurm", "hosts"):
+        from_overrides([f"cluster={cluster}", "precision=fp32", "schedule=constant"])
 
 
 def compose(config_name: str | None = None, overrides: list[str] | None = None, **further: Any) -> Any:

@@ -41,18 +41,25 @@ from typing import Any, NoReturn
 
 import psutil
 
+from launcher.plan import work
 from launcher.process import handles
 
 ROOT = Path(__file__).resolve().parents[2]
+PYTHON = sys.executable  # a test may set another one
 COLD = "LAUNCHER_TEST_COLD"
 PRELOADED = (
     "torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
     "torch.distributed.launcher.api", "torch.distributed.run", "torch.utils.data", "launcher.api",
     "launcher.cli.train", "launcher.launch.agent", "launcher.launch.planner", "launcher.train.trainer",
+    "launcher.train.inspection.memory_forecast", "launcher.train.inspection.step_measurement",
+    "launcher.train.inspection.task_probe",
 )  # fmt: skip
 COMMAND_LINE = "from launcher.cli import main; main()"
 # they start no Python programs, and so need no server
-LEAVES = ("launcher.train.worker", "launcher.launch.script_worker", "tests.infra.slurm_warm")
+LEAVES = (
+    "launcher.train.worker", "launcher.launch.script_worker", "launcher.train.inspection.memory_forecast",
+    "launcher.train.inspection.step_measurement", "launcher.train.inspection.task_probe", "tests.infra.slurm_warm",
+)  # fmt: skip
 # variables that are read when Python or torch start, which is over in a fork
 READ_AT_START = ("PYTHONWARNINGS", "PYTHONNOUSERSITE", "TORCH_LOGS", COLD)
 SPACE = 100_000  # bytes for a command line, and as many for an environment
@@ -95,7 +102,7 @@ class Program:
     @property
     def is_known(self) -> bool:
         words, _ = self.command
-        if self.argv[0] != sys.executable or len(words) < 2 or any(name in self.env for name in READ_AT_START):
+        if self.argv[0] != PYTHON or len(words) < 2 or any(name in self.env for name in READ_AT_START):
             return False
         if self.env.get("PYTHONHASHSEED", "0") != "0" or any(has_another(p) for p in self.library):
             return False
@@ -149,6 +156,17 @@ def _end_with_stacks(process: Popen) -> None:
     for each in [*everyone, process]:
         with suppress(psutil.NoSuchProcess):
             each.kill()
+
+
+def install() -> None:
+    """Start known programs warm, whoever starts them in this process, such as the launcher's own probes."""
+    subprocess.Popen._execute_child = _start  # pyright: ignore
+    shorten_measurements()
+
+
+def shorten_measurements() -> None:
+    """Measure the step of a plan with the fewest windows: no test depends on how exact its time is."""
+    work.MEASURE_S = 0.0
 
 
 _execute = subprocess.Popen._execute_child  # pyright: ignore
@@ -229,8 +247,17 @@ def main(descriptor: int) -> NoReturn:
     composition = importlib.import_module("tests.infra.composition")
     composition.install()
     composition.fill()
+    shorten_measurements()
+    rendezvous = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
+    vars(rendezvous)["get_method_name"] = _calling_function
     gc.freeze()  # a collection would copy every page of theirs
     _serve(socket.socket(fileno=descriptor))
+
+
+def _calling_function(depth: int = 2) -> str:
+    """Stand in for torch's function, which looks for the source of each frame in all modules, whenever the rendezvous
+    logs something: 0.4 s of CPU for each start of torchrun."""
+    return sys._getframe(depth).f_code.co_name
 
 
 def _serve(channel: socket.socket) -> NoReturn:
@@ -326,7 +353,7 @@ def _run(program: Program) -> int:
     sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stdout = sys.__stdout__ = io.TextIOWrapper(out, "utf-8", line_buffering=os.isatty(1), write_through=unbuffered)
     sys.stderr = sys.__stderr__ = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
-    subprocess.Popen._execute_child = _start  # pyright: ignore
+    install()
     sys.path[:0] = [*([] if safe else [program.cwd]), *program.library]
     importlib.invalidate_caches()
     tempfile.tempdir = None  # TMPDIR may be another one

@@ -137,7 +137,7 @@ def test_memory_of_real_ranks_of_other_models(ranks: int, job: str, launch: Laun
             words = {key: value for key, value in words.items() if not key.startswith("task.")}
             words |= {"task": "task._target_=tests.train.inspection.forecast_tasks.Wide", "kind": f"task.kind={word}"}
     env = {"PYTHONPATH": str(ROOT)}
-    done = launch("plan", "--json", f"cluster.workers_per_node={ranks}", *words.values(), env=env)
+    done = launch("plan", "--json", f"cluster.workers_per_node={ranks}", *NOT_TIMED, *words.values(), env=env)
     assert (done.returncode, done.stderr) == (0, "")
     plan = RunPlan.from_json(done.stdout)
     answer = run_probe("launcher.train.inspection.memory_forecast", plan.to_json())

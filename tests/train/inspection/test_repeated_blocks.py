@@ -305,7 +305,7 @@ def test_the_work_depends_neither_on_depth_nor_on_the_world() -> None:
             return tracer.operators
 
     few = operators(4, 12)
-    assert few == operators(4, 40) == operators(1024, 12)
+    assert few == operators(4, 20) == operators(1024, 12)
 
 
 def test_blocks_are_alike_if_their_classes_and_parameters_are() -> None:
