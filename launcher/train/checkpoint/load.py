@@ -189,10 +189,10 @@ def _move_aside(paths: RunPaths, fence: Fence, damaged: list[Path]) -> None:
 
 def _describe(engine: Engine, restored: Restored) -> str:
     """Return the step that was reached, and what has changed since."""
-    batch, origin = engine.plan.batch, restored.origin
+    batch, origin = engine.plan.batch.whole, restored.origin
     text = f"{count(engine.steps, 'step')} done"
-    if restored.ranks != batch.world_size:
-        text += f", at {count(batch.world_size, 'rank')} instead of {restored.ranks}"
+    if restored.ranks != engine.world.size:
+        text += f", at {count(engine.world.size, 'rank')} instead of {restored.ranks}"
     if (strategy := origin.get("strategy", engine.plan.strategy.kind)) != engine.plan.strategy.kind:
         text += f", with strategy={engine.plan.strategy.kind.value} instead of {strategy}"
     before = {name: origin.get(name, getattr(batch, name)) for name in ("accumulation", "micro_size", "global_size")}

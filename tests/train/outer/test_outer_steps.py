@@ -215,6 +215,9 @@ def test_resumed_bit_by_bit_within_a_round_and_with_other_sites(launch: Launch, 
             shutil.rmtree(root / "checkpoints" / f"step_{step:06d}")
         (root / "summary.json").unlink(missing_ok=True)
     assert (done := launch("resume", "whole")).returncode == 0, done.stdout + done.stderr
+    resumed = (whole / "logs" / "rank1.attempt1.log").read_text()
+    assert "Resuming from" in resumed
+    assert "instead of" not in resumed, "sites, ranks and global batch are those of before"
     for site in ("", "sites/1"):
         assert_same_tensors(
             whole / site / "checkpoints" / "step_000009", project / "kept" / site / "checkpoints" / "step_000009"
