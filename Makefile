@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: train test test-all coverage lint docs docs-reference bench bench-balance bench-sync bench-speedup bench-peers bench-forecast gpu gpu-wheels clean
+.PHONY: train test test-all coverage lint docs docs-reference bench bench-balance bench-sync bench-speedup bench-peers bench-forecast bench-outer gpu gpu-wheels clean
 
 train: $(VENV)/.installed
 	$(BIN)/launch train $(ARGS)
@@ -88,6 +88,14 @@ bench-forecast: $(VENV)/.installed-dev tools
 	mkdir -p build
 	PYTHONPATH=. $(BIN)/python jobs/bench_forecast.py measure --out build/forecast.jsonl
 	PYTHONPATH=. $(BIN)/python jobs/bench_forecast.py report --results build/forecast.jsonl --to docs/explanations
+
+# Outer steps beside the synchronous job: here, and of the default model on the same hosts: docs/guides/outer.md. 15 minutes.
+OUTER = $(BIN)/python jobs/outer.py --out build/outer.jsonl
+bench-outer: $(VENV)/.installed-dev tools
+	mkdir -p build && rm -f build/outer.jsonl
+	$(OUTER)
+	$(OUTER) --rates 1gbit 100mbit 10mbit --tasks bytes_gpt --ways synchronous streaming -- train.steps=60 \
+		task.width=128 task.seq_len=128 task.eval_samples=512
 
 # The system tests make hosts of their own, and a Slurm cluster of them; where these are missing they skip, and say so.
 # Whether apt-get can start the daemons as services does not matter: the tests start their own.

@@ -1,15 +1,20 @@
-"""The studies of exactness under jobs/, cut short."""
+"""The studies under jobs/, cut short."""
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from launcher.tasks.digits import Digits
 from tests.conftest import Launch
 from tests.helpers import CORPUS, ROOT, patience
 from tests.infra import warm
+from tests.infra.netns import needs_root
 
 pytestmark = pytest.mark.slow
 
@@ -35,3 +40,33 @@ def test_accumulation_holds_one_micro_batch_and_the_gradients(launch: Launch) ->
     one, eight, large, gradients = map(float, found.groups())
     assert one < eight <= one + gradients + 0.02
     assert large > 3 * eight, "or there was nothing to save"
+
+
+def outer(out: Path, *words: str) -> dict[str, dict[str, Any]]:
+    """Return the figures of jobs/outer.py, by way. It must print a row for each."""
+    job = [sys.executable, "-m", "jobs.outer", "--tasks", "digits", "--out", str(out), *words]
+    job += ["train.steps=20", "schedule=constant", "schedule.warmup_steps=0", "outer.every=10"]
+    done = warm.run(job, patience(240), cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = {each["way"]: each for each in map(json.loads, out.read_text().splitlines())}
+    for way, each in results.items():
+        assert re.search(rf"\| {way} \| {each['eval/loss']:.4f} \|", done.stdout)
+    return results
+
+
+def test_outer_steps_beside_the_synchronous_job(tmp_path: Path) -> None:
+    results = outer(tmp_path / "out.jsonl", "--ways", "synchronous", "int8", "--")
+    synchronous, int8 = results["synchronous"], results["int8"]
+    assert synchronous["samples"] == int8["samples"] == 20 * 64
+    assert synchronous["eval/loss"] != int8["eval/loss"]
+    parameters, averages, steps = Digits().facts()["parameters"], 2, 19  # the first step is not counted
+    buffers = 8 * 2 * (16 + 32)  # mean and variance of two BatchNorms, in fp64
+    blocks = -(-parameters // 256)
+    assert int8["sent_bytes"] == averages * (blocks * (256 + 4) + buffers) / steps
+    assert synchronous["sent_bytes"] == pytest.approx(4 * parameters, rel=0.05), "and buffers"
+
+
+@needs_root
+def test_bytes_of_outer_steps_are_those_on_the_link(tmp_path: Path) -> None:
+    result = outer(tmp_path / "out.jsonl", "--ways", "none", "--rates", "1gbit", "--")["none"]
+    assert result["sent_bytes"] < result["link_bytes"] < 1.5 * result["sent_bytes"], "headers, flags, heartbeats"
