@@ -91,11 +91,13 @@ bench-forecast: $(VENV)/.installed-dev tools
 
 # Outer steps beside the synchronous job: here, and of the default model on the same hosts: docs/guides/outer.md. 15 minutes.
 OUTER = $(BIN)/python jobs/outer.py --out build/outer.jsonl
+FAR = --tasks bytes_gpt --ways synchronous streaming
+OF_FAR = -- train.steps=60 task.width=128 task.seq_len=128 task.eval_samples=512
 bench-outer: $(VENV)/.installed-dev tools
 	mkdir -p build && rm -f build/outer.jsonl
 	$(OUTER)
-	$(OUTER) --rates 1gbit 100mbit 10mbit --tasks bytes_gpt --ways synchronous streaming -- train.steps=60 \
-		task.width=128 task.seq_len=128 task.eval_samples=512
+	$(OUTER) $(FAR) --rates 1gbit 100mbit 10mbit $(OF_FAR)
+	$(OUTER) $(FAR) --rates 10mbit --round-trip-ms 50 --loss 0.01 $(OF_FAR)
 
 # The system tests make hosts of their own, and a Slurm cluster of them; where these are missing they skip, and say so.
 # Whether apt-get can start the daemons as services does not matter: the tests start their own.

@@ -61,13 +61,14 @@ class LinkBytes:
         launcher.current().log("link_bytes", psutil.net_io_counters(pernic=True)[self.interface].bytes_sent)
 
 
-def run(task: str, way: str, seed: int, rate: str | None, words: list[str]) -> dict[str, Any]:
-    """Run one job on two ranks, and return its figures. ``rate``: of the link between two hosts; None: this machine."""
+def run(task: str, way: str, seed: int, link: list[str] | None, words: list[str]) -> dict[str, Any]:
+    """Run one job on two ranks, and return its figures. ``link``: between two hosts, as options of tests.infra.hosts;
+    None: on this machine."""
     own = [word for word in words if WAYS[way] or not word.startswith("outer.")]
     with tempfile.TemporaryDirectory() as directory:
         job = [*JOB, *TASKS[task], *WAYS[way], f"train.seed={seed}", f"run.dir={directory}", "run.name=run", *own]
         command = [str(Path(sys.executable).with_name("launch")), "train", "--quiet"]
-        if rate is None:
+        if link is None:
             command += [*job, "cluster.workers_per_node=2"]
         else:
             job += [
@@ -76,13 +77,14 @@ def run(task: str, way: str, seed: int, rate: str | None, words: list[str]) -> d
                 "cluster.workers_per_node=1",
                 "cluster.rendezvous={first}:29400",
             ]
-            shaped = [sys.executable, "-m", "tests.infra.hosts", "--rate", rate, "--"]
+            shaped = [sys.executable, "-m", "tests.infra.hosts", *link, "--"]
             command = [*shaped, *command, *job, "callbacks=[{_target_: jobs.outer.LinkBytes}]"]
         done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
         if done.returncode:
             sys.exit(f"jobs/outer.py: {' '.join(command)}\n{done.stdout}{done.stderr}")
         records = [json.loads(line) for line in (Path(directory) / "run" / "metrics.jsonl").read_text().splitlines()]
-    return {"link": rate or "this machine", "task": task, "way": way, "seed": seed, **figures(records)}
+    name = " ".join(word.lstrip("-") for word in link[1:]) if link else "this machine"
+    return {"link": name, "task": task, "way": way, "seed": seed, **figures(records)}
 
 
 def figures(records: list[dict[str, Any]]) -> dict[str, Any]:
@@ -128,15 +130,22 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), default=list(WAYS))
     parser.add_argument("--seeds", type=int, default=1, help="runs of each way, with seeds 0, 1, ...")
     parser.add_argument("--rates", nargs="+", help="of the link between two hosts that this makes, such as 10mbit")
+    parser.add_argument("--round-trip-ms", type=float, default=0, help="with --rates: of these links")
+    parser.add_argument("--loss", type=float, default=0, help="with --rates: share of the packets that are lost")
     parser.add_argument("--out", type=Path, help="file to which each run appends its figures, as a JSON line")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
     results: list[dict[str, Any]] = []
-    for rate in options.rates or [None]:
+    links: list[list[str] | None] = [None]
+    if options.rates:
+        far = ["--round-trip-ms", f"{options.round_trip_ms:g}", "--loss", f"{options.loss:g}"]
+        far = far if options.round_trip_ms or options.loss else []
+        links = [["--rate", rate, *far] for rate in options.rates]
+    for link in links:
         for task in options.tasks:
             for seed in range(options.seeds):
                 for way in options.ways:
-                    results.append(run(task, way, seed, rate, options.overrides))
+                    results.append(run(task, way, seed, link, options.overrides))
                     print(json.dumps(results[-1]), file=sys.stderr, flush=True)
                     if options.out:
                         with options.out.open("a") as file:
