@@ -46,7 +46,7 @@ WAYS = {
     "streaming": (*DILOCO, *STREAMING),
 }
 HEAD = (
-    "| link | task | steps | way | held-out loss | seconds | MB a step, recorded | on the link | utilisation |\n"
+    "| link | task | steps | way | held-out loss | seconds | kB a step, recorded | on the link | utilisation |\n"
     "|---|---|---|---|---|---|---|---|---|"
 )
 
@@ -119,7 +119,7 @@ def table(results: list[dict[str, Any]]) -> Iterator[str]:
             statistics.median(e[name] for e in same) for name in ("seconds", "sent_bytes", "utilisation")
         )
         on_link = [each["link_bytes"] for each in same if each["link_bytes"] is not None]
-        counted = f"{statistics.median(on_link) / 1e6:.4f}" if on_link else "-"
+        counted = f"{statistics.median(on_link) / 1e3:,.2f}" if on_link else "-"
         cells = [*map(str, key), f"{statistics.mean(losses):.4f}{spread}", f"{seconds:.1f}"]
         yield f"| {' | '.join([*cells, f'{sent / 1e6:.4f}', counted, f'{used:.1%}'])} |"
 
