@@ -121,7 +121,7 @@ def table(results: list[dict[str, Any]]) -> Iterator[str]:
         on_link = [each["link_bytes"] for each in same if each["link_bytes"] is not None]
         counted = f"{statistics.median(on_link) / 1e3:,.2f}" if on_link else "-"
         cells = [*map(str, key), f"{statistics.mean(losses):.4f}{spread}", f"{seconds:.1f}"]
-        yield f"| {' | '.join([*cells, f'{sent / 1e6:.4f}', counted, f'{used:.1%}'])} |"
+        yield f"| {' | '.join([*cells, f'{sent / 1e3:,.2f}', counted, f'{used:.1%}'])} |"
 
 
 def main() -> None:
