@@ -58,7 +58,8 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
         add("prediction", predicted)
     if "noise/scale_low" in summary:
         warm = summary["steps"] > plan.schedule.warmup_steps
-        add("noise scale", _noise_advice(summary, size // summary.get("outer/sites", 1)) if warm else "not known yet: the learning rate is warming up")
+        window = size // summary.get("outer/sites", 1)
+        add("noise scale", _noise_advice(summary, window) if warm else "not known yet: the learning rate is warming up")
     if (straggler := summary.get("straggler")) is not None:
         add("straggler", _straggler(straggler))
     if summary.get("amp/skipped_steps"):
