@@ -12,7 +12,7 @@ from torch import Tensor
 from launcher.errors import ConfigError
 from launcher.train.engine.engine import Engine
 from launcher.train.engine.window_totals import StepResult
-from launcher.train.parallel.base import local
+from launcher.train.parallel.base import local, wide_copy
 
 
 class Ema:
@@ -40,7 +40,7 @@ class Ema:
         self._restored = False
 
     def on_setup(self, engine: Engine) -> None:
-        self.averages = {name: _wide(parameter.detach()) for name, parameter in _trained(engine)}
+        self.averages = {name: wide_copy(parameter.detach()) for name, parameter in _trained(engine)}
 
     def on_start(self, engine: Engine) -> None:
         """Start with the present parameters if a checkpoint without averages was loaded."""
@@ -89,8 +89,3 @@ class Ema:
 
 def _trained(engine: Engine) -> list[tuple[str, Tensor]]:
     return [(name, p) for name, p in engine.model.named_parameters() if p.requires_grad]
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """Return a copy, in fp32 if the format is narrower: small changes would be lost to rounding."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)

@@ -84,6 +84,8 @@ RULES: dict[str, tuple[Permission, str]] = {
     "schedule._target_": (Permission.never, _OF_A_SCHEDULE + _NEW_RUN),
     "outer": (Permission.force, "it defines what is averaged between sites, and when"),
     "outer.kind": (Permission.never, "the checkpoints of sites differ; " + _NEW_RUN),
+    "outer.fragments": (Permission.never, "averages that are under way are of other parts of the model"),
+    "outer.delay": (Permission.never, "averages that are under way arrive after it"),
     "outer.group": (Permission.never, "the checkpoints of sites differ; " + _NEW_RUN),
     "train.steps": (Permission.change, ""),
     "train.epochs": (Permission.change, ""),

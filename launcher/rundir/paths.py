@@ -61,7 +61,10 @@ class RunPaths:
     @property
     def run(self) -> RunPaths:
         """Return the paths of the run that this site belongs to; without sites these paths."""
-        return RunPaths(self.root.parent.parent) if self.root.parent.name == _SITES else self
+        if self.root.parent.name != _SITES:
+            return self
+        above = RunPaths(self.root.parent.parent)  # or a directory of runs with that name
+        return above if above.plan.exists() or above.loop_plan.exists() else self
 
     def plan_of(self, node: int) -> Path:
         """Return the plan of one host's agent and workers.

@@ -217,7 +217,7 @@ def step_metrics(
         peak_memory: bytes.
     """
     sites = plan.batch.sites  # of outer steps; all have as many samples, and are taken to have as many items
-    samples, items = (number * sites for number in seen)
+    samples, items = seen
     metrics: Metrics = {
         "train/loss": result.loss,
         "train/grad_norm": result.grad_norm,

@@ -10,6 +10,7 @@ for window in engine.windows(dataset):
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 from collections.abc import Mapping
@@ -113,7 +114,8 @@ class RunEngine(EvaluatingEngine):
             Path(plan.run.dir).mkdir(parents=True, exist_ok=True)
             fence.check()
             save.delete_partial(plan.paths, fence)
-            write_text(plan.paths.loop_plan, plan.to_json() + "\n")  # for reports and trackers
+            whole = dataclasses.replace(plan, batch=plan.batch.whole)
+            write_text(plan.paths.loop_plan, whole.to_json() + "\n")  # for reports and trackers
         self.world.of_all(None)  # the directory exists
         cadence, failed = save.Cadence(plan.checkpoint), threading.Event()
         self._add_requests(cadence, failed)

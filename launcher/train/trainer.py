@@ -52,6 +52,7 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
         Superseded: a newer attempt of the run has started.
     """
     world, plan = own_site(plan)
+    plan.paths.root.mkdir(parents=True, exist_ok=True)  # that of a site other than the first is new
     fence = Fence.here(plan.paths)
     device = device_of(world, plan.cluster.device)
     join(world, device, plan.train.hang_timeout)
@@ -59,7 +60,6 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     plan = oom.apply_stored_micro_size(submitted_plan, world)
     if world.rank == 0:
         fence.check()
-        plan.paths.root.mkdir(parents=True, exist_ok=True)
         save.delete_partial(plan.paths, fence)
 
     task = load_task(plan.task.target, plan.task.params, plan.cluster.import_from, plan.train.seed)
@@ -86,7 +86,7 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     samples, held_out = train_data(task, plan.train.seed), eval_sets(task, plan.train.seed)
     samples = arranged(samples, task, plan, world)
     named = {eval_set_text(name): data for name, data in held_out.items()} or {eval_set_text(""): None}
-    require_same_data({"train_data()": samples, **named}, plan, world, engine.device)
+    require_same_data({"train_data()": samples, **named}, plan, engine.sites.whole_job(), engine.device)
     HEARTBEAT.beat(Phase.starting, 4)
     seed_everything(plan.train.seed + 1 + world.rank_in_job)  # from here on each rank draws other numbers, for dropout
 

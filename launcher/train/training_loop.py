@@ -269,7 +269,7 @@ class TrainingLoop:
             flops_per_s = values["throughput/samples_per_s"] * self.flops_per_sample
             values["throughput/flops_per_s"] = flops_per_s
             if self.peak_flops is not None:
-                values["throughput/mfu"] = flops_per_s / (self.peak_flops * engine.world.size)
+                values["throughput/mfu"] = flops_per_s / (self.peak_flops * engine.world.in_job[1])
         return values
 
     def save_due(self, result: StepResult) -> bool:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from launcher.config.schema import Device
 from launcher.errors import ConfigError, SiteError
@@ -20,6 +20,16 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+
+
+class Everyone(Protocol):
+    """Ranks that compare something."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def of_all(self, value: T) -> list[T]: ...
 
 
 @dataclass(frozen=True)
@@ -165,7 +175,7 @@ def join(world: World, device: torch.device, hang_timeout_s: float | None) -> No
     import torch.distributed as dist
 
     if dist.is_initialized():
-        if dist.get_world_size() != world.size:
+        if world.sites > 1 and dist.get_world_size() != world.size:
             raise SiteError(
                 f"The script has made a process group of {dist.get_world_size()} ranks. With outer=diloco the engine "
                 f"makes one of the {world.size} ranks of each site.\n  Leave init_process_group out."

@@ -101,9 +101,10 @@ def load_newest(
         _require_parts(directory, parts or {})
         for name, part in (parts or {}).items():
             load(part, directory / name)
+        engine.sites.joined = directory.parent != paths.checkpoints
         restored = load(engine, directory)
         if world.rank == 0:
-            _move_aside(paths, fence, damaged)
+            _move_aside(paths, fence, damaged if engine.sites.count == 1 else _after(paths, engine.steps))
             print(f"Resuming from {directory}: {_describe(engine, restored)}", flush=True)
             if (saved_by := restored.other_commit(commit)) is not None:
                 print(f"The code has changed: it is {commit}; the checkpoint was saved by {saved_by}.", flush=True)
@@ -119,15 +120,17 @@ def load_newest(
 
 
 def _of_all_sites(engine: Engine, paths: RunPaths, candidates: list[Path]) -> list[Path]:
-    """Return those of ``candidates`` whose step all sites have, the newest first. A site that has none, because there
-    were fewer sites when they were saved, uses the first site's.
+    """Return those of ``candidates`` whose step all sites have, the newest first. A site that the job did not have when
+    the first site's newest was saved uses the first site's.
 
     Raises:
         WrongCheckpoint: sites have checkpoints, and no step is among those of all.
     """
-    world = engine.world
-    if not candidates and engine.sites.site:
-        candidates = world.of_rank_0(paths.run.committed_checkpoints() if world.rank == 0 else [])
+    world, site = engine.world, engine.sites.site
+    if world.rank == 0 and site and (of_first := paths.run.committed_checkpoints()):
+        saved = (read_json(of_first[0] / STATE) or {}).get("origin", {}).get("sites", 1)
+        candidates = of_first if site >= saved else candidates
+    candidates = world.of_rank_0(candidates)
     everyone = engine.sites.of_all([path.name for path in candidates])
     common = set(everyone[0]).intersection(*everyone[1:])
     if any(everyone) and not common:
@@ -137,6 +140,12 @@ def _of_all_sites(engine: Engine, paths: RunPaths, candidates: list[Path]) -> li
             "copy; or start a new run."
         )
     return [path for path in candidates if path.name in common]
+
+
+def _after(paths: RunPaths, step: int) -> list[Path]:
+    """Return the checkpoints of steps that the run will reach again: another site lacks them, or they are damaged; and
+    those that the site has from a time when the job had other sites."""
+    return [path for path in paths.committed_checkpoints() if int(path.name.removeprefix("step_")) > step]
 
 
 def parts_of(directory: Path) -> list[Path]:
@@ -180,7 +189,7 @@ def _problems_of_share(world: World, directory: Path) -> list[str] | WrongCheckp
 
 
 def _move_aside(paths: RunPaths, fence: Fence, damaged: list[Path]) -> None:
-    """Rename damaged checkpoints: the run will reach their steps again, and save under their names."""
+    """Rename checkpoints that are not used: the run will reach their steps again, and save under their names."""
     if damaged:
         fence.check()
     for directory in damaged:
@@ -279,7 +288,7 @@ def load(engine: Engine, directory: Path) -> Restored:
     elif strategy_state.get("residue") and engine.world.rank == 0:
         print(_explain_dropped(strategy_state["residue"]), flush=True)
     engine.stream.load_state_dict(tensors[key] for key in stream_keys)
-    random = tensors[random_key]
+    random = {} if engine.sites.joined else tensors[random_key]
     if not random or (engine.device.type == "cuda" and "cuda" not in random):  # a new rank, or one saved on a CPU
         seed_everything(seed_for(plan.train.seed, f"{engine.world.rank_in_job}/{engine.steps}"))
     if random:

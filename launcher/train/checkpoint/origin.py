@@ -37,6 +37,7 @@ def origin_of(plan: RunPlan) -> Origin:
         "launcher_version": plan.run.version,
         "torch_version": torch.__version__,
         "world_size": plan.batch.world_size,
+        "sites": plan.batch.sites,
         "strategy": plan.strategy.kind.value,
         "shard_size": plan.strategy.shard_size,
         "global_size": plan.batch.whole.global_size,

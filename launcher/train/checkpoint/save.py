@@ -125,11 +125,13 @@ class Retention:
         keep: number of the newest ones; None: all.
         best: step of one that is kept in addition.
         superseded: steps of those that were saved only because they were the best so far, and are not any more.
+        common: newest step of which all sites have a checkpoint: it and newer ones are kept. None: there is one site.
     """
 
     keep: int | None = None
     best: int | None = None
     superseded: tuple[int, ...] = ()
+    common: int | None = None
 
 
 @dataclass(frozen=True)
@@ -182,10 +184,19 @@ def take_snapshot(
         state=json.dumps(state, indent=2, allow_nan=False) + "\n",
         world=engine.world,
         fence=fence,
-        retention=retention or Retention(),
+        retention=dataclasses.replace(retention or Retention(), common=_common_step(engine, fence.paths)),
         predicted_bytes=predicted_bytes(engine) + sum(part.predicted_bytes for part in snapshots.values()),
         parts=snapshots,
     )
+
+
+def _common_step(engine: Engine, paths: RunPaths) -> int | None:
+    """Return the newest step of which all sites have a checkpoint, on rank 0. All ranks call it."""
+    if engine.sites.count == 1:
+        return None
+    own = [path.name for path in paths.committed_checkpoints()] if engine.world.rank == 0 else []
+    first, *others = engine.sites.of_all([int(name.removeprefix("step_")) for name in own])
+    return max(set(first).intersection(*others), default=0)
 
 
 def write(snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> Path:
@@ -332,7 +343,8 @@ def delete_old(paths: RunPaths, fence: Fence, retention: Retention) -> None:
     superseded = {*retention.superseded} if retention.best in steps else set[int]()  # its save may have failed
     superseded -= {*steps[:1]}
     others = [step for step in steps if step not in superseded]
-    for step in {*steps, *superseded} - {*others[: retention.keep], retention.best}:
+    needed = {step for step in steps if retention.common is not None and step >= retention.common}
+    for step in {*steps, *superseded} - {*others[: retention.keep], retention.best} - needed:
         with suppress(OSError):  # renamed first, so that a partly deleted one never has a checkpoint's name
             paths.checkpoint(step).rename(paths.discarded_checkpoint(step, fence.own))
     delete_partial(paths, fence)

@@ -27,7 +27,7 @@ from launcher.train.data.loader import prefetch
 from launcher.train.data.randomness import Permutation, SampleRandom
 from launcher.train.data.sample_order import ArrangedData
 from launcher.train.data.stream_shards import own_shards
-from launcher.train.world import World
+from launcher.train.world import Everyone
 
 SAMPLES = 8
 # seconds after which a loader process reads no more samples: slow data must not delay the start
@@ -197,7 +197,7 @@ class _Read(NamedTuple):
     times: int = 1
 
 
-def require_same_data(datasets: Mapping[str, Any], plan: RunPlan, world: World, device: torch.device) -> None:
+def require_same_data(datasets: Mapping[str, Any], plan: RunPlan, world: Everyone, device: torch.device) -> None:
     """Compare the data sets of all ranks: the kind, the length, and a few samples of each. All ranks call it.
 
     Samples are read as in training: in loader processes, if there are any, with random numbers of their own. Samples
@@ -242,7 +242,7 @@ def require_same_data(datasets: Mapping[str, Any], plan: RunPlan, world: World, 
         )
 
 
-def require_same_stream(name: str, own: list[Outline], world: World) -> None:
+def require_same_stream(name: str, own: list[Outline], world: Everyone) -> None:
     """Compare the first samples of a stream that every rank can read whole. All ranks call it.
 
     Raises:

@@ -46,7 +46,7 @@ class OptimizerStep:
         empty_windows: windows that were not applied because they held no item.
         nonfinite_windows: windows that were not applied because their loss or gradient was not finite.
         nonfinite: what was not finite in the latest window; None if it was not left out for that.
-        samples, items: number seen so far, on all ranks.
+        samples, items: number seen so far, on all ranks of all sites.
         schedule: learning rate schedule, of the plan unless the engine was given another.
         follows_plan: ``schedule`` still sets the learning rate; false once the user's own loop has set it.
         lr: learning rate of the first parameter group in the latest window's optimizer step.
@@ -202,8 +202,9 @@ class OptimizerStep:
         Raises:
             DataError: a whole epoch, or MAX_EMPTY_WINDOWS windows in a row, held no item.
         """
-        self.samples += agreed.samples
-        self.items += agreed.items
+        sites = self._plan.batch.sites  # all have as many samples, and are taken to have as many items
+        self.samples += agreed.samples * sites
+        self.items += agreed.items * sites
         self._items_in_epoch |= agreed.divisor > 0
         self._empty_in_a_row = 0 if agreed.divisor else self._empty_in_a_row + 1
         if (epoch_over and not self._items_in_epoch) or self._empty_in_a_row >= MAX_EMPTY_WINDOWS:

@@ -37,6 +37,8 @@ def decode(data: Tensor, compress: OuterCompress, length: int, dtype: torch.dtyp
     """Return the vector of ``length`` numbers for the bytes that ``encode`` has returned."""
     if compress is OuterCompress.none:
         return data.view(dtype)
+    if not length:
+        return torch.zeros(0, dtype=dtype, device=data.device)
     count = length // BLOCK[compress]
     scales, rest = data[: 4 * count].view(torch.float32).to(dtype).unsqueeze(1), data[4 * count :]
     if compress is OuterCompress.int8:

@@ -23,18 +23,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from launcher.config.choices import OuterCompress
-from launcher.errors import DataError, ReplicasDiffer, TaskError
+from launcher.errors import ConfigError, DataError, ReplicasDiffer, TaskError
 from launcher.plan.outer import OuterPlan
+from launcher.plan.run_plan import RunPlan
 from launcher.quantities import count, first_names
 from launcher.train.outer.codec import BLOCK, decode, encode
 from launcher.train.outer.sites import Gathering, Sites, digest_of
-from launcher.train.parallel.base import Parallel, local
+from launcher.train.parallel.base import Parallel, local, wide_copy
 from launcher.train.parallel.replicas import Buffers
 
 
 class _Engine(Protocol):
     """The part of an engine that outer steps use."""
 
+    plan: RunPlan
     parallel: Parallel
     buffers: Buffers
 
@@ -89,7 +91,7 @@ class OuterSteps:
 
     def on_setup(self, engine: _Engine) -> None:
         named = {name: p.detach() for name, p in engine.model.named_parameters() if p.requires_grad}
-        self.shared = {name: _wide(parameter) for name, parameter in named.items()}
+        self.shared = {name: wide_copy(parameter) for name, parameter in named.items()}
         self._momentum = {name: torch.zeros_like(tensor) for name, tensor in self.shared.items()}
         # what was not sent; and means that wait for their step
         self._unsent = {name: torch.zeros_like(t) for name, t in self.shared.items()} if self._compresses else {}
@@ -106,8 +108,15 @@ class OuterSteps:
         self._require_same(engine)
 
     def _require_same(self, engine: _Engine) -> None:
+        kinds = [kind.value for kind in self._sites.of_all(engine.plan.precision.kind)]
+        if len(set(kinds)) > 1:
+            raise ConfigError(
+                "precision", "auto", f"the sites have chosen different formats: {', '.join(kinds)}.",
+                "Name one: precision=bf16 or precision=fp32.",
+            )  # fmt: skip
         digests = {name: digest_of(local(tensor)) for name, tensor in self.shared.items()}
-        differing = [name for name in digests if len({each[name] for each in self._sites.of_all(digests)}) > 1]
+        everyone = self._sites.of_all(digests)
+        differing = [name for name in digests if len({each[name] for each in everyone}) > 1]
         if differing:
             raise ReplicasDiffer(
                 f"After step {engine.steps} the sites do not share the same parameters: {first_names(differing)}.\n"
@@ -147,7 +156,8 @@ class OuterSteps:
         """Start the exchange of a fragment's outer gradients."""
         names = self._fragments[fragment]
         shared, own = self._locals(engine, names)
-        changes = [(s - p.to(s.dtype)).flatten() for s, p in zip(shared, own, strict=True)]
+        # a narrower parameter is a rounded copy of the shared one; the rounding is no progress
+        changes = [(s.to(p.dtype).to(s.dtype) - p.to(s.dtype)).flatten() for s, p in zip(shared, own, strict=True)]
         if self._compresses:
             changes = [c + local(self._unsent[n]).flatten() for c, n in zip(changes, names, strict=True)]
         target = torch.cat(changes)
@@ -164,8 +174,7 @@ class OuterSteps:
         exchange = self._under_way.pop(fragment)
         target, compress = exchange.target, self._plan.compress
         ranks, _ = _size_and_rank(self._replicas)
-        total = torch.zeros_like(target)
-        own = total
+        total, own = torch.zeros_like(target), target
         for site, payload in enumerate(exchange.gathering.wait()):
             parts = [payload.to(target.device)]
             if ranks > 1:
@@ -194,18 +203,21 @@ class OuterSteps:
         frozen = {name for name, p in engine.model.named_parameters() if p in engine.parallel.frozen}
         shared, own = self._locals(engine, names)
         for name, mean, kept, parameter in zip(names, means, shared, own, strict=True):
-            if name in frozen:
-                continue
             momentum, gradient = local(self._momentum[name]), mean.view_as(kept)
-            momentum.mul_(plan.momentum).add_(gradient)
-            kept.sub_(gradient + plan.momentum * momentum, alpha=plan.lr)
+            if name in frozen:  # sites average what they have changed before, and nothing follows
+                momentum.zero_()
+                kept.sub_(gradient)
+            else:
+                momentum.mul_(plan.momentum).add_(gradient)
+                kept.sub_(gradient + plan.momentum * momentum, alpha=plan.lr)
             parameter.copy_(kept if not mixing else torch.lerp(kept, parameter.to(kept.dtype), mixing))
         self._sites.rounds += 1
 
     def _average_buffers(self, engine: _Engine) -> None:
         """Average the buffers that training changes, such as BatchNorm's running statistics."""
         buffers = dict(engine.model.named_buffers())
-        changing = [buffers[name] for name in engine.buffers.changing if buffers[name].is_floating_point()]
+        names = {name for found in self._sites.of_all(engine.buffers.changing) for name in found}
+        changing = [buffers[name] for name in sorted(names) if buffers[name].is_floating_point()]
         if not changing:
             return
         together = torch.cat([buffer.detach().flatten().double() for buffer in changing]).cpu()
@@ -234,6 +246,8 @@ class OuterSteps:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         own = {"shared": self.shared, "momentum": self._momentum, "unsent": self._unsent, "means": self._means}
+        if self._sites.joined:  # the first site sends what it has not sent yet
+            del own["unsent"]
         for kind, tensors in own.items():
             for name, tensor in state.get(kind, {}).items():
                 if name in tensors:
@@ -246,10 +260,6 @@ class OuterSteps:
 def outer_callbacks(plan: OuterPlan | None, sites: Sites) -> list[OuterSteps]:
     """Return the outer steps of a plan, if it has any."""
     return [] if plan is None else [OuterSteps(plan, sites)]
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
 
 
 def _size_and_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:

@@ -16,20 +16,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from launcher.errors import SiteError
 from launcher.heartbeat import HEARTBEAT, Wait
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir.paths import RunPaths
-from launcher.train.world import World, job_store, patience
+from launcher.train.world import Everyone, World, job_store, patience
 
 T = TypeVar("T")
-# Windows after which a request of one site takes effect at all: the exchange of flags then delays none of them, unless
-# a site is this many windows behind.
-FLAGS_DELAY = 4
+# Windows between a site's request to stop or to save and its effect at all sites. The exchange completes meanwhile, so
+# that no site waits for it.
+FLAGS_DELAY = 2
 
 
 def own_site(plan: RunPlan) -> tuple[World, RunPlan]:
     """Return the world of this process, and the plan of its site: its share of each window, and a directory of its own;
-    that of the first site is the run's."""
+    that of the first site is the run's. The plan of a site is returned as it is."""
     world = World.here(1 if plan.outer is None else plan.outer.sites)
     if world.sites == 1 or plan.batch.sites > 1:
         return world, plan
@@ -41,7 +42,7 @@ def own_site(plan: RunPlan) -> tuple[World, RunPlan]:
 @functools.cache
 def _group(world: World, timeout_s: float | None) -> Any:
     """Return the process group of the ranks with this number at all sites, which is created once in a process."""
-    store = dist.PrefixStore(f"between_sites/{world.rank}", job_store(world))
+    store = dist.PrefixStore(f"between_sites/{timeout_s}/{world.rank}", job_store(world))
     timeout = patience(timeout_s)
     arguments = () if timeout is None else (timeout,)
     return dist.ProcessGroupGloo(store, world.site, world.sites, *arguments)  # pyright: ignore
@@ -55,9 +56,27 @@ class Gathering:
 
     def wait(self) -> list[Tensor]:
         """Wait for the tensors of all sites, and return them by site."""
-        with HEARTBEAT.waiting_for(Wait.collective):
-            self._work.wait()
+        try:
+            with HEARTBEAT.waiting_for(Wait.collective):
+                self._work.wait()
+        except RuntimeError as error:
+            raise SiteError(
+                f"The exchange with the other sites failed: {error}.\n  See the logs of their ranks."
+            ) from None
         return self._tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class _WholeJob:
+    """All ranks of all sites, to compare what they have."""
+
+    rank: int
+    size: int
+    between: Sites
+    within: World
+
+    def of_all(self, value: T) -> list[T]:
+        return [each for site in self.between.of_all(self.within.of_all(value)) for each in site]
 
 
 class Sites:
@@ -67,6 +86,7 @@ class Sites:
         site, count: number of this site, and of all.
         rounds: outer steps of a fragment so far.
         total_seconds: time that this process has spent on outer steps.
+        joined: this site did not exist when the checkpoint was saved, and has loaded the first site's.
     """
 
     def __init__(self, world: World, hang_timeout_s: float | None = None) -> None:
@@ -75,6 +95,7 @@ class Sites:
         self._flags = deque[tuple[Tensor, Any]]()
         self._agreed: tuple[int, tuple[bool, bool]] = (-1, (False, False))
         self._saved_until = -1
+        self._world, self._size, self.joined = world, world.size, False
         self.rounds, self.total_seconds = 0, 0.0
         self._seconds, self._payload_bytes = 0.0, 0  # since the last record
 
@@ -95,6 +116,10 @@ class Sites:
         padded[: len(data)] = data
         everyone = self.gather(padded).wait()
         return [pickle.loads(each[:n].numpy().tobytes()) for each, n in zip(everyone, lengths, strict=True)]
+
+    def whole_job(self) -> Everyone:
+        """Return all ranks of all sites."""
+        return self._world if self.count == 1 else _WholeJob(*self._world.in_job, self, self._world)
 
     @torch.no_grad()
     def share(self, tensors: Sequence[Tensor]) -> None:
@@ -118,6 +143,7 @@ class Sites:
     def _exchange(self, window: int, *, stop: bool, save_due: bool) -> tuple[bool, bool]:
         assert self._group is not None
         flags = torch.tensor([stop, save_due], dtype=torch.int32)
+        self._payload_bytes += flags.nbytes
         self._flags.append((flags, self._group.allreduce([flags], dist.ReduceOp.MAX)))
         if len(self._flags) <= FLAGS_DELAY:
             return False, False
@@ -135,14 +161,15 @@ class Sites:
         self.total_seconds += seconds
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the metrics of this rank since the last call; none for a job of one site."""
+        """Return the metrics of this site since the last call; none for a job of one site. Each of its ranks sends as
+        much as this one."""
         if self.count == 1:
             return {}
         values = {
             "outer/sites": self.count,
             "outer/rounds": self.rounds,
-            "outer/payload_bytes": self._payload_bytes,
-            "outer/wire_bytes": self._payload_bytes * (self.count - 1),
+            "outer/payload_bytes": self._payload_bytes * self._size,
+            "outer/wire_bytes": self._payload_bytes * self._size * (self.count - 1),
             "outer/time_s": self._seconds,
         }
         self._seconds, self._payload_bytes = 0.0, 0

@@ -164,3 +164,8 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a sharded tensor; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def wide_copy(tensor: Tensor) -> Tensor:
+    """Return a copy, in fp32 if the format is narrower: small changes would be lost to rounding."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)

@@ -39,3 +39,8 @@ def test_topk_sends_the_largest_of_each_block() -> None:
 def test_zeros_stay_zeros(compress: OuterCompress) -> None:
     numbers = torch.zeros(2 * BLOCK[compress])
     assert torch.equal(decode(encode(numbers, compress), compress, len(numbers), torch.float32), numbers)
+
+
+@pytest.mark.parametrize("compress", OuterCompress)
+def test_a_rank_may_hold_nothing_of_a_fragment(compress: OuterCompress) -> None:
+    assert decode(encode(torch.zeros(0), compress), compress, 0, torch.float32).shape == (0,)

@@ -202,18 +202,20 @@ def test_averages_after_each_step_are_the_synchronous_step(launch: Launch, proje
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("lacking", [["", "sites/1"], ["sites/1"]], ids=["both sites", "one site"])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_resumed_bit_by_bit_within_a_round_and_with_other_sites(launch: Launch, project: Path) -> None:
+def test_resumed_bit_by_bit_within_a_round(lacking: list[str], launch: Launch, project: Path) -> None:
+    """A site that has later checkpoints than another one writes them again: they are of steps that are repeated."""
     job = [*JOB, *TWO_OF_ONE, "outer.every=4", "outer.fragments=2", "outer.delay=2", "outer.compress=int8"]
     job += ["checkpoint.every=3", "checkpoint.keep=null", "train.steps=9", "+task.buffer=true", "train.clip_norm=1"]
     assert (done := launch("train", *job, "run.name=whole")).returncode == 0, done.stdout + done.stderr
     whole = project / "runs" / "whole"
     shutil.copytree(whole, project / "kept")
     # step 3 is between the step after which a fragment was sent and the step after which it is applied
-    for root in (whole, whole / "sites" / "1"):
+    for site in lacking:
         for step in (6, 9):
-            shutil.rmtree(root / "checkpoints" / f"step_{step:06d}")
-        (root / "summary.json").unlink(missing_ok=True)
+            shutil.rmtree(whole / site / "checkpoints" / f"step_{step:06d}")
+    (whole / "summary.json").unlink()
     assert (done := launch("resume", "whole")).returncode == 0, done.stdout + done.stderr
     resumed = (whole / "logs" / "rank1.attempt1.log").read_text()
     assert "Resuming from" in resumed
@@ -240,6 +242,29 @@ def test_a_run_resumes_with_more_sites(launch: Launch, project: Path) -> None:
         if name.startswith("model."):
             assert all(torch.equal(each[name], value) for each in models[1:]), name
     assert [each["outer/sites"] for each in records(run)] == [2, 2, 2, 3, 3, 3]
+    assert records(run)[-1]["progress/samples"] == 6 * 24
+    # with fewer sites and then more again, the third one does not go back to what it has of its own
+    for workers, steps in ((2, 9), (3, 12)):
+        done = launch("resume", "more", f"cluster.workers_per_node={workers}", f"train.steps={steps}")
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert [each["step"] for each in records(run)] == [*range(1, 13)]
+    assert (
+        tensors(run / "sites" / "2" / "checkpoints" / "step_000012").keys()
+        == tensors(run / "sites" / "1" / "checkpoints" / "step_000012").keys()
+    )
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_sites_have_one_model_at_the_end_although_a_part_was_frozen_within_a_round(
+    launch: Launch, project: Path
+) -> None:
+    freezer = "callbacks=[{_target_: speech.fitted.Freezer, after: 2}]"
+    done = launch("train", *JOB, *TWO_OF_ONE, "outer.every=3", "train.steps=5", "run.name=frozen", freezer)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = project / "runs" / "frozen"
+    models = [tensors(run / site / "checkpoints" / "step_000005") for site in ("", "sites/1")]
+    different = [name for name in models[0] if name.startswith("model.") and not models[0][name].equal(models[1][name])]
+    assert different == []
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

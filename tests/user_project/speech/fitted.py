@@ -82,3 +82,14 @@ class Even(Fit):
         first, second, wanted, _ = batch
         error = (model(first, second) - wanted).square().mean(1)
         return Loss(error.sum(), len(error))
+
+
+class Freezer:
+    """Callback that freezes a layer after a step."""
+
+    def __init__(self, after):
+        self.after = after
+
+    def on_step(self, engine, result):
+        if result.step == self.after:
+            engine.freeze("layers.1")
