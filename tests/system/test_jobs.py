@@ -62,7 +62,8 @@ def test_outer_steps_beside_the_synchronous_job(tmp_path: Path) -> None:
     parameters, averages, steps = Digits().facts()["parameters"], 2, 19  # the first step is not counted
     buffers = 8 * 2 * (16 + 32)  # mean and variance of two BatchNorms, in fp64
     blocks = -(-parameters // 256)
-    assert int8["sent_bytes"] == averages * (blocks * (256 + 4) + buffers) / steps
+    sent = averages * (blocks * (256 + 4) + buffers) / steps
+    assert sent < int8["sent_bytes"] < sent + 8 + averages * 500 / steps, "and flags, and the names of buffers"
     assert synchronous["sent_bytes"] == pytest.approx(4 * parameters, rel=0.05), "and buffers"
 
 
