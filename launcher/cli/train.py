@@ -129,7 +129,8 @@ def _run_here(plan: LaunchPlan, peers: Peers, console: Console) -> int:
     if first and isinstance(plan, RunPlan):
         console.print(tables.plan_table(plan), "")
     elif first:
-        _plain(console)(f"Run {plan.run.name}: {tables.near(plan.paths.root)}")
+        # the standard output is the script's
+        print(f"Run {plan.run.name}: {tables.near(plan.paths.root)}", file=sys.stderr)
     verdict = local.run_job(plan, live.run_display(plan, console), peers)
     if "failure" in verdict.summary:
         print(tables.failure_text(verdict.summary, verdict.plan.node), file=sys.stderr)

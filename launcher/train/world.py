@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from launcher.config.schema import Device
 from launcher.errors import ConfigError, SiteError
@@ -182,22 +182,19 @@ def join(world: World, device: torch.device, hang_timeout_s: float | None) -> No
             )
         return
     timeout = patience(hang_timeout_s)
-    store = site_store(world)
+    arguments: dict[str, Any] = {"rank": world.rank, "world_size": world.size, "timeout": timeout}
+    if world.sites > 1:
+        arguments["store"] = site_store(world)
     if device.type == "cuda" and shares_gpus():
-        backend, gpu = "cpu:gloo,cuda:gloo", None
+        dist.init_process_group("cpu:gloo,cuda:gloo", **arguments)
     elif device.type == "cuda":
-        backend, gpu = "cpu:gloo,cuda:nccl", device
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **arguments)
     else:
-        backend, gpu = "gloo", None
-    dist.init_process_group(
-        backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout, device_id=gpu
-    )
+        dist.init_process_group("gloo", **arguments)
 
 
-def site_store(world: World) -> dist.Store | None:
-    """Return the store at which the ranks of a site meet; None for a job of one site, which uses torch's default."""
-    if world.sites == 1:
-        return None
+def site_store(world: World) -> dist.Store:
+    """Return the store at which the ranks of a site meet."""
     import torch.distributed as dist
 
     return dist.PrefixStore(f"site{world.site}", job_store(world))

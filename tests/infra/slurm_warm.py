@@ -30,8 +30,8 @@ from typing import Any, NoReturn
 from tests.infra import warm
 from tests.infra.slurm_conf import FREEZER, LOGIN
 
-TASKS = ("launcher.launch.slurm.node", "submitit.core._submit")
-PRELOADED = (*TASKS, "launcher.train.worker")
+TASKS = ("launcher.launch.slurm.node", "submitit.core._submit", "tests.infra.stand_in")
+PRELOADED = (*TASKS[:2], "launcher.train.worker")
 SERVER = "warm"  # the name of a node's socket, in its spool directory
 CLIENT = """\
 #!{python} -ISE

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,5 +158,10 @@ def main() -> None:
     """Run `launch`; the tasks of what it submits have stand-ins for ranks."""
     from launcher.cli import main as launch
 
-    node.run_node = run_node  # pyright: ignore[reportAttributeAccessIssue]
+    node.__name__ = __name__  # the module that the tasks run
     launch()
+
+
+if __name__ == "__main__":  # a task
+    node.run_node = run_node  # pyright: ignore[reportAttributeAccessIssue]
+    node.main(*sys.argv[1:])

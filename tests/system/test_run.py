@@ -45,9 +45,7 @@ def test_a_script_runs_as_under_torchrun(launch: Launch, script: Path, tmp_path:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     expected = "of 3 ['--flag', 'a=b'] ['MY_NAME']"
-    assert done.stdout.splitlines() == ["Run r: runs/r", f"rank 0 {expected}", "to stderr"], (
-        "rank 0 is echoed, in order"
-    )
+    assert done.stdout.splitlines() == [f"rank 0 {expected}", "to stderr"], "rank 0 is echoed, in order"
     for rank in (1, 2):
         assert f"rank {rank} {expected}" in (tmp_path / "runs" / "r" / "logs" / f"rank{rank}.log").read_text()
 

@@ -28,7 +28,7 @@ def submit_and_be_killed(mine: Project, signal: str, *overrides: str) -> subproc
     (programs / "sbatch").chmod(0o755)
     job = [word for word in JOB if "-m" not in overrides or not word.startswith("run.name")]
     command = shlex.join(launch_command("train", "cluster=slurm", *job, *FEW, *overrides))
-    line = f"PATH={shlex.quote(str(programs))}:$PATH exec {command}"
+    line = f"PATH={shlex.quote(str(programs))}:$PATH exec env --default-signal=HUP,INT,TERM {command}"
     return mine.there.login("/bin/bash", "-c", line, cwd=mine.place, check=False, timeout=patience(120))
 
 
