@@ -128,8 +128,7 @@ def _run_here(plan: LaunchPlan, peers: Peers, console: Console) -> int:
     first = plan.node == 0
     if first and isinstance(plan, RunPlan):
         console.print(tables.plan_table(plan), "")
-    elif first:
-        # the standard output is the script's
+    elif first and sys.stderr.isatty():  # what programs read is the script's own output
         print(f"Run {plan.run.name}: {tables.near(plan.paths.root)}", file=sys.stderr)
     verdict = local.run_job(plan, live.run_display(plan, console), peers)
     if "failure" in verdict.summary:
