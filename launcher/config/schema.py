@@ -38,8 +38,7 @@ from launcher.config.choices import (
     Sync,
     Tracker,
 )
-from launcher.config.outer_group import OuterConfig
-from launcher.config.run_groups import RunConfig, SweepConfig
+from launcher.config.run_groups import OuterConfig, RunConfig, SweepConfig
 from launcher.config.tracker_groups import (
     MlflowConfig,
     PrometheusConfig,

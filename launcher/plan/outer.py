@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from launcher.config.choices import OuterCompress, OuterKind
-from launcher.config.outer_group import OuterConfig
+from launcher.config.run_groups import OuterConfig
 from launcher.config.schema import Config, OnNonfinite, PrecisionKind, StrategyConfig, StrategyKind
 from launcher.errors import ConfigError
 from launcher.plan.batch import Batch

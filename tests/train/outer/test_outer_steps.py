@@ -37,7 +37,7 @@ def outer_gradient_as_is(numbers: Tensor) -> Tensor:
 
 
 def in_levels(size: int, most: int) -> Sent:
-    """What arrives of numbers that are rounded to whole multiples of the largest of their block / ``most``."""
+    """Return a function that rounds each number to a multiple of (largest number of its block) / ``most``."""
 
     def sent(numbers: Tensor) -> Tensor:
         result = numbers.clone()
@@ -51,7 +51,7 @@ def in_levels(size: int, most: int) -> Sent:
 
 
 def largest(numbers: Tensor) -> Tensor:
-    """What arrives of the 64 largest of each 4,096 numbers, of which the test has fewer."""
+    """Return the 64 largest numbers, rounded, and zeros for the others."""
     assert len(numbers) <= 4096
     chosen = numbers.abs().argsort(descending=True)[:64]
     result = torch.zeros_like(numbers)
