@@ -278,11 +278,9 @@ class Top(App[None]):
         if (chosen.run.state in ACTIVE) != (verb == "cancel") or chosen.run.state is RunState.done:
             self.notify(f"{chosen.name} is {chosen.run.state.value}.", severity="warning", markup=False)
             return
-        earlier = _CONTROLLING.get(chosen.run.dir)
+        earlier = _CONTROLLING.get((chosen.run.dir, "resume"))  # a cancel that is done may be about to end
         if earlier is not None and earlier.poll() is None and verb == "resume":
-            self.notify(
-                f"{chosen.name} is being controlled by process {earlier.pid}.", severity="warning", markup=False
-            )
+            self.notify(f"{chosen.name} is being resumed by process {earlier.pid}.", severity="warning", markup=False)
             return
 
         def answered(yes: bool | None) -> None:
@@ -303,7 +301,7 @@ class Top(App[None]):
         except OSError as error:
             self.notify(f"{error}", severity="error", markup=False)
             return
-        _CONTROLLING[each.run.dir] = process
+        _CONTROLLING[each.run.dir, verb] = process
         end = time.monotonic() + _RESUMED_WITHIN_S
         while (status := process.poll()) is None and (verb == "cancel" or time.monotonic() < end):
             await asyncio.sleep(_LOOK_S / 10)
@@ -315,7 +313,7 @@ class Top(App[None]):
 
 
 # they may outlive the view, and are not ended with their objects
-_CONTROLLING: dict[str, subprocess.Popen[bytes]] = {}
+_CONTROLLING: dict[tuple[str, str], subprocess.Popen[bytes]] = {}  # by directory and verb
 _LAUNCH = (sys.executable, "-P", "-m", "launcher")
 
 

@@ -20,6 +20,7 @@ from launcher.tasks.digits import Digits
 from launcher.train import metrics, training_loop
 from launcher.train.inspection.task_probe import probe
 from launcher.train.measure.flops import flops_per_sample, peak_flops
+from launcher.train.world import World
 from tests.helpers import inspection_of, make_plan
 
 WIDTH, HEADS, DEPTH, LENGTH, TOKENS = 32, 4, 3, 24, 50
@@ -172,8 +173,8 @@ def test_what_is_recorded(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def recorded(device: str) -> dict[str, float]:
         parts: Any = SimpleNamespace(
-            device=torch.device(device), world=SimpleNamespace(size=2), plan=plan, samples=0, items=0, empty_windows=0,
-            nonfinite_windows=0,
+            device=torch.device(device), world=World(rank=0, size=2, local_rank=0), plan=plan, samples=0,
+            items=0, empty_windows=0, nonfinite_windows=0,
             precision=SimpleNamespace(scales=False), total_s=1.0, calibration_due=False, last=False, since=0,
             best=SimpleNamespace(metrics=dict), cadence=None, fence=None, failed=None, parts={}, commit=None,
             metrics={},
