@@ -95,7 +95,7 @@ FAR = --tasks bytes_gpt --ways synchronous streaming
 OF_FAR = -- train.steps=60 task.width=128 task.seq_len=128 task.eval_samples=512
 bench-outer: $(VENV)/.installed-dev tools
 	mkdir -p build && rm -f build/outer.jsonl
-	$(OUTER)
+	$(OUTER) --seeds 3
 	$(OUTER) $(FAR) --rates 1gbit 100mbit 10mbit $(OF_FAR)
 	$(OUTER) $(FAR) --rates 10mbit --round-trip-ms 50 --loss 0.01 $(OF_FAR)
 

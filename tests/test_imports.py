@@ -29,6 +29,8 @@ LAYERS = (
     ("loss",),
     ("task",),
     ("config",),
+    ("tls",),
+    ("exchange",),
     ("rundir",),
     ("plan",),
     (

@@ -37,7 +37,8 @@ class World:
     """Numbering of this process: ``rank`` of ``size`` in the job, ``local_rank`` of ``local_size`` on its host.
 
     With outer steps, ``rank`` and ``size`` are those within its site, which is number ``site`` of ``sites``: the
-    process group, and everything that a window communicates, is that of the site.
+    process group, and everything that a window communicates, is that of the site. ``whole_job``: the site is the whole
+    job, and the other sites are jobs of their own.
     """
 
     rank: int
@@ -46,6 +47,7 @@ class World:
     local_size: int = 1
     site: int = 0
     sites: int = 1
+    whole_job: bool = False
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> World:
@@ -78,13 +80,20 @@ class World:
             raise ConfigError("WORLD_SIZE", self.size, f"cannot be divided into the plan's {sites} sites.")
 
     @property
+    def divided(self) -> bool:
+        """Return whether the ranks of this job are divided into sites."""
+        return self.sites > 1 and not self.whole_job
+
+    @property
     def rank_in_job(self) -> int:
-        """Return the rank in the whole job."""
+        """Return the rank among those of all sites. Jobs that are sites of their own may have any number of ranks."""
+        if self.whole_job:
+            return self.rank * self.sites + self.site
         return self.site * self.size + self.rank
 
     @property
     def in_job(self) -> tuple[int, int]:
-        """Return the rank in the whole job, and the number of its ranks."""
+        """Return the rank among those of all sites, and their number."""
         return self.rank_in_job, self.size * self.sites
 
     def require_size(self, planned: int) -> None:
@@ -175,7 +184,7 @@ def join(world: World, device: torch.device, hang_timeout_s: float | None) -> No
     import torch.distributed as dist
 
     if dist.is_initialized():
-        if world.sites > 1 and dist.get_world_size() != world.size:
+        if world.divided and dist.get_world_size() != world.size:
             raise SiteError(
                 f"The script has made a process group of {dist.get_world_size()} ranks. With outer=diloco the engine "
                 f"makes one of the {world.size} ranks of each site.\n  Leave init_process_group out."
@@ -183,7 +192,7 @@ def join(world: World, device: torch.device, hang_timeout_s: float | None) -> No
         return
     timeout = patience(hang_timeout_s)
     arguments: dict[str, Any] = {"rank": world.rank, "world_size": world.size, "timeout": timeout}
-    if world.sites > 1:
+    if world.divided:
         arguments["store"] = site_store(world)
     if device.type == "cuda" and shares_gpus():
         dist.init_process_group("cpu:gloo,cuda:gloo", **arguments)

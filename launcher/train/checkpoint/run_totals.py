@@ -162,6 +162,7 @@ class RunTotals:
         engine, sites = self.engine, self._batch.sites
         outer_s = engine.sites.total_seconds / max(1, self._windows)
         outer = {"outer/sites": sites, "outer/rounds": engine.sites.rounds, "outer/time_s": outer_s}
+        outer |= engine.sites.totals()
         summary: dict[str, Any] = {
             "verdict": verdict,
             "resumed": self.resumed,

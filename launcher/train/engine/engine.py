@@ -44,8 +44,8 @@ from launcher.train.engine.window_totals import StepResult, WindowTotals
 from launcher.train.measure.noise_scale import NoiseScale
 from launcher.train.measure.observer import EndedWindow, Observer
 from launcher.train.measure.straggler import StragglerDetector
-from launcher.train.outer.outer_steps import outer_callbacks
-from launcher.train.outer.sites import Sites, own_site
+from launcher.train.outer.parts import outer_parts
+from launcher.train.outer.sites import own_site
 from launcher.train.parallel.base import ShardUnits
 from launcher.train.parallel.replicas import Buffers
 from launcher.train.schedules import MakeSchedule
@@ -122,9 +122,9 @@ class Engine(EngineProgress):
         self.position, self.stream, self._finished = BEGINNING, StreamCheckpoint(), False
         self.context = ContextSource(self.device, plan.train.seed, *self.world.in_job, progress=self._step_and_epoch)
         self.context.activate()
-        self.owner, self.sites = owner, Sites(self.world, plan.train.hang_timeout)
+        self.owner, (self.sites, outer) = owner, outer_parts(plan, self.world)
         listed = callbacks_of(plan) if callbacks is None else callbacks
-        self.callbacks = CallbackSet([*outer_callbacks(plan.outer, self.sites), *listed])
+        self.callbacks = CallbackSet([*outer, *listed])
         self.callbacks.call("on_setup", self)
 
     def _initial_values(self) -> OtherValues | None:
@@ -163,7 +163,7 @@ class Engine(EngineProgress):
         self.callbacks.start(self)
         self._again = True
         while self._again:
-            self._again = False
+            self._go_to_position()
             self._feed = feed = open_feed(
                 dataset, self.plan, self.world, self.device, collate, self.position, compare=compare_data,
                 checkpoint=self.stream,

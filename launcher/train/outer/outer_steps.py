@@ -15,6 +15,7 @@ sites once: ranks that hold copies of it send a part each.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,7 +34,7 @@ from launcher.train.parallel.base import Parallel, local, wide_copy
 from launcher.train.parallel.replicas import Buffers
 
 
-class _Engine(Protocol):
+class EngineOfSite(Protocol):
     """The part of an engine that outer steps use."""
 
     plan: RunPlan
@@ -44,9 +45,10 @@ class _Engine(Protocol):
     def model(self) -> nn.Module: ...
     @property
     def steps(self) -> int: ...
+    def skip_to(self, step: int) -> None: ...
 
 
-class _Result(Protocol):
+class ResultOfSite(Protocol):
     """The part of a StepResult that they use."""
 
     @property
@@ -60,19 +62,28 @@ class _Result(Protocol):
 
 
 @dataclass
-class _Exchange:
+class UnderWay:
     """Outer gradients of a fragment that are under way.
 
     Attributes:
         target: what the site wanted to send.
-        padded: its numbers with padding, of which each rank that has the same parameters sends a part.
         due: optimizer step after which they are applied.
     """
 
-    gathering: Gathering
     target: Tensor
-    padded: int
     due: int
+
+
+@dataclass
+class _Gathered(UnderWay):
+    """Those that other sites of this job gather.
+
+    Attributes:
+        padded: numbers with padding, of which each rank that has the same parameters sends a part.
+    """
+
+    gathering: Gathering
+    padded: int
 
 
 class OuterSteps:
@@ -86,10 +97,10 @@ class OuterSteps:
         self._plan, self._sites = plan, sites
         self._compresses = plan.compress is not OuterCompress.none
         self._restored = False
-        self._under_way: dict[int, _Exchange] = {}
+        self._under_way: dict[int, UnderWay] = {}
         self._arrived: dict[int, int] = {}  # fragments whose mean was received before it is applied, and when that is
 
-    def on_setup(self, engine: _Engine) -> None:
+    def on_setup(self, engine: EngineOfSite) -> None:
         named = {name: p.detach() for name, p in engine.model.named_parameters() if p.requires_grad}
         self.shared = {name: wide_copy(parameter) for name, parameter in named.items()}
         self._momentum = {name: torch.zeros_like(tensor) for name, tensor in self.shared.items()}
@@ -99,7 +110,7 @@ class OuterSteps:
         self._fragments = _divided({name: p.numel() for name, p in named.items()}, self._plan.fragments)
         self._replicas = engine.parallel.replica_group()
 
-    def on_start(self, engine: _Engine) -> None:
+    def on_start(self, engine: EngineOfSite) -> None:
         """Share the first site's model, or check that a checkpoint has restored the same one at all sites."""
         if not self._restored:
             self._sites.share([local(tensor) for tensor in (*engine.model.parameters(), *engine.model.buffers())])
@@ -107,7 +118,7 @@ class OuterSteps:
                 shared.copy_(parameter)
         self._require_same(engine)
 
-    def _require_same(self, engine: _Engine) -> None:
+    def _require_same(self, engine: EngineOfSite) -> None:
         kinds = [kind.value for kind in self._sites.of_all(engine.plan.precision.kind)]
         if len(set(kinds)) > 1:
             raise ConfigError(
@@ -124,7 +135,7 @@ class OuterSteps:
             )
 
     @torch.no_grad()
-    def on_step(self, engine: _Engine, result: _Result) -> None:
+    def on_step(self, engine: EngineOfSite, result: ResultOfSite) -> None:
         started, step = time.perf_counter(), result.step
         every, ends = self._plan.every, result.last and not result.stopped
         if result.skipped:
@@ -142,9 +153,13 @@ class OuterSteps:
             self._send(engine, fragment, step + self._plan.delay)
             if ends or not self._plan.delay:  # after the last step all sites have one model
                 self._apply(engine, fragment, 0.0)
-        if step % every == 0 or ends:
-            self._average_buffers(engine)
+        self._exchanged(engine, result)
         self._sites.add_time(time.perf_counter() - started)
+
+    def _exchanged(self, engine: EngineOfSite, result: ResultOfSite) -> None:
+        """Do what follows the exchanges of a step."""
+        if result.step % self._plan.every == 0 or (result.last and not result.stopped):
+            self._average_buffers(engine)
 
     def _offsets(self) -> list[int]:
         """Return, for each fragment, the step within a round of H steps after which it is sent; the last one after all
@@ -152,26 +167,30 @@ class OuterSteps:
         every, fragments = self._plan.every, self._plan.fragments
         return [every * (number + 1) // fragments % every for number in range(fragments)]
 
-    def _send(self, engine: _Engine, fragment: int, due: int) -> None:
+    def _send(self, engine: EngineOfSite, fragment: int, due: int) -> None:
         """Start the exchange of a fragment's outer gradients."""
-        names = self._fragments[fragment]
-        shared, own = self._locals(engine, names)
-        # a narrower parameter is a rounded copy of the shared one; the rounding is no progress
-        changes = [(s.to(p.dtype).to(s.dtype) - p.to(s.dtype)).flatten() for s, p in zip(shared, own, strict=True)]
-        if self._compresses:
-            changes = [c + local(self._unsent[n]).flatten() for c, n in zip(changes, names, strict=True)]
-        target = torch.cat(changes)
+        target = torch.cat(self._changes(engine, self._fragments[fragment]))
         ranks, rank = _size_and_rank(self._replicas)
         unit = ranks * BLOCK[self._plan.compress]
         padded = -(-target.numel() // unit) * unit
         share = padded // ranks
         whole = torch.nn.functional.pad(target, (0, padded - target.numel()))
         payload = encode(whole[rank * share : (rank + 1) * share], self._plan.compress).cpu()
-        self._under_way[fragment] = _Exchange(self._sites.gather(payload), target, padded, due)
+        self._under_way[fragment] = _Gathered(target, due, self._sites.gather(payload), padded)
+
+    def _changes(self, engine: EngineOfSite, names: list[str]) -> list[Tensor]:
+        """Return the outer gradients of this rank's parts, flattened, with what was not sent before."""
+        shared, own = self._locals(engine, names)
+        # a narrower parameter is a rounded copy of the shared one; the rounding is no progress
+        changes = [(s.to(p.dtype).to(s.dtype) - p.to(s.dtype)).flatten() for s, p in zip(shared, own, strict=True)]
+        if self._compresses:
+            changes = [c + local(self._unsent[n]).flatten() for c, n in zip(changes, names, strict=True)]
+        return changes
 
     def _receive(self, fragment: int) -> list[Tensor]:
         """Wait for a fragment's outer gradients, and return their mean for each of its parameters, flattened."""
         exchange = self._under_way.pop(fragment)
+        assert isinstance(exchange, _Gathered)
         target, compress = exchange.target, self._plan.compress
         ranks, _ = _size_and_rank(self._replicas)
         total, own = torch.zeros_like(target), target
@@ -185,21 +204,26 @@ class OuterSteps:
             total += decoded
             if site == self._sites.site:
                 own = decoded
-        names = self._fragments[fragment]
-        sizes = [local(self.shared[name]).numel() for name in names]
+        sizes = [local(self.shared[name]).numel() for name in self._fragments[fragment]]
         if self._compresses:
-            for name, rest in zip(names, (target - own).split(sizes), strict=True):
-                unsent = local(self._unsent[name])
-                unsent.copy_(rest.view_as(unsent))
+            self._keep_unsent(fragment, (target - own).split(sizes))
         return list((total / self._sites.count).split(sizes))
 
-    def _apply(self, engine: _Engine, fragment: int, mixing: float) -> None:
-        """Take a fragment's outer step."""
-        names, plan = self._fragments[fragment], self._plan
+    def _keep_unsent(self, fragment: int, rest: Sequence[Tensor]) -> None:
+        for name, each in zip(self._fragments[fragment], rest, strict=True):
+            unsent = local(self._unsent[name])
+            unsent.copy_(each.view_as(unsent))
+
+    def _apply(self, engine: EngineOfSite, fragment: int, mixing: float) -> None:
+        """Take the outer step of a fragment that was sent."""
         if self._arrived.pop(fragment, None) is not None:
-            means = [local(self._means[name]).flatten() for name in names]
+            means = [local(self._means[name]).flatten() for name in self._fragments[fragment]]
         else:
             means = self._receive(fragment)
+        self._take_step(engine, fragment, means, mixing)
+
+    def _take_step(self, engine: EngineOfSite, fragment: int, means: Sequence[Tensor], mixing: float) -> None:
+        names, plan = self._fragments[fragment], self._plan
         frozen = {name for name, p in engine.model.named_parameters() if p in engine.parallel.frozen}
         shared, own = self._locals(engine, names)
         for name, mean, kept, parameter in zip(names, means, shared, own, strict=True):
@@ -213,7 +237,7 @@ class OuterSteps:
             parameter.copy_(kept if not mixing else torch.lerp(kept, parameter.to(kept.dtype), mixing))
         self._sites.rounds += 1
 
-    def _average_buffers(self, engine: _Engine) -> None:
+    def _average_buffers(self, engine: EngineOfSite) -> None:
         """Average the buffers that training changes, such as BatchNorm's running statistics."""
         buffers = dict(engine.model.named_buffers())
         names = {name for found in self._sites.of_all(engine.buffers.changing) for name in found}
@@ -225,7 +249,7 @@ class OuterSteps:
         for buffer, values in zip(changing, mean.split([buffer.numel() for buffer in changing]), strict=True):
             buffer.copy_(values.view_as(buffer))
 
-    def _locals(self, engine: _Engine, names: list[str]) -> tuple[list[Tensor], list[Tensor]]:
+    def _locals(self, engine: EngineOfSite, names: list[str]) -> tuple[list[Tensor], list[Tensor]]:
         """Return this rank's parts of the shared and of the site's own parameters."""
         parameters = dict(engine.model.named_parameters())
         return [local(self.shared[name]) for name in names], [local(parameters[name].detach()) for name in names]
@@ -255,11 +279,6 @@ class OuterSteps:
         self._sites.rounds = state["rounds"]
         self._arrived = {int(number): due for number, due in state["arrived"].items()}
         self._restored = True
-
-
-def outer_callbacks(plan: OuterPlan | None, sites: Sites) -> list[OuterSteps]:
-    """Return the outer steps of a plan, if it has any."""
-    return [] if plan is None else [OuterSteps(plan, sites)]
 
 
 def _size_and_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:

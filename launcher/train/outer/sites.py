@@ -31,7 +31,12 @@ FLAGS_DELAY = 2
 def own_site(plan: RunPlan) -> tuple[World, RunPlan]:
     """Return the world of this process, and the plan of its site: its share of each window, and a directory of its own;
     that of the first site is the run's. The plan of a site is returned as it is."""
-    world = World.here(1 if plan.outer is None else plan.outer.sites)
+    outer = plan.outer
+    if outer is not None and outer.whole_job_is_site:
+        assert outer.site is not None
+        world = dataclasses.replace(World.here(), site=outer.site, sites=outer.sites, whole_job=True)
+        return world, plan if plan.batch.sites > 1 else dataclasses.replace(plan, batch=plan.batch.of_site(outer.sites))
+    world = World.here(1 if outer is None else outer.sites)
     if world.sites == 1 or plan.batch.sites > 1:
         return world, plan
     directory = str(RunPaths(Path(plan.run.dir)).site(world.site))
@@ -174,6 +179,10 @@ class Sites:
         }
         self._seconds, self._payload_bytes = 0.0, 0
         return values
+
+    def totals(self) -> dict[str, float]:
+        """Return metrics of the whole run beside the number of rounds and their time."""
+        return {}
 
     def leave(self) -> None:
         """Wait until no other site needs an answer from this one."""

@@ -1,0 +1,348 @@
+"""Sites that are jobs of their own and exchange through a store. Rank 0 of each site talks to the store.
+
+An exchange is closed by the first site that posts the list of its members: all sites that it waited for, or those that
+were there when its patience ended. That list is never changed, so that all sites, also those that read it much later,
+average the same values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from launcher.errors import ConfigError, SiteError
+from launcher.plan.run_plan import RunPlan
+from launcher.quantities import count
+from launcher.rundir.files import read_json, write_json
+from launcher.train.outer.sites import Sites
+from launcher.train.outer.store_client import BEFORE_ALL, Closed, OuterExchange, PatientStore, Sending
+from launcher.train.world import World
+
+T = TypeVar("T")
+
+
+class StoreSites(Sites):
+    """The sites of separate jobs, seen from a rank of one. All ranks of the site call each method that is not private,
+    in the same order.
+
+    Attributes:
+        number: number of sites.
+        newest: the newest exchange that was received.
+        missed: how often a site was no member, over all exchanges so far.
+        left_out: steps that this site has left out to catch up.
+    """
+
+    def __init__(self, world: World, plan: RunPlan) -> None:
+        super().__init__(dataclasses.replace(world, sites=1))
+        assert plan.outer is not None
+        self._plan, self._paths, self.number = plan.outer, plan.paths, world.sites
+        self._is_first = world.rank == 0
+        self._opened = PatientStore(plan.outer) if self._is_first else None
+        self._sending: dict[OuterExchange, Sending] = {}
+        self._fetched: dict[tuple[OuterExchange, int], bytes] = {}
+        self._received_bytes = 0
+        self._removed_until = 0
+        self.newest = Closed(BEFORE_ALL, [*range(self.number)])
+        self.missed = self.left_out = 0
+
+    # the start
+
+    def agree_once(self, name: str, own: Any) -> Any:
+        """Return the JSON value that the first of all sites gave for ``name``."""
+        return self._of_first(lambda: json.loads(self._store.decide(name, json.dumps(own).encode())))
+
+    def require_own_store(self, *, restored: bool) -> None:
+        """Check that the store is that of this run, and that nothing in it was left by another one.
+
+        Raises:
+            SiteError: it is not.
+        """
+        problem = self._of_first(lambda: self._store_problem(restored=restored))
+        if problem is not None:
+            raise SiteError(f"outer.store={self._plan.store}: {problem}")
+
+    def _store_problem(self, *, restored: bool) -> str | None:
+        identity = self._store.decide("job", uuid.uuid4().hex.encode()).decode()
+        record = self._paths.outer_store
+        known = (read_json(record) or {}).get("job")
+        if known is None and not restored and self._store.has(f"hello/site{self.site}"):
+            return (
+                f"it holds what another run has sent as site {self.site}.\n"
+                "  Use a new directory for each job, and another outer.site for each of its runs."
+            )
+        if known not in (None, identity):
+            return "it is not the store that this run has used before.\n  Restore it, or start a new run."
+        write_json(record, {"job": identity})
+        return None
+
+    def introduce(self, wanted: list[str]) -> None:
+        """Tell the other sites that this one is there, and which values of the first site's model it needs."""
+        self._of_first(lambda: self._store.decide(f"hello/site{self.site}", json.dumps(wanted).encode()))
+
+    def wanted_by_others(self) -> list[str]:
+        """Wait for the other sites, and return the values of the model that they need."""
+        return self._of_first(self._await_others)
+
+    def _await_others(self) -> list[str]:
+        wanted, missing = dict[str, None](), {*range(self.number)} - {self.site}
+        for in_time in self._store.tries():
+            for site in sorted(missing):
+                hello = self._store.get(f"hello/site{site}")
+                if hello is not None:
+                    missing.discard(site)
+                    wanted |= dict.fromkeys(json.loads(hello))
+            if not missing or not in_time:
+                break
+        if not missing:
+            return [*wanted]
+        which = ", ".join(map(str, sorted(missing)))
+        print(
+            f"Site {which} has not started within outer.patience_s={self._plan.patience_s:g}: training starts.",
+            flush=True,
+        )
+        return [*wanted]
+
+    def send_value(self, name: str, value: Tensor) -> None:
+        """Send a value of the model to all sites."""
+        data = _bytes_of(value) if self._is_first else b""
+        self._of_first(lambda: self._store.decide(f"model/{name}", data) and None)
+
+    def receive_value(self, name: str, like: Tensor) -> Tensor:
+        """Return a value of the first site's model, in host memory.
+
+        Raises:
+            SiteError: nobody has sent it.
+        """
+        value = self._store.wait_for(f"model/{name}") if self._is_first else None
+        if self._of_first(lambda: value is None):
+            raise SiteError(
+                f"The model of site {self.site} begins with other values than that of the first site ({name}), which "
+                f"did not send them within outer.patience_s={self._plan.patience_s:g}.\n"
+                "  Make model() use the seed, or start the sites together; or copy a checkpoint of another site into "
+                f"{self._paths.checkpoints}."
+            )
+        return self._broadcast(value, like.nbytes).view(like.dtype).view(like.shape)
+
+    # exchanges
+
+    def send(self, exchange: OuterExchange, norm: float, payload: Tensor) -> None:
+        """Start to send this site's part of an exchange.
+
+        Args:
+            norm: of the shared parameters before it, which is the same at all sites.
+            payload: bytes in host memory.
+        """
+        self._payload_bytes += payload.nbytes
+        if not self._is_first:
+            return
+        header = json.dumps({"norm": norm, "saved": self._paths.newest_step()}).encode()
+        value = b"%d\n%b%b" % (len(header), header, payload.numpy().tobytes())
+        name = f"{exchange.name}/site{self.site}"
+        self._sending[exchange] = Sending(self._store, name, value)
+
+    def close(self, exchange: OuterExchange) -> Closed:
+        """Wait for the other sites' parts of an exchange, and return the list of its members."""
+        return self._of_first(lambda: self._close(exchange))
+
+    def closed(self, exchange: OuterExchange) -> Closed | None:
+        """Return the list of members of an exchange that was closed before; None: it is still open."""
+        return self._of_first(lambda: self._closed(exchange))
+
+    def _closed(self, exchange: OuterExchange) -> Closed | None:
+        found = self._store.get(f"{exchange.name}/members")
+        return None if found is None else Closed(exchange, **json.loads(found))
+
+    def _close(self, exchange: OuterExchange) -> Closed:
+        own, present = self._sending[exchange], {self.site}
+        for in_time in self._store.tries():
+            if (closed := self._closed(exchange)) is not None:
+                return closed
+            for site in {*range(self.number)} - present:
+                if (value := self._store.get(f"{exchange.name}/site{site}")) is not None:
+                    self._fetched[exchange, site] = value
+                    present.add(site)
+            if own.is_alive():
+                continue  # the others may go on without this site, which does not go on without its own part
+            own.finish()
+            absent = {*range(self.number)} - present
+            awaited = {site for site in absent if self._is_awaited(site, exchange)}
+            if not awaited or not in_time:
+                saved = {str(site): _header(self._fetched[exchange, site])["saved"] for site in present - {self.site}}
+                saved = {**self.newest.saved, **saved, str(self.site): self._paths.newest_step()}
+                document = json.dumps({"members": sorted(present), "saved": saved}).encode()
+                if self._store.decide(f"{exchange.name}/members", document) == document:
+                    self._remove_old(saved, exchange)
+        raise AssertionError("the loop has no end")
+
+    def _is_awaited(self, site: int, exchange: OuterExchange) -> bool:
+        """Return whether a site that has not sent its part yet may still do so in time."""
+        if self._store.has(f"{exchange.name}/left{site}"):
+            return False
+        return site in self.newest.members or self._store.has(f"{exchange.name}/returned{site}")
+
+    def receive(self, closed: Closed, norm: float, size: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield the number and the payload, in host memory, of each member of an exchange.
+
+        Args:
+            norm: of this site's shared parameters.
+            size: bytes of each payload.
+
+        Raises:
+            SiteError: a part is missing or has another size; or a member's shared parameters were others.
+        """
+        for site in closed.members:
+            value = self._part(closed.exchange, site) if self._is_first else None
+            problem = self._of_first(lambda value=value, site=site: _problem(value, site, closed.exchange, norm, size))
+            if problem is not None:
+                raise SiteError(f"outer.store={self._plan.store}: {problem}")
+            yield site, self._broadcast(value and value[-size:], size)
+        self._note(closed)
+
+    def _part(self, exchange: OuterExchange, site: int) -> bytes | None:
+        own = self._sending.get(exchange)
+        if site == self.site and own is not None and not own.is_alive() and own.stored:
+            return own.value
+        value = self._fetched.pop((exchange, site), None)
+        value = self._store.get(f"{exchange.name}/site{site}") if value is None else value
+        self._received_bytes += 0 if value is None else len(value)
+        return value
+
+    def _note(self, closed: Closed) -> None:
+        before, self.newest = self.newest.members, closed
+        self.missed += self.number - len(closed.members)
+        self._fetched = {key: value for key, value in self._fetched.items() if key[0] > closed.exchange}
+        self._sending.pop(closed.exchange, None)
+        if not self._is_first:
+            return
+        for site in range(self.number):
+            if (site in before) != (site in closed.members):
+                took = "takes part again" if site in closed.members else "took no part; the others continue without it"
+                print(f"Average after step {closed.exchange.step}: site {site} {took}.", flush=True)
+
+    def return_at(self, exchange: OuterExchange) -> None:
+        """Ask the other sites to wait for this one at an exchange, although it was no member of the last."""
+        self._of_first(lambda: self._store.decide(f"{exchange.name}/returned{self.site}", b"1") and None)
+
+    def leave_before(self, exchange: OuterExchange) -> None:
+        """Tell the other sites not to wait for this one, which stops before an exchange."""
+        self._of_first(lambda: self._store.decide(f"{exchange.name}/left{self.site}", b"1") and None)
+
+    def note_left_out(self, steps: int, step: int, samples: int) -> None:
+        """Count steps that this site leaves out to continue after ``step``. ``samples``: of each."""
+        self.left_out += steps
+        if self._is_first:
+            print(
+                f"Site {self.site} continues after step {step}, where the other sites are: it leaves out "
+                f"{count(steps, 'step')}, with {count(steps * samples, 'sample')} of its share.", flush=True,
+            )  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "newest": [*self.newest.exchange], "members": self.newest.members, "saved": dict(self.newest.saved),
+            "missed": self.missed, "left_out": self.left_out,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.newest = Closed(OuterExchange(*state["newest"]), state["members"], state["saved"])
+        self.missed, self.left_out = state["missed"], state["left_out"]
+
+    def leave(self) -> None:
+        for sending in self._sending.values():
+            sending.finish()
+        if self._is_first:
+            self._store.close()
+
+    def take_metrics(self) -> dict[str, float]:
+        values = {
+            "outer/sites": self.number,
+            "outer/members": len(self.newest.members),
+            "outer/rounds": self.rounds,
+            "outer/payload_bytes": self._payload_bytes,
+            "outer/wire_bytes": self._payload_bytes,
+            "outer/received_bytes": self._received_bytes,
+            "outer/time_s": self._seconds,
+        }
+        self._seconds, self._payload_bytes, self._received_bytes = 0.0, 0, 0
+        return values | self.totals()
+
+    def totals(self) -> dict[str, float]:
+        return {"outer/missed": self.missed, "outer/left_out_steps": self.left_out}
+
+    @property
+    def _store(self) -> PatientStore:
+        assert self._opened is not None, "rank 0 talks to the store"
+        return self._opened
+
+    # within the site
+
+    def _of_first(self, call: Callable[[], T]) -> T:
+        """Return what ``call`` returns on rank 0. An error of the user there is raised on all ranks."""
+        result: tuple[T | None, Exception | None] = (None, None)
+        if self._is_first:
+            try:
+                result = call(), None
+            except (ConfigError, SiteError) as error:
+                result = None, error
+        value, error = self._world.of_rank_0(result)
+        if error is not None:
+            raise error
+        return value  # pyright: ignore[reportReturnType]
+
+    def _broadcast(self, value: bytes | None, size: int) -> Tensor:
+        data = torch.empty(size, dtype=torch.uint8)
+        if value is not None and size:
+            data = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+        if self._world.size > 1:
+            dist.broadcast(data, 0)
+        return data
+
+    def _remove_old(self, saved: Mapping[str, int], until: OuterExchange) -> None:
+        """Remove values that no site needs to resume from its newest checkpoint, or from the one before. The lists of
+        members stay, so that a site that resumes from an even older one notices it."""
+        everywhere = min((saved.get(str(site), 0) for site in range(self.number)), default=0)
+        first, self._removed_until = self._removed_until, max(self._removed_until, everywhere - self._plan.every)
+        every, fragments = self._plan.every, self._plan.fragments
+        for step in range(first + 1, min(self._removed_until, until.step - 1) + 1):
+            for fragment in range(fragments):
+                if step % every == every * (fragment + 1) // fragments % every:
+                    for site in range(self.number):
+                        name = f"{OuterExchange(step, fragment).name}/site{site}"
+                        self._store.remove(name)
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def _header(value: bytes) -> dict[str, Any]:
+    length, _, rest = value.partition(b"\n")
+    return json.loads(rest[: int(length)])
+
+
+def _problem(value: bytes | None, site: int, exchange: OuterExchange, norm: float, size: int) -> str | None:
+    """Return why a member's part of an exchange cannot be used; None if it can."""
+    which = f"the part of site {site} in the average after step {exchange.step}"
+    if value is None:
+        return (
+            f"{which} is not there any more, because all sites have saved checkpoints since.\n"
+            "  Resume from a newer checkpoint: copy one of another site."
+        )
+    header = _header(value)
+    expected = size + len(value.partition(b"\n")[0]) + 1 + int(value.partition(b"\n")[0])
+    if len(value) != expected:
+        return (
+            f"{which} has {count(len(value), 'byte')} instead of {expected}: its model has other parameters or buffers."
+        )
+    if abs(header["norm"] - norm) > 1e-4 * max(abs(norm), 1e-30):
+        return (
+            f"{which} was computed with shared parameters of norm {header['norm']:g}, and this site's are {norm:g}.\n"
+            "  The sites have drifted apart: resume all of them from checkpoints of the same step."
+        )
+    return None

@@ -1,0 +1,286 @@
+"""Outer steps of sites that are jobs of their own, and may be late, lost or back again.
+
+The parts of an exchange are of whole parameters, so that sites may differ in number of ranks and in strategy. A site
+that was no member of an exchange adds its whole outer gradient to what it has not sent yet. One that finds further
+exchanges closed without it applies them in order, and continues at the step of the last one; its own windows until then
+are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from launcher.config.choices import OuterCompress
+from launcher.errors import ConfigError
+from launcher.plan.outer import SENT_BYTES, OuterPlan
+from launcher.plan.run_plan import RunPlan
+from launcher.train.outer.codec import BLOCK, decode, encode
+from launcher.train.outer.outer_steps import EngineOfSite, OuterSteps, ResultOfSite, UnderWay
+from launcher.train.outer.sites import digest_of
+from launcher.train.outer.store_client import BEFORE_ALL, Closed, OuterExchange
+from launcher.train.outer.store_sites import StoreSites
+from launcher.train.parallel.base import local
+
+
+class StoreOuterSteps(OuterSteps):
+    """Outer steps through a store.
+
+    Attributes:
+        applied: the newest exchange that was applied.
+    """
+
+    def __init__(self, plan: OuterPlan, sites: StoreSites) -> None:
+        super().__init__(plan, sites)
+        self._stores = sites
+        self._compresses = True  # a part that comes too late is kept like one that was not sent
+        self._block = BLOCK[plan.compress]
+        self._statistics: list[float] = []  # means of the changing buffers, until the last fragment's step
+        self._norms: dict[int, float] = {}
+        self.applied = BEFORE_ALL
+        self._caught_up_after = BEFORE_ALL
+
+    def on_setup(self, engine: EngineOfSite) -> None:
+        super().on_setup(engine)
+        self._engine, steps = engine, engine.plan.train.steps
+        assert steps is not None
+        self._total = steps
+
+    # the start
+
+    def on_start(self, engine: EngineOfSite) -> None:
+        """Agree with the other sites on the job and on its first model, and catch up with them."""
+        self._stores.require_own_store(restored=self._restored)
+        own = _contract(engine.plan, self._plan)
+        first = self._stores.agree_once("contract", own)
+        for name, value in own.items():
+            if first[name] != value:
+                raise ConfigError(
+                    name, value, f"the first site of outer.store={self._plan.store} has {first[name]}.",
+                    "All sites must have the same job; a new job needs a new store.",
+                )  # fmt: skip
+        if not self._restored:
+            self._share_model(engine)
+        if self.applied.step > engine.steps:  # saved after it had caught up, before it continued there
+            self._continue_after(engine, self.applied.step)
+        self._catch_up(engine)
+
+    def _share_model(self, engine: EngineOfSite) -> None:
+        named: dict[str, Tensor] = {**dict(engine.model.named_parameters()), **dict(engine.model.named_buffers())}
+        digests = {name: digest_of(_whole(tensor.detach())).hex() for name, tensor in named.items()}
+        first = self._stores.agree_once("model/digests", {"site": self._stores.site, "digests": digests})
+        if first["digests"].keys() != digests.keys():
+            differing = sorted(first["digests"].keys() ^ digests.keys())
+            raise ConfigError(
+                "outer.store",
+                self._plan.store,
+                f"the models of the sites have other parameters: {', '.join(differing[:3])}.",
+            )
+        wanted = [name for name, digest in digests.items() if first["digests"][name] != digest]
+        self._stores.introduce(wanted)
+        others_want = self._stores.wanted_by_others()
+        if not wanted and first["site"] == self._stores.site:
+            for name in others_want:
+                self._stores.send_value(name, _whole(named[name].detach()))
+        with torch.no_grad():
+            for name in wanted:
+                tensor = named[name].detach()
+                whole = self._stores.receive_value(name, _whole(tensor))
+                local(tensor).copy_(_part(whole.to(tensor.device), tensor))
+            for shared, parameter in zip(*self._locals(engine, [*self.shared]), strict=True):
+                shared.copy_(parameter)
+
+    # exchanges
+
+    def _exchange(self, fragment: int, due: int) -> OuterExchange:
+        return OuterExchange(due - self._plan.delay, fragment)
+
+    def _send(self, engine: EngineOfSite, fragment: int, due: int) -> None:
+        names = self._fragments[fragment]
+        changes = self._changes(engine, names)
+        target = torch.cat(
+            [_whole(_like(self.shared[name], change)).flatten() for name, change in zip(names, changes, strict=True)]
+        )
+        statistics = [_bytes(buffer) for buffer in self._changing_buffers(fragment)]
+        padded = torch.nn.functional.pad(target, (0, -target.numel() % self._block))
+        payload = torch.cat([*statistics, encode(padded, self._plan.compress).cpu()])
+        self._stores.send(self._exchange(fragment, due), self._norm(fragment), payload)
+        self._under_way[fragment] = UnderWay(target, due)
+
+    def _receive(self, fragment: int) -> list[Tensor]:
+        under_way = self._under_way.pop(fragment)
+        closed = self._stores.close(self._exchange(fragment, under_way.due))
+        means, own = self._means_of(closed)
+        rest = under_way.target if own is None else under_way.target - own
+        self._keep_unsent(fragment, self._parts(fragment, rest))
+        return means
+
+    def _means_of(self, closed: Closed) -> tuple[list[Tensor], Tensor | None]:
+        """Return the mean outer gradients of this rank's parts, flattened; and those of this site as it sent them, if
+        it is a member."""
+        fragment = closed.exchange.fragment
+        buffers = self._changing_buffers(fragment)
+        like = [self.shared[name] for name in self._fragments[fragment]]
+        numbers, dtype, device = sum(t.numel() for t in like), like[0].dtype, local(like[0]).device
+        padded = -(-numbers // self._block) * self._block
+        width = dtype.itemsize if self._plan.compress is OuterCompress.none else SENT_BYTES[self._plan.compress]
+        size = round(width * padded)
+        total, own = torch.zeros(numbers, dtype=dtype, device=device), None
+        statistics = torch.zeros(sum(buffer.numel() for buffer in buffers), dtype=torch.float64)
+        for site, data in self._stores.receive(closed, self._norm(fragment), size + statistics.nbytes):
+            statistics += data[: statistics.nbytes].view(torch.float64)
+            payload = data[statistics.nbytes :].to(device)
+            decoded = decode(payload, self._plan.compress, padded, dtype)[:numbers]
+            total += decoded
+            if site == self._stores.site:
+                own = decoded
+        if buffers:
+            self._statistics = (statistics / len(closed.members)).tolist()
+        return self._parts(fragment, total / len(closed.members)), own
+
+    def _take_step(self, engine: EngineOfSite, fragment: int, means: Sequence[Tensor], mixing: float) -> None:
+        super()._take_step(engine, fragment, means, mixing)
+        self._norms.pop(fragment, None)
+        if fragment == self._plan.fragments - 1 and self._statistics:
+            buffers = self._changing_buffers(fragment)
+            parts = torch.tensor(self._statistics, dtype=torch.float64).split([b.numel() for b in buffers])
+            for buffer, mean in zip(buffers, parts, strict=True):
+                buffer.copy_(mean.view_as(buffer))
+            self._statistics = []
+
+    def _apply(self, engine: EngineOfSite, fragment: int, mixing: float) -> None:
+        due = self._arrived.get(fragment)
+        exchange = self._exchange(fragment, self._under_way[fragment].due if due is None else due)
+        super()._apply(engine, fragment, mixing)
+        self.applied = max(self.applied, exchange)
+
+    def _exchanged(self, engine: EngineOfSite, result: ResultOfSite) -> None:
+        if result.stopped:
+            self._stores.leave_before(next(self._following(self._newest())))
+        elif not result.last and self.applied > self._caught_up_after:
+            self._catch_up(engine)
+
+    # sites that are late
+
+    def _following(self, exchange: OuterExchange) -> Iterator[OuterExchange]:
+        """Yield the exchanges after one, in order."""
+        for step in range(exchange.step, self._total + 1):
+            for fragment, offset in enumerate(self._offsets()):
+                following = OuterExchange(step, fragment)
+                if following > exchange and step and (step % self._plan.every == offset or step == self._total):
+                    yield following
+
+    def _newest(self) -> OuterExchange:
+        """Return the newest exchange that this site has sent its part of, or applied."""
+        dues = {n: each.due for n, each in self._under_way.items()} | self._arrived
+        return max([self.applied, *(self._exchange(fragment, due) for fragment, due in dues.items())])
+
+    @torch.no_grad()
+    def _catch_up(self, engine: EngineOfSite) -> None:
+        """Apply the exchanges that the other sites have closed without this one, and continue where they are.
+
+        An exchange that an earlier process of this site took part in is none of them: this one repeats its steps.
+        """
+        before, goal, exchange = self.applied, 0, self.applied
+        for exchange in self._following(self._newest()):
+            closed = self._stores.closed(exchange)
+            if closed is None or self._stores.site in closed.members:
+                break
+            if exchange.step == self._total:  # the last exchanges follow after the last step
+                goal = self._total - 1
+                break
+            for fragment in [*self._arrived, *self._under_way]:
+                self._apply(engine, fragment, self._plan.mixing)
+            self._apply_missed(engine, closed)
+            goal = exchange.step
+        if goal and self.applied > before:
+            self._stores.return_at(exchange)
+        if goal > engine.steps:
+            self._continue_after(engine, goal)
+        self._caught_up_after = self.applied
+
+    def _apply_missed(self, engine: EngineOfSite, closed: Closed) -> None:
+        fragment = closed.exchange.fragment
+        self._keep_unsent(fragment, self._changes(engine, self._fragments[fragment]))
+        means, _ = self._means_of(closed)
+        self._take_step(engine, fragment, means, 0.0)
+        self.applied = closed.exchange
+
+    def _continue_after(self, engine: EngineOfSite, step: int) -> None:
+        left_out = step - engine.steps
+        self._stores.note_left_out(left_out, step, engine.plan.batch.global_size)
+        engine.skip_to(step)
+
+    def _norm(self, fragment: int) -> float:
+        """Return the norm of a fragment's shared parameters."""
+        if fragment not in self._norms:
+            whole = [_whole(self.shared[name]).flatten().double() for name in self._fragments[fragment]]
+            self._norms[fragment] = float(torch.cat(whole).norm())
+        return self._norms[fragment]
+
+    def _parts(self, fragment: int, numbers: Tensor) -> list[Tensor]:
+        """Return this rank's parts of a fragment's numbers, flattened."""
+        like = [self.shared[name] for name in self._fragments[fragment]]
+        split = numbers.split([tensor.numel() for tensor in like])
+        return [_part(each.view(t.shape), t).flatten() for each, t in zip(split, like, strict=True)]
+
+    def _changing_buffers(self, fragment: int) -> list[Tensor]:
+        """Return the buffers that training changes, which are averaged with the last fragment."""
+        if fragment != self._plan.fragments - 1:
+            return []
+        buffers = dict(self._engine.model.named_buffers())
+        return [buffers[name] for name in sorted(self._engine.buffers.changing) if buffers[name].is_floating_point()]
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        return state | {
+            "site": self._stores.site, "applied": self.applied, "statistics": self._statistics,
+            "stores": self._stores.state_dict(),
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._sites.joined = state["site"] != self._stores.site
+        super().load_state_dict(state)
+        self.applied, self._statistics = OuterExchange(*state["applied"]), state["statistics"]
+        self._stores.load_state_dict(state["stores"])
+
+
+def _contract(plan: RunPlan, outer: OuterPlan) -> dict[str, Any]:
+    """Return, as JSON, what all sites must have in common, by key."""
+    names = ("sites", "every", "lr", "momentum", "fragments", "delay", "mixing", "compress")
+    return {f"outer.{name}": getattr(outer, name) for name in names} | {
+        "batch.global_size": plan.batch.whole.global_size,
+        "batch.ramp": [[stage.windows, stage.global_size] for stage in plan.batch.whole.ramp],
+        "train.steps": plan.train.steps, "train.seed": plan.train.seed, "train.shuffle": plan.train.shuffle,
+        "task._target_": plan.task.target, "the number of samples": plan.task.samples,
+        "precision": plan.precision.kind.value,
+    }  # fmt: skip
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(sharded: Tensor, part: Tensor) -> Tensor:
+    """Return the tensor of which this rank has ``part``, sharded as ``sharded`` is."""
+    part = part.view_as(local(sharded))
+    if not isinstance(sharded, DTensor):
+        return part
+    return DTensor.from_local(
+        part, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
+    )
+
+
+def _part(whole: Tensor, sharded: Tensor) -> Tensor:
+    """Return this rank's part of a tensor that is to be sharded as ``sharded`` is."""
+    if not isinstance(sharded, DTensor):
+        return whole
+    return distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None).to_local()
+
+
+def _bytes(buffer: Tensor) -> Tensor:
+    return buffer.detach().double().cpu().flatten().view(torch.uint8)

@@ -1,0 +1,184 @@
+"""Sites that are jobs of their own and exchange through a store: late, killed, back again, and of different sizes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers import launch_command, patience
+from tests.infra import warm
+from tests.infra.checkpoints import tensors
+from tests.infra.runs import records, summary, wait_for_steps
+from tests.train.outer.test_outer_steps import (
+    JOB,
+    RECORDER,
+    STREAMING,
+    Site,
+    events,
+    in_levels,
+    parameters_in,
+    reference,
+)
+from tests.user_project.speech.fitted import Samples
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class JobOfSite:
+    """`launch` of one site, in a directory of its own."""
+
+    def __init__(self, project: Path, site: int, sites: int, *more: str, store: str | None = None) -> None:
+        self.site, self.directory = site, project / f"site{site}"
+        shutil.copytree(project / "speech", self.directory / "speech")
+        self.run = self.directory / "runs" / "r"
+        self._words = [
+            *JOB, f"outer.store={store or project / 'store'}", f"outer.sites={sites}", f"outer.site={site}",
+            "run.name=r", "checkpoint.keep=null", *more,
+        ]  # fmt: skip
+
+    def start(self, *command: str) -> JobOfSite:
+        words = command or ("train", *self._words)
+        self.process = warm.Popen(
+            launch_command(*words), cwd=self.directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        return self
+
+    def finish(self, status: int = 0) -> str:
+        output, _ = self.process.communicate(timeout=patience(180))
+        assert self.process.returncode == status, output
+        return output
+
+    def processes(self) -> list[psutil.Process]:
+        return [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+
+    def kill(self) -> None:
+        """Kill `launch`, its agents and workers at once."""
+        for process in self.processes():
+            process.kill()
+        self.process.communicate()
+
+    def model(self, step: int) -> list[Tensor]:
+        found = tensors(self.run / "checkpoints" / f"step_{step:06d}")
+        return [found[f"model.layers.{number}.weight"] for number in range(4)]
+
+    def steps(self) -> dict[int, list[Tensor]]:
+        """Return the site's parameters after each of its steps."""
+        seen = events(self.directory, self.site)
+        return {each["of"]: parameters_in(each) for each in seen if each["event"] == "step"}
+
+
+def shared_after(store: Path, start: list[Tensor], lr: float = 0.7, momentum: float = 0.9) -> dict[int, list[Tensor]]:
+    """Return the shared parameters after each exchange, from what the sites have sent (fp64, without compression)."""
+    shared = torch.cat([value.flatten() for value in start])
+    speed, after = torch.zeros_like(shared), {0: start}
+    for exchange in sorted((store / "exchange").iterdir()):
+        members = json.loads((exchange / "members").read_text())["members"]
+        mean = torch.stack([sent_in(exchange / f"site{site}") for site in members]).mean(0)
+        speed = momentum * speed + mean
+        shared = shared - lr * (mean + momentum * speed)
+        after[int(exchange.name.split(".")[0])] = [*shared.view(4, 8, 8)]
+    return after
+
+
+def sent_in(value: Path) -> Tensor:
+    length, _, rest = value.read_bytes().partition(b"\n")
+    return torch.frombuffer(bytearray(rest[int(length) :]), dtype=torch.float64)
+
+
+def assert_equal(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+
+
+ONE = ["cluster.workers_per_node=1"]
+CASES: dict[str, tuple[list[list[str]], list[str], dict[str, Any]]] = {
+    "two ranks with fsdp, and one rank": ([["cluster.workers_per_node=2", "strategy=fsdp"], ONE], [], {}),
+    "three sites, int8, streaming": (
+        [ONE, ONE, ONE], ["outer.fragments=2", "outer.delay=1", "outer.compress=int8", "batch.micro_size=4"],
+        {**STREAMING, "sent": in_levels(256, 127)},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_step_is_that_of_the_published_algorithm(case: str, project: Path) -> None:
+    of_sites, overrides, settings = CASES[case]
+    jobs = [
+        JobOfSite(
+            project,
+            site,
+            len(of_sites),
+            *own,
+            *overrides,
+            "outer.every=3",
+            "train.steps=8",
+            RECORDER,
+        ).start()
+        for site, own in enumerate(of_sites)
+    ]
+    for job in jobs:
+        job.finish()
+    start = parameters_in(next(each for each in events(jobs[0].directory, 0) if each["event"] == "start"))
+    history, shared = reference(start, len(jobs), **settings)
+    near = {"rtol": 1e-4, "atol": 1e-5} if "fsdp" in case else {"rtol": 1e-9, "atol": 1e-11}
+    for number, job in enumerate(jobs):
+        taken = job.steps()
+        for step, of_sites_then in enumerate(history, 1):
+            for one, other in zip(taken[step], of_sites_then[number], strict=True):
+                torch.testing.assert_close(one, other, **near, msg=lambda text, step=step: f"step {step}: {text}")
+        assert_equal(job.model(8), jobs[0].model(8))
+        for one, other in zip(job.model(8), shared, strict=True):
+            torch.testing.assert_close(one, other, **near)
+    assert not torch.allclose(history[0][0][0], history[0][1][0]), "sites differ between outer steps"
+
+
+def test_a_late_site_is_not_lost(project: Path) -> None:
+    """Its outer gradient of the missed round is part of the next one, and it continues where the others are."""
+    pace = ["outer.every=4", "train.steps=40", "+task.pause_s=0.1", "outer.patience_s=2", *ONE, RECORDER]
+    pace += ["optimizer=sgd", "optimizer.momentum=0", "batch.micro_size=12"]
+    first, late = (JobOfSite(project, site, 2, *pace).start() for site in range(2))
+    wait_for_steps(late.run, 9)
+    stopped = late.processes()
+    for process in stopped:
+        process.suspend()
+    wait_for_steps(first.run, 21)
+    for process in stopped:
+        process.resume()
+    outputs = [job.finish() for job in (first, late)]
+    assert "site 1 took no part" in outputs[0]
+    assert "site 1 takes part again" in outputs[0]
+    assert "Site 1 continues after step" in outputs[1]
+    assert_equal(first.model(40), late.model(40))
+    start = parameters_in(next(each for each in events(first.directory, 0) if each["event"] == "start"))
+    shared = shared_after(project / "store", start)
+    assert_equal(first.model(40), shared[40])
+    exchanges = {step: project / "store" / "exchange" / f"{step:08d}.0" for step in shared if step}
+    members = {step: json.loads((path / "members").read_text())["members"] for step, path in exchanges.items()}
+    missed = [step for step in members if 1 not in members[step]]
+    assert missed == [*range(missed[0], missed[-1] + 1, 4)]
+    # the site trained until the first missed exchange, and left out the steps until the last one
+    at, back = missed[0], missed[-1] + 4
+    assert [*late.steps()] == [*range(1, at + 1), *range(missed[-1] + 1, 41)]
+    progress = [own_progress(shared[step - 4], step - 3) for step in (at, back)]
+    torch.testing.assert_close(sent_in(exchanges[back] / "site1"), sum(progress), rtol=1e-9, atol=1e-11)
+    result = summary(late.run)
+    assert result["outer/missed"] == len(missed)
+    assert result["outer/left_out_steps"] == missed[-1] - at
+    assert records(first.run)[-1]["outer/missed"] == len(missed)
+
+
+def own_progress(start: list[Tensor], step: int) -> Tensor:
+    """Return the outer gradient of site 1 of two after four steps of SGD, of which ``step`` is the first."""
+    site, data = Site(start, "sgd"), Samples(96)
+    for each in range(step, step + 4):
+        site.step(data, range((each - 1) * 24 % 96 + 12, (each - 1) * 24 % 96 + 24))
+    return torch.cat([(a - b).detach().flatten() for a, b in zip(start, site.parameters, strict=True)])
