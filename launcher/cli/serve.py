@@ -15,8 +15,9 @@ from launcher.tls import MAKE_KEY, server_context
 
 _DEFAULT_LISTEN = "0.0.0.0:29800"
 _DOES = """\
-Serve the store through which sites exchange that are jobs of their own (outer.store): docs/guides/outer.md. and started again at any time: what it keeps is in DIRECTORY, and the sites wait. Only programs that have the same key
-file can connect.
+Serve the store through which sites exchange that are jobs of their own (outer.store): docs/guides/outer.md. It can be
+stopped and started again at any time: what it keeps is in DIRECTORY, and the sites wait. Only programs that have the
+same key file can connect.
 """
 
 
@@ -38,9 +39,13 @@ def launch_store(arguments: list[str]) -> int:
         server = StoreServer(address, options.directory, context)
     except OSError as error:
         raise ConfigError("--listen", options.listen, f"{error.strerror}.", "Choose another HOST:PORT.") from None
+
+    def end(*_: object) -> None:
+        threading.Thread(target=server.shutdown).start()  # it waits for the loop that this thread runs
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: threading.Thread(target=server.shutdown).start())
-    shown = f"{address[0]}:{server.server_address[1]}"
+        signal.signal(number, end)
+    shown = f"{address[0]}:{server.port}"
     print(f"Serving {options.directory.absolute()} at {shown}. Ctrl-C ends it; nothing is lost.", flush=True)
     with server:
         server.serve_forever()

@@ -45,6 +45,10 @@ class StoreServer(ThreadingHTTPServer):
         self._refused, self._reported_at = 0, -_REFUSAL_EVERY_S
         super().__init__(address, _Handler)
 
+    @property
+    def port(self) -> int:
+        return int(self.server_address[1])
+
     def get_request(self) -> tuple[socket.socket, Any]:
         connection, address = super().get_request()
         self._handshakes.acquire()

@@ -47,7 +47,7 @@ def server(tmp_path: Path, key: Path) -> Iterator[StoreServer]:
 
 
 def client(server: StoreServer, key: Path) -> HttpsStore:
-    store = HttpsStore("127.0.0.1", server.server_address[1], client_context(key, "outer.key"))
+    store = HttpsStore("127.0.0.1", server.port, client_context(key, "outer.key"))
     _CLIENTS.append(store)
     return store
 
@@ -96,7 +96,7 @@ def test_large_values_pass_whole(server: StoreServer, key: Path) -> None:
 
 def test_a_value_whose_transfer_breaks_is_not_there(server: StoreServer, key: Path) -> None:
     context = client_context(key, "outer.key")
-    connection = context.wrap_socket(socket.create_connection(server.server_address[:2]))
+    connection = context.wrap_socket(socket.create_connection(("127.0.0.1", server.port)))
     connection.sendall(b"PUT /half HTTP/1.1\r\nContent-Length: 100000\r\n\r\n" + b"x" * 5000)
     connection.close()
     store = client(server, key)
@@ -113,7 +113,7 @@ def test_a_value_whose_transfer_breaks_is_not_there(server: StoreServer, key: Pa
 def test_requests_for_anything_else_are_refused(request_line: bytes, server: StoreServer, key: Path) -> None:
     context = client_context(key, "outer.key")
     length = b"999999999999999" if b"big" in request_line else b"0"
-    with context.wrap_socket(socket.create_connection(server.server_address[:2])) as connection:
+    with context.wrap_socket(socket.create_connection(("127.0.0.1", server.port))) as connection:
         connection.sendall(request_line + b" HTTP/1.1\r\nContent-Length: " + length + b"\r\n\r\n")
         answer = connection.recv(1000)
     assert answer.split()[1] in (b"400", b"501"), answer
@@ -129,7 +129,7 @@ def test_strangers_are_refused_and_others_served(
 ) -> None:
     store = client(server, key)
     assert store.post("a", b"1")
-    address = server.server_address[:2]
+    address = ("127.0.0.1", server.port)
     silent = [socket.create_connection(address) for _ in range(20)]
     for garbage in (b"GET /a HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff" + b"\0" * 3000, b""):
         with socket.create_connection(address) as connection:
@@ -181,7 +181,8 @@ def test_mistakes_of_the_key_file(mistake: str, key: Path, tmp_path: Path) -> No
         path.write_text(text if mistake == "readable by others" else "")
     if mistake == "certificate only":
         path.write_text(text[text.index("-----BEGIN CERTIFICATE") :])
-    path.exists() and path.chmod(0o644 if mistake == "readable by others" else 0o600)
+    if path.exists():
+        path.chmod(0o644 if mistake == "readable by others" else 0o600)
     with pytest.raises(ConfigError) as caught:
         client_context(path, "outer.key")
     message = str(caught.value)

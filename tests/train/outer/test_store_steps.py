@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import subprocess
+import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from launcher.launch.network import free_port
+from tests.exchange.test_store import make_key
 from tests.helpers import launch_command, patience
 from tests.infra import warm
 from tests.infra.checkpoints import tensors
-from tests.infra.runs import records, summary, wait_for_steps
+from tests.infra.runs import records, summary, wait_for, wait_for_steps
 from tests.train.outer.test_outer_steps import (
     JOB,
     RECORDER,
@@ -76,16 +82,26 @@ class JobOfSite:
         return {each["of"]: parameters_in(each) for each in seen if each["event"] == "step"}
 
 
-def shared_after(store: Path, start: list[Tensor], lr: float = 0.7, momentum: float = 0.9) -> dict[int, list[Tensor]]:
-    """Return the shared parameters after each exchange, from what the sites have sent (fp64, without compression)."""
+def shared_after(
+    store: Path, start: list[Tensor], speed: list[Tensor] | None = None, since: int = 0
+) -> dict[int, list[Tensor]]:
+    """Return the shared parameters after each exchange, from what the sites have sent (fp64, without compression).
+
+    Args:
+        start, speed: shared parameters and momentum after step ``since``.
+    """
     shared = torch.cat([value.flatten() for value in start])
-    speed, after = torch.zeros_like(shared), {0: start}
+    moving = torch.zeros_like(shared) if speed is None else torch.cat([value.flatten() for value in speed])
+    after = {since: start}
     for exchange in sorted((store / "exchange").iterdir()):
+        step = int(exchange.name.split(".")[0])
+        if step <= since:
+            continue
         members = json.loads((exchange / "members").read_text())["members"]
         mean = torch.stack([sent_in(exchange / f"site{site}") for site in members]).mean(0)
-        speed = momentum * speed + mean
-        shared = shared - lr * (mean + momentum * speed)
-        after[int(exchange.name.split(".")[0])] = [*shared.view(4, 8, 8)]
+        moving = 0.9 * moving + mean
+        shared = shared - 0.7 * (mean + 0.9 * moving)
+        after[step] = [*shared.view(4, 8, 8)]
     return after
 
 
@@ -182,3 +198,119 @@ def own_progress(start: list[Tensor], step: int) -> Tensor:
     for each in range(step, step + 4):
         site.step(data, range((each - 1) * 24 % 96 + 12, (each - 1) * 24 % 96 + 24))
     return torch.cat([(a - b).detach().flatten() for a, b in zip(start, site.parameters, strict=True)])
+
+
+@pytest.fixture(scope="module")
+def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_key(tmp_path_factory.mktemp("key") / "key.pem")
+
+
+class Server:
+    """`launch store` of a directory, always at one address."""
+
+    def __init__(self, directory: Path, key: Path) -> None:
+        self.key, self._directory, self._port = key, directory, free_port("127.0.0.1")
+        self.address = f"https://127.0.0.1:{self._port}"
+        self.start()
+
+    def start(self) -> None:
+        words = ("store", str(self._directory), "--key", str(self.key), "--listen", f"127.0.0.1:{self._port}")
+        self.process = warm.Popen(launch_command(*words), stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        assert "Serving" in self.process.stdout.readline()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def test_a_killed_site_resumes_and_a_killed_server_is_started_again(project: Path, key: Path) -> None:
+    """Through a server, with fragments that arrive later, int8, and BatchNorm-like buffers."""
+    server = Server(project / "store", key)
+    more = [
+        "outer.every=4", "outer.fragments=2", "outer.delay=1", "outer.compress=int8", f"outer.key={key}",
+        "outer.patience_s=3", "train.steps=60", "+task.pause_s=0.1", "+task.buffer=true", "checkpoint.every=5", *ONE,
+        "batch.micro_size=12",
+    ]  # fmt: skip
+    jobs = [JobOfSite(project, site, 2, *more, store=server.address).start() for site in range(2)]
+    wait_for_steps(jobs[1].run, 12)
+    jobs[1].kill()
+    wait_for_steps(jobs[0].run, 25)
+    server.kill()
+    wait_for(lambda: no_progress(jobs[0].run), "a wait for the store")
+    server.start()
+    jobs[1].start("resume", "r")
+    outputs = [job.finish() for job in jobs]
+    server.kill()
+    assert "site 1 took no part" in outputs[0]
+    assert "Site 1 continues after step" in outputs[1]
+    finals = [tensors(job.run / "checkpoints" / "step_000060") for job in jobs]
+    for name, value in finals[0].items():
+        if name.startswith(("model.", "buffers.")):
+            torch.testing.assert_close(finals[1][name], value, rtol=0, atol=0, msg=name)
+    assert [each["step"] for each in records(jobs[0].run)] == [*range(1, 61)]
+    left_out = summary(jobs[1].run)["outer/left_out_steps"]
+    assert left_out > 0
+    assert len({each["step"] for each in records(jobs[1].run)}) == 60 - left_out
+
+
+def no_progress(run: Path) -> bool:
+    before = len(records(run))
+    time.sleep(1.5)
+    return len(records(run)) == before
+
+
+def keep_all(store: Path, kept: Path, ended: threading.Event) -> None:
+    """Keep what is removed from a store, too."""
+    last = False
+    while not last:
+        last = ended.is_set()
+        for path in (store / "exchange").glob("*/*"):
+            copy = kept / "exchange" / path.parent.name / path.name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError, FileNotFoundError):
+                copy.hardlink_to(path)
+        ended.wait(0.05)
+
+
+@pytest.mark.parametrize("rounds", [4, pytest.param(20, marks=pytest.mark.nightly)])
+def test_sites_are_killed_at_random_and_nothing_is_lost(rounds: int, project: Path) -> None:
+    """Each is killed several times, together and one by one; the averages follow from what was sent, and all agree."""
+    steps = 30 * rounds
+    more = [
+        "outer.every=3", "outer.patience_s=2", f"train.steps={steps}", "+task.pause_s=0.1", "checkpoint.every=4", *ONE,
+        "batch.micro_size=2", RECORDER,
+    ]  # fmt: skip
+    jobs = [JobOfSite(project, site, 3, *more).start() for site in range(3)]
+    ended = threading.Event()
+    keeper = threading.Thread(target=keep_all, args=(project / "store", project / "kept", ended))
+    keeper.start()
+    chance = random.Random(7)
+    for job in jobs:
+        wait_for(lambda job=job: any((job.run / "checkpoints").glob("step_*")), "a checkpoint of each site")
+    for _ in range(rounds):
+        victims = chance.sample(jobs, chance.choice((1, 1, 2, 3)))
+        time.sleep(chance.uniform(0.5, 3))
+        for job in victims:
+            if job.process.poll() is None:
+                job.kill()
+        time.sleep(chance.uniform(0, 3))
+        for job in victims:
+            if not (job.run / "summary.json").exists():
+                job.start("resume", "r")
+    for job in jobs:
+        job.finish()
+    ended.set()
+    keeper.join()
+    saved = min(int(path.name[5:]) for path in (jobs[0].run / "checkpoints").glob("step_*"))
+    state = tensors(jobs[0].run / "checkpoints" / f"step_{saved:06d}")
+    begin = [
+        [state[f"callbacks.StoreOuterSteps/{kind}/layers.{number}.weight"] for number in range(4)]
+        for kind in ("shared", "momentum")
+    ]
+    shared = shared_after(project / "kept", *begin, since=saved)
+    assert len(shared) > 5 * rounds
+    for job in jobs:
+        assert_equal(job.model(steps), shared[steps])
+        trained = len({each["step"] for each in records(job.run)})
+        assert trained + summary(job.run)["outer/left_out_steps"] == steps
