@@ -47,6 +47,7 @@ from launcher.plan.tracker_plan import require_trackers
 from launcher.plan.windows import ANY_NUMBER
 from launcher.process import RUN_DIR, RUN_ID
 from launcher.quantities import count
+from launcher.tls import client_context
 
 T = TypeVar("T")
 
@@ -294,8 +295,8 @@ def _traced(plan: RunPlan, config: Config, *, weighs: bool) -> list[RunPlan]:
 
 
 def require_secrets(config: Config, *, of_script: bool = False) -> None:
-    """Check that W&B will find its key, and messages and callbacks the environment variables that they are to read, if
-    they need one.
+    """Check that W&B will find its key, outer steps theirs, and messages and callbacks the environment variables that
+    they are to read, if they need one.
 
     Args:
         of_script: the job is a script of `launch run`, for which only ``notify`` counts.
@@ -308,6 +309,8 @@ def require_secrets(config: Config, *, of_script: bool = False) -> None:
     env = batch_env(os.environ, ("HOME", *config.cluster.env)) if batch else os.environ
     if not of_script and Tracker.wandb in config.trackers and config.wandb.mode is WandbMode.online:
         require_wandb_key(env)
+    if config.outer.key is not None:
+        client_context(Path(config.outer.key), "outer.key")
     if config.cluster.kind is not ClusterKind.hosts:  # there only the first host reports
         require_variables(notify_entries(config.notify), env, passed_on=batch, key="notify")
         require_variables(() if of_script else solve_callbacks(config.callbacks), env, passed_on=batch)

@@ -113,11 +113,13 @@ def solve_outer(config: Config, batch: Batch, cluster: ClusterPlan) -> OuterPlan
             "Choose a batch.global_size that the ranks share equally.",
         )  # fmt: skip
     mixing = outer.mixing if outer.mixing is not None else 0.5 if outer.delay else 0.0
-    values = {name: value for name, value in vars(outer).items() if name not in ("mixing", "sites", "store")}
-    store = outer.store
-    if store is not None and server_address(store) is None:
-        store = str(Path(store).absolute())  # ranks may have another working directory
-    return OuterPlan(**values, mixing=mixing, sites=sites, site_size=size, store=store)
+    values = vars(outer) | {"mixing": mixing, "sites": sites}
+    # ranks may have another working directory
+    if outer.store is not None and server_address(outer.store) is None:
+        values["store"] = str(Path(outer.store).absolute())
+    if outer.key is not None:
+        values["key"] = str(Path(outer.key).absolute())
+    return OuterPlan(**values, site_size=size)
 
 
 def _require_unset(outer: OuterConfig) -> None:

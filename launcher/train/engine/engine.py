@@ -301,7 +301,7 @@ class Engine(EngineProgress):
         )  # fmt: skip
         self.callbacks.call("on_step", self, result)
         if result.last:
-            self.sites.leave()
+            self.sites.leave(stopped=stopped)
         return result
 
     def shrinks(self, error: BaseException) -> bool:

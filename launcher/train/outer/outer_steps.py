@@ -256,16 +256,20 @@ class OuterSteps:
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return the state. Exchanges that are under way are received first; their means are part of it."""
+        """Return the state, to which exchanges that are under way belong."""
+        self._settle()
+        return {
+            "shared": self.shared, "momentum": self._momentum, "unsent": self._unsent, "means": self._means,
+            "rounds": self._sites.rounds, "arrived": {str(number): due for number, due in self._arrived.items()},
+        }  # fmt: skip
+
+    def _settle(self) -> None:
+        """Receive the exchanges that are under way; their means are saved."""
         for fragment, exchange in [*self._under_way.items()]:
             for name, mean in zip(self._fragments[fragment], self._receive(fragment), strict=True):
                 kept = local(self._means[name])
                 kept.copy_(mean.view_as(kept))
             self._arrived[fragment] = exchange.due
-        return {
-            "shared": self.shared, "momentum": self._momentum, "unsent": self._unsent, "means": self._means,
-            "rounds": self._sites.rounds, "arrived": {str(number): due for number, due in self._arrived.items()},
-        }  # fmt: skip
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -184,8 +184,8 @@ class Sites:
         """Return metrics of the whole run beside the number of rounds and their time."""
         return {}
 
-    def leave(self) -> None:
-        """Wait until no other site needs an answer from this one."""
+    def leave(self, *, stopped: bool) -> None:  # noqa: ARG002 (sites of one job stop together)
+        """Wait until no other site needs an answer from this one. ``stopped``: steps of the plan are left."""
         while self._flags:
             Gathering([], self._flags.popleft()[1]).wait()
         self.of_all(None)

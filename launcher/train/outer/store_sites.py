@@ -253,9 +253,10 @@ class StoreSites(Sites):
         self.newest = Closed(OuterExchange(*state["newest"]), state["members"], state["saved"])
         self.missed, self.left_out = state["missed"], state["left_out"]
 
-    def leave(self) -> None:
-        for sending in self._sending.values():
-            sending.finish()
+    def leave(self, *, stopped: bool) -> None:
+        if not stopped:  # otherwise a resumed job sends it again
+            for sending in self._sending.values():
+                sending.finish()
         if self._is_first:
             self._store.close()
 

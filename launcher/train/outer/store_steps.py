@@ -39,7 +39,8 @@ class StoreOuterSteps(OuterSteps):
         self._stores = sites
         self._compresses = True  # a part that comes too late is kept like one that was not sent
         self._block = BLOCK[plan.compress]
-        self._statistics: list[float] = []  # means of the changing buffers, until the last fragment's step
+        self._statistics: list[Tensor] = []  # means of the changing buffers
+        self._send_again: dict[int, int] = {}  # fragments that were under way, and when they are due
         self._norms: dict[int, float] = {}
         self.applied = BEFORE_ALL
         self._caught_up_after = BEFORE_ALL
@@ -65,6 +66,8 @@ class StoreOuterSteps(OuterSteps):
                 )  # fmt: skip
         if not self._restored:
             self._share_model(engine)
+        for fragment, due in self._send_again.items():
+            self._post(fragment, due, [self._means[name] for name in self._fragments[fragment]])
         if self.applied.step > engine.steps:  # saved after it had caught up, before it continued there
             self._continue_after(engine, self.applied.step)
         self._catch_up(engine)
@@ -101,10 +104,12 @@ class StoreOuterSteps(OuterSteps):
 
     def _send(self, engine: EngineOfSite, fragment: int, due: int) -> None:
         names = self._fragments[fragment]
-        changes = self._changes(engine, names)
-        target = torch.cat(
-            [_whole(_like(self.shared[name], change)).flatten() for name, change in zip(names, changes, strict=True)]
-        )
+        changes = zip(names, self._changes(engine, names), strict=True)
+        self._post(fragment, due, [_like(self.shared[name], change) for name, change in changes])
+
+    def _post(self, fragment: int, due: int, changes: Sequence[Tensor]) -> None:
+        """Start to send the outer gradients of a fragment, which are sharded as the parameters."""
+        target = torch.cat([_whole(change).flatten() for change in changes])
         statistics = [_bytes(buffer) for buffer in self._changing_buffers(fragment)]
         padded = torch.nn.functional.pad(target, (0, -target.numel() % self._block))
         payload = torch.cat([*statistics, encode(padded, self._plan.compress).cpu()])
@@ -138,23 +143,18 @@ class StoreOuterSteps(OuterSteps):
             total += decoded
             if site == self._stores.site:
                 own = decoded
-        if buffers:
-            self._statistics = (statistics / len(closed.members)).tolist()
+        means = (statistics / len(closed.members)).split([buffer.numel() for buffer in buffers])
+        self._statistics = [*means] if buffers else []
         return self._parts(fragment, total / len(closed.members)), own
 
     def _take_step(self, engine: EngineOfSite, fragment: int, means: Sequence[Tensor], mixing: float) -> None:
         super()._take_step(engine, fragment, means, mixing)
         self._norms.pop(fragment, None)
-        if fragment == self._plan.fragments - 1 and self._statistics:
-            buffers = self._changing_buffers(fragment)
-            parts = torch.tensor(self._statistics, dtype=torch.float64).split([b.numel() for b in buffers])
-            for buffer, mean in zip(buffers, parts, strict=True):
-                buffer.copy_(mean.view_as(buffer))
-            self._statistics = []
+        for buffer, mean in zip(self._changing_buffers(fragment), self._statistics, strict=True):
+            buffer.copy_(mean.view_as(buffer))
 
     def _apply(self, engine: EngineOfSite, fragment: int, mixing: float) -> None:
-        due = self._arrived.get(fragment)
-        exchange = self._exchange(fragment, self._under_way[fragment].due if due is None else due)
+        exchange = self._exchange(fragment, self._under_way[fragment].due)
         super()._apply(engine, fragment, mixing)
         self.applied = max(self.applied, exchange)
 
@@ -176,8 +176,8 @@ class StoreOuterSteps(OuterSteps):
 
     def _newest(self) -> OuterExchange:
         """Return the newest exchange that this site has sent its part of, or applied."""
-        dues = {n: each.due for n, each in self._under_way.items()} | self._arrived
-        return max([self.applied, *(self._exchange(fragment, due) for fragment, due in dues.items())])
+        sent = [self._exchange(fragment, each.due) for fragment, each in self._under_way.items()]
+        return max(self.applied, *sent) if sent else self.applied
 
     @torch.no_grad()
     def _catch_up(self, engine: EngineOfSite) -> None:
@@ -193,7 +193,7 @@ class StoreOuterSteps(OuterSteps):
             if exchange.step == self._total:  # the last exchanges follow after the last step
                 goal = self._total - 1
                 break
-            for fragment in [*self._arrived, *self._under_way]:
+            for fragment in [*self._under_way]:
                 self._apply(engine, fragment, self._plan.mixing)
             self._apply_missed(engine, closed)
             goal = exchange.step
@@ -235,17 +235,25 @@ class StoreOuterSteps(OuterSteps):
         buffers = dict(self._engine.model.named_buffers())
         return [buffers[name] for name in sorted(self._engine.buffers.changing) if buffers[name].is_floating_point()]
 
+    def _settle(self) -> None:
+        """Keep what this site has sent, so that a checkpoint waits neither for the store nor for other sites."""
+        for fragment, under_way in self._under_way.items():
+            parts = self._parts(fragment, under_way.target)
+            for name, part in zip(self._fragments[fragment], parts, strict=True):
+                kept = local(self._means[name])
+                kept.copy_(part.view_as(kept))
+
     def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        return state | {
-            "site": self._stores.site, "applied": self.applied, "statistics": self._statistics,
-            "stores": self._stores.state_dict(),
+        sent = {str(fragment): each.due for fragment, each in self._under_way.items()}
+        return super().state_dict() | {
+            "site": self._stores.site, "applied": self.applied, "sent": sent, "stores": self._stores.state_dict(),
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._sites.joined = state["site"] != self._stores.site
         super().load_state_dict(state)
-        self.applied, self._statistics = OuterExchange(*state["applied"]), state["statistics"]
+        self.applied = OuterExchange(*state["applied"])
+        self._send_again = {} if self._sites.joined else {int(number): due for number, due in state["sent"].items()}
         self._stores.load_state_dict(state["stores"])
 
 

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from launcher.launch.network import free_port
+from tests.conftest import Launch
 from tests.exchange.test_store import make_key
 from tests.helpers import launch_command, patience
 from tests.infra import warm
 from tests.infra.checkpoints import tensors
-from tests.infra.runs import records, summary, wait_for, wait_for_steps
+from tests.infra.runs import PROJECT, records, summary, wait_for, wait_for_steps
 from tests.train.outer.test_outer_steps import (
     JOB,
     RECORDER,
@@ -44,7 +45,7 @@ class JobOfSite:
 
     def __init__(self, project: Path, site: int, sites: int, *more: str, store: str | None = None) -> None:
         self.site, self.directory = site, project / f"site{site}"
-        shutil.copytree(project / "speech", self.directory / "speech")
+        shutil.copytree(PROJECT / "speech", self.directory / "speech")
         self.run = self.directory / "runs" / "r"
         self._words = [
             *JOB, f"outer.store={store or project / 'store'}", f"outer.sites={sites}", f"outer.site={site}",
@@ -314,3 +315,75 @@ def test_sites_are_killed_at_random_and_nothing_is_lost(rounds: int, project: Pa
         assert_equal(job.model(steps), shared[steps])
         trained = len({each["step"] for each in records(job.run)})
         assert trained + summary(job.run)["outer/left_out_steps"] == steps
+
+
+def test_killed_sites_resume_bit_by_bit_within_a_round(project: Path) -> None:
+    """All are killed while a part is under way. Nothing is late, so that the result is that of an uninterrupted job."""
+    more = [
+        "outer.every=4", "outer.fragments=2", "outer.delay=2", "outer.compress=int8", "train.steps=19", *ONE,
+        "batch.micro_size=12", "checkpoint.every=3", "+task.buffer=true", "train.clip_norm=1",
+        "task._target_=speech.fitted.Even",
+    ]  # fmt: skip
+    finals: list[list[dict[str, Tensor]]] = []
+    for name in ("whole", "killed"):
+        pace = ["+task.pause_s=0.2"] if name == "killed" else list[str]()
+        jobs = [JobOfSite(project / name, site, 2, *more, *pace).start() for site in range(2)]
+        if name == "killed":
+            for job in jobs:
+                wait_for_steps(job.run, 9)
+            for job in jobs:
+                job.kill()
+            for job in jobs:
+                job.start("resume", "r")
+        for job in jobs:
+            job.finish()
+        finals.append([tensors(job.run / "checkpoints" / "step_000019") for job in jobs])
+    for whole, resumed in zip(*finals, strict=True):
+        assert whole.keys() == resumed.keys()
+        for key, value in whole.items():
+            if not key.startswith("random"):
+                assert torch.equal(value, resumed[key]), key
+
+
+MISTAKES = {
+    "one site": (["outer.store=s", "outer.sites=1", "outer.site=0"], "outer.sites=1: must be 2 or more"),
+    "no number": (["outer.store=s", "outer.sites=2"], "outer.site: must be from 0 to 1"),
+    "a number too large": (["outer.store=s", "outer.sites=2", "outer.site=2"], "outer.site=2: must be from 0 to 1"),
+    "no store": (["outer.sites=2", "outer.group=1"], "outer.sites=2: has an effect with outer.store only"),
+    "a group": (["outer.store=s", "outer.sites=2", "outer.site=0", "outer.group=2"], "outer.group=2: has no effect"),
+    "no key": (["outer.store=https://h:1", "outer.sites=2", "outer.site=0"], "outer.key: is needed for a store"),
+    "a key for a directory": (
+        ["outer.store=s", "outer.sites=2", "outer.site=0", f"outer.key={__file__}"], "outer.key=",
+    ),
+    "a key that is missing": (
+        ["outer.store=https://h:1", "outer.sites=2", "outer.site=0", "outer.key=none.pem"],
+        "outer.key=none.pem: No such",
+    ),
+    "no server": (["outer.store=http://h:1", "outer.sites=2", "outer.site=0"], "https://HOST:PORT"),
+    "a batch that cannot be shared": (
+        ["outer.store=s", "outer.sites=2", "outer.site=0", "batch.global_size=25"], "cannot be shared by 2 ranks",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_named_before_anything_starts(mistake: str, launch: Launch, project: Path) -> None:
+    words, message = MISTAKES[mistake]
+    done = launch("train", *JOB, *ONE, "train.steps=2", *words)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert message in done.stderr
+    assert not (project / "runs").exists()
+
+
+def test_a_site_with_another_job_is_refused(project: Path) -> None:
+    """Before its first step; the other one, which was first, continues."""
+    more = ["outer.every=4", "train.steps=6", *ONE, "batch.micro_size=12", "outer.patience_s=1"]
+    first = JobOfSite(project, 0, 2, *more).start()
+    wait_for(lambda: (project / "store" / "hello" / "site0").exists(), "the first site")
+    other = JobOfSite(project, 1, 2, *more, "outer.lr=0.5").start()
+    assert f"outer.lr=0.5: the first site of outer.store={project / 'store'} has 0.7" in other.finish(2)
+    assert not (other.run / "metrics.jsonl").exists()
+    first.finish()
+    # a new run needs a new store: here it would find the averages of the old one
+    again = JobOfSite(project / "again", 0, 2, *more, store=str(project / "store"))
+    assert "holds what another run has sent as site 0" in again.start().finish(2)
