@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import operator
 import statistics
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from typing import Any
 import psutil
 
 import launcher
+from launcher.cli.serve import make_key
 
 ROOT = Path(__file__).resolve().parent.parent
 JOB = (
@@ -44,10 +46,12 @@ WAYS = {
     "topk": (*DILOCO, "outer.compress=topk"),
     "averaging": (*DILOCO, "outer.lr=1", "outer.momentum=0"),
     "streaming": (*DILOCO, *STREAMING),
+    # sites that are jobs of their own, with the server on one more host; with --rates only
+    "store": ("outer=diloco", "outer.store=https://{server}:29800", "outer.site={host}", *STREAMING),
 }
 HEAD = (
-    "| link | task | steps | way | held-out loss | seconds | kB a step, recorded | on the link | utilisation |\n"
-    "|---|---|---|---|---|---|---|---|---|"
+    "| link | sites | task | steps | way | held-out loss | seconds | kB a step | on the link | utilisation |\n"
+    "|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -61,30 +65,35 @@ class LinkBytes:
         launcher.current().log("link_bytes", psutil.net_io_counters(pernic=True)[self.interface].bytes_sent)
 
 
-def run(task: str, way: str, seed: int, link: list[str] | None, words: list[str]) -> dict[str, Any]:
+def run(task: str, way: str, seed: int, link: list[str] | None, words: list[str], sites: int = 2) -> dict[str, Any]:
     """Run one job on two ranks, and return its figures. ``link``: between two hosts, as options of tests.infra.hosts;
     None: on this machine."""
     own = [word for word in words if WAYS[way] or not word.startswith("outer.")]
+    launch = str(Path(sys.executable).with_name("launch"))
     with tempfile.TemporaryDirectory() as directory:
-        job = [*JOB, *TASKS[task], *WAYS[way], f"train.seed={seed}", f"run.dir={directory}", "run.name=run", *own]
-        command = [str(Path(sys.executable).with_name("launch")), "train", "--quiet"]
+        job = [*JOB, *TASKS[task], *WAYS[way], f"train.seed={seed}", "run.name=run", *own]
+        where, command = "", [launch, "train", "--quiet", *job]
         if link is None:
-            command += [*job, "cluster.workers_per_node=2"]
+            command += [f"cluster.workers_per_node={sites}"]
         else:
-            job += [
-                "cluster=hosts",
-                "cluster.nodes=2",
-                "cluster.workers_per_node=1",
-                "cluster.rendezvous={first}:29400",
-            ]
-            shaped = [sys.executable, "-m", "tests.infra.hosts", *link, "--"]
-            command = [*shaped, *command, *job, "callbacks=[{_target_: jobs.outer.LinkBytes}]"]
+            command += ["cluster.workers_per_node=1", "callbacks=[{_target_: jobs.outer.LinkBytes}]"]
+            shaped = [sys.executable, "-m", "tests.infra.hosts", "--hosts", str(sites), *link]
+            if way == "store":
+                key, where = f"{directory}/key.pem", "{host}"
+                command += [f"outer.sites={sites}", f"outer.key={key}"]
+                make_key(Path(key))
+                shaped += ["--server", f"{launch} store {directory}/store --listen 0.0.0.0:29800 --key {key}"]
+            else:
+                command += ["cluster=hosts", f"cluster.nodes={sites}", "cluster.rendezvous={first}:29400"]
+            command = [*shaped, "--", *command]
+        command += [f"run.dir={directory}/runs{where}"]
         done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
         if done.returncode:
             sys.exit(f"jobs/outer.py: {' '.join(command)}\n{done.stdout}{done.stderr}")
-        records = [json.loads(line) for line in (Path(directory) / "run" / "metrics.jsonl").read_text().splitlines()]
+        record = Path(directory, f"runs{where}".replace("{host}", "0"), "run", "metrics.jsonl")
+        records = [json.loads(line) for line in record.read_text().splitlines()]
     name = " ".join(word.lstrip("-") for word in link[1:]) if link else "this machine"
-    return {"link": name, "task": task, "way": way, "seed": seed, **figures(records)}
+    return {"link": name, "sites": sites, "task": task, "way": way, "seed": seed, **figures(records)}
 
 
 def figures(records: list[dict[str, Any]]) -> dict[str, Any]:
@@ -110,9 +119,9 @@ def figures(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 def table(results: list[dict[str, Any]]) -> Iterator[str]:
     """Yield the rows: medians over the seeds; of the loss the mean and its standard deviation."""
-    keys = dict.fromkeys((each["link"], each["task"], each["steps"], each["way"]) for each in results)
-    for key in keys:
-        same = [each for each in results if (each["link"], each["task"], each["steps"], each["way"]) == key]
+    of = operator.itemgetter("link", "sites", "task", "steps", "way")
+    for key in dict.fromkeys(map(of, results)):
+        same = [each for each in results if of(each) == key]
         losses = [each["eval/loss"] for each in same]
         spread = f" ± {statistics.stdev(losses):.4f}" if len(losses) > 1 else ""
         seconds, sent, used = (
@@ -127,8 +136,9 @@ def table(results: list[dict[str, Any]]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS))
-    parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), default=[way for way in WAYS if way != "store"])
     parser.add_argument("--seeds", type=int, default=1, help="runs of each way, with seeds 0, 1, ...")
+    parser.add_argument("--sites", type=int, default=2, help="of one rank each")
     parser.add_argument("--rates", nargs="+", help="of the link between two hosts that this makes, such as 10mbit")
     parser.add_argument("--round-trip-ms", type=float, default=0, help="with --rates: of these links")
     parser.add_argument("--loss", type=float, default=0, help="with --rates: share of the packets that are lost")
@@ -145,7 +155,7 @@ def main() -> None:
         for task in options.tasks:
             for seed in range(options.seeds):
                 for way in options.ways:
-                    results.append(run(task, way, seed, link, options.overrides))
+                    results.append(run(task, way, seed, link, options.overrides, options.sites))
                     print(json.dumps(results[-1]), file=sys.stderr, flush=True)
                     if options.out:
                         with options.out.open("a") as file:

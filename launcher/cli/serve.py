@@ -32,7 +32,7 @@ def launch_store(arguments: list[str]) -> int:
     parser.add_argument("--listen", default=_DEFAULT_LISTEN, help=f"HOST:PORT (default: {_DEFAULT_LISTEN})")
     options = parser.parse_args(arguments)
     if options.make_key:
-        _make_key(options.key)
+        make_key(options.key)
     address = _address(options.listen)
     context = server_context(options.key, "--key")
     try:
@@ -59,7 +59,8 @@ def _address(listen: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _make_key(path: Path) -> None:
+def make_key(path: Path) -> None:
+    """Make a key file (``launcher.tls``) that only its owner can read."""
     if path.exists():
         raise ConfigError("--make-key", path, "exists already.", "Leave --make-key out to use it.")
     command = [str(path.absolute()) if word == "FILE" else word for word in MAKE_KEY]

@@ -1,6 +1,7 @@
 """Hosts for the tests: network namespaces on a bridge, each with links that can be slowed, cut and counted.
 
     python -m tests.infra.hosts --rate 100mbit -- COMMAND ...      # on two of them; {first} is the first one's address
+    python -m tests.infra.hosts --server "launch store ..." -- COMMAND ... {host} ... {server}      # and a third one
     python -m tests.infra.hosts --round-trip-ms 50 --loss 0.01 -- COMMAND ...
 
 The bridge has a namespace of its own too, so that nothing of the machine's own network changes. Deleting a namespace
@@ -15,6 +16,7 @@ import fcntl
 import os
 import random
 import selectors
+import shlex
 import signal
 import struct
 import subprocess
@@ -201,17 +203,30 @@ def hosts(count: int, rate: str = "1gbit", delay_s: float = 0, loss: float = 0) 
 
 
 def main() -> None:
-    """Run a command on every host of several; the first one's output is shown. Exits with the first one's status."""
+    """Run a command on every host of several; the first one's output is shown. Exits with the first status
+    that is not 0.
+
+    In the command, {first} and {server} are replaced by addresses, and {host} by the host's number.
+    """
     parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--server", default="", help="command for one more host, which is ended with the others")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--round-trip-ms", type=float, default=0)
     parser.add_argument("--loss", type=float, default=0, help="share of the packets that are lost")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     arguments = parser.parse_args()
-    with hosts(arguments.hosts, arguments.rate, arguments.round_trip_ms / 2e3, arguments.loss) as there:
-        words = [word.replace("{first}", there.address(0)) for word in arguments.command[1:]]  # after the "--"
-        first, *others = (there.start(host, words, Path.cwd()) for host in range(arguments.hosts))
+    count, serves = arguments.hosts, bool(arguments.server)
+    with hosts(count + serves, arguments.rate, arguments.round_trip_ms / 2e3, arguments.loss) as there:
+        places = {"{first}": there.address(0), "{server}": there.address(count) if serves else ""}
+
+        def start(host: int, words: list[str]) -> subprocess.Popen[str]:
+            for place, value in (places | {"{host}": str(host)}).items():
+                words = [word.replace(place, value) for word in words]
+            return there.start(host, words, Path.cwd())
+
+        server = start(count, shlex.split(arguments.server)) if serves else None
+        first, *others = (start(host, arguments.command[1:]) for host in range(count))  # after the "--"
         for line in first.stdout:
             print(line, end="", flush=True)
         status = first.wait()
@@ -219,6 +234,10 @@ def main() -> None:
             output, _ = other.communicate()
             if other.returncode:
                 print(output)
+                status = status or other.returncode
+        if server is not None:
+            server.terminate()
+            server.communicate()
     sys.exit(status)
 
 
