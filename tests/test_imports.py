@@ -21,7 +21,7 @@ HEAVY = {"torch", "wandb", "submitit", "sklearn", "numpy"}
 LAYERS = (
     ("compat",),
     ("errors",),
-    ("quantities",),
+    ("quantities", "tls"),
     ("tracebacks",),
     ("process",),
     ("heartbeat",),
