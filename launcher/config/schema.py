@@ -60,6 +60,8 @@ class ClusterConfig:
     there are, at the same global batch. Quote it in a YAML file."""
     rendezvous: str | None = None
     """hosts: HOST:PORT of the rendezvous, an address of the first host."""
+    key: str | None = None
+    """hosts: PEM file of a key and its certificate; only hosts with the same one can join (docs/guides/hosts.md)."""
     interface: str | None = None
     """hosts, slurm: a host's network interface to the others. Default: the one that leads to the first host."""
     link_gbit: float | None = None
@@ -70,8 +72,7 @@ class ClusterConfig:
     """auto: cuda if a GPU is visible (slurm: if the partition has GPUs), else cpu."""
     gpu: str | None = None
     """Only for `launch plan`: GPU of the hosts, such as h100, h200 or a100-40gb, which this machine need not have. The
-    plan is for its memory and formats. Names: launcher/plan/gpus.py. Default: what this machine has (slurm: unknown
-    memory)."""
+    plan is for its memory and formats. Names: launcher/plan/gpus.py. Default: what this machine has."""
     price_per_gpu_hour: float | None = None
     """Price of one rank's device for an hour, in any currency: `launch plan` then shows the cost of the run."""
     max_restarts: int = 0

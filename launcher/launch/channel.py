@@ -1,4 +1,4 @@
-"""Connections between the `launch` processes of several hosts, which carry JSON messages."""
+"""Connections between the `launch` processes of several hosts, which carry JSON messages, in TLS if there is a key."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import json
 import select
 import socket
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 from launcher.rundir.files import object_from_json
+
+if TYPE_CHECKING:
+    import ssl  # elsewhere imported only when needed: most commands have no TLS
 
 Message = dict[str, Any]
 
@@ -22,29 +26,60 @@ _PROBE_AFTER_S, _PROBE_EVERY_S = 10, 5
 _SEND_WITHIN_S = 10
 _LONGEST_LINE = 4 * 2**20
 _INTRODUCTION_WITHIN_S = 10
+# if so many connections have not introduced themselves, the oldest is closed once it had this many seconds for it
+_MOST_UNKNOWN, _UNKNOWN_FOR_S = 128, 2.0
+_REPORT_EVERY_S = 60
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Let the kernel close the connection after LOST_AFTER_S without an answer from the other host."""
+    tcp = socket.IPPROTO_TCP
+    # the kernel sends the probes, so a terminal that is stopped with Ctrl-S or Ctrl-Z does not lose a host
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(tcp, socket.TCP_KEEPIDLE, _PROBE_AFTER_S)
+    connection.setsockopt(tcp, socket.TCP_KEEPINTVL, _PROBE_EVERY_S)
+    connection.setsockopt(tcp, socket.TCP_KEEPCNT, (LOST_AFTER_S - _PROBE_AFTER_S) // _PROBE_EVERY_S)
+    connection.setsockopt(tcp, socket.TCP_USER_TIMEOUT, LOST_AFTER_S * 1000)  # for unacknowledged data
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Return True if a connection ended because the other side does not have the key, or does not speak TLS."""
+    import ssl
+
+    return isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError)
+
+
+class Refusals:
+    """Reports refused connections, at most once a minute: a port that is scanned must not fill the log."""
+
+    def __init__(self, where: str, say: Callable[[str], None]) -> None:
+        """``where``: HOST:PORT that listens. ``say``: shows one line."""
+        self._where, self.say = where, say
+        self._count, self._next = 0, 0.0
+
+    def note(self, address: str) -> None:
+        self._count += 1
+        if time.monotonic() >= self._next:
+            these = "a connection" if self._count == 1 else f"{self._count} connections, the last one"
+            self.say(f"{self._where}: refused {these} from {address}, without this job's cluster.key.")
+            self._count, self._next = 0, time.monotonic() + _REPORT_EVERY_S
 
 
 class Channel:
-    """Connection that carries JSON messages.
+    """Connection that carries JSON messages. A TLS socket makes its handshake with the first message.
 
     No method raises: ``open`` becomes false when the connection is lost or carries anything else. ``silent`` is true
-    if it was lost because the other host stopped answering.
+    if it was lost because the other host stopped answering, ``refused`` if the other side does not have the key.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket, self._buffer = connection, b""
         self._messages: list[Message] = []
-        self.open, self.silent = True, False
+        self.open, self.silent, self.refused = True, False, False
         self.opened = time.monotonic()
         self.peer = str(connection.getpeername()[0])
         connection.settimeout(_SEND_WITHIN_S)
-        tcp = socket.IPPROTO_TCP
-        # the kernel sends the probes, so a terminal that is stopped with Ctrl-S or Ctrl-Z does not lose a host
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(tcp, socket.TCP_KEEPIDLE, _PROBE_AFTER_S)
-        connection.setsockopt(tcp, socket.TCP_KEEPINTVL, _PROBE_EVERY_S)
-        connection.setsockopt(tcp, socket.TCP_KEEPCNT, (LOST_AFTER_S - _PROBE_AFTER_S) // _PROBE_EVERY_S)
-        connection.setsockopt(tcp, socket.TCP_USER_TIMEOUT, LOST_AFTER_S * 1000)  # for unacknowledged data
+        keep_alive(connection)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -73,14 +108,18 @@ class Channel:
         return self._messages.pop(0) if self._messages else None
 
     def _read(self) -> None:
-        # poll first: the socket's time limit is meant for sending, but recv would wait for it too
-        if not self.open or not wait([self], 0):
+        if not self.open:
             return
         try:
+            self._socket.settimeout(0)  # its time limit is meant for sending
             new = self._socket.recv(2**16)
         except OSError as error:
-            self.silent = _unanswered(error)
+            if _would_block(error):
+                return
+            self.silent, self.refused = _unanswered(error), is_refusal(error)
             new = b""
+        finally:
+            self._socket.settimeout(_SEND_WITHIN_S)
         *lines, self._buffer = (self._buffer + new).split(b"\n")
         for line in lines:
             message = object_from_json(line)
@@ -99,11 +138,20 @@ class Channel:
 class Listener:
     """Listening socket with the connections that have not introduced themselves yet."""
 
-    def __init__(self, address: tuple[str, int]) -> None:
-        """Listen at ``address``. Raises OSError if another program listens there."""
+    def __init__(
+        self, address: tuple[str, int], context: ssl.SSLContext | None = None, say: Callable[[str], None] = print
+    ) -> None:
+        """Listen at ``address``. Raises OSError if another program listens there.
+
+        Args:
+            context: of TLS, or None.
+            say: shows one line about refused connections.
+        """
         self._socket = socket.create_server(address)
         self._socket.setblocking(False)
+        self._context = context
         self._unknown: list[Channel] = []
+        self.refusals = Refusals(f"{address[0]}:{address[1]}", say)
 
     @property
     def port(self) -> int:
@@ -111,18 +159,29 @@ class Listener:
 
     def sources(self) -> list[Any]:
         """Return the sockets to pass to ``wait``."""
-        return [self._socket, *self._unknown]
+        return [self._socket, *self._unknown] if self._has_room() else [*self._unknown]
+
+    def _has_room(self) -> bool:
+        """Return True if one more connection may introduce itself."""
+        if len(self._unknown) >= _MOST_UNKNOWN and time.monotonic() - self._unknown[0].opened > _UNKNOWN_FOR_S:
+            self._unknown.pop(0).close()
+        return len(self._unknown) < _MOST_UNKNOWN
+
+    def _accept(self) -> Channel:
+        """Return the next new connection. Raises OSError if there is none, or if it is gone again."""
+        connection = self._socket.accept()[0]
+        if self._context is not None:
+            connection = self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        return Channel(connection)
 
     def arrivals(self) -> list[tuple[Channel, Message]]:
         """Return new connections from a `launch`, each with its first message.
 
         Anything else (port scanners, browsers, silent connections) is closed and counts as no host.
         """
-        try:
-            while True:
-                self._unknown.append(Channel(self._socket.accept()[0]))
-        except OSError:  # no further connection is waiting, or it is gone again
-            pass
+        with suppress(OSError):
+            while self._has_room():
+                self._unknown.append(self._accept())
         arrived: list[tuple[Channel, Message]] = []
         for channel in self._unknown.copy():
             messages = channel.receive()
@@ -133,6 +192,8 @@ class Listener:
                 channel.close()
             elif channel.open:
                 continue
+            elif channel.refused:
+                self.refusals.note(channel.peer)
             self._unknown.remove(channel)
         return arrived
 
@@ -145,6 +206,15 @@ def wait(sources: Sequence[Any], seconds: float) -> bool:
     """Wait until one of ``sources`` is readable, for at most ``seconds``. Return True if one is."""
     ready, _, _ = select.select([source for source in sources if source.fileno() >= 0], [], [], max(0.0, seconds))
     return bool(ready)
+
+
+def _would_block(error: OSError) -> bool:
+    """Return True if nothing, or only part of a TLS record, has arrived."""
+    if isinstance(error, BlockingIOError):
+        return True
+    import ssl
+
+    return isinstance(error, ssl.SSLWantReadError | ssl.SSLWantWriteError)
 
 
 def _unanswered(error: OSError) -> bool:

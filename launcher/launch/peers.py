@@ -8,7 +8,7 @@ would make `launch` import torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -111,6 +111,9 @@ class Peers:
         self.stopped_by: str | None = None
         self.trouble: str | None = None
         self.lost = False
+
+    def report_to(self, say: Callable[[str], None]) -> None:
+        """Let ``say`` show lines about connections that are refused."""
 
     def listen(self, seconds: float) -> None:
         """Receive messages for at most ``seconds``."""
@@ -217,6 +220,9 @@ class FirstHost(Peers):
         self._results: dict[int, Result] = {}
         self._gone: dict[int, float] = {}
         self._regrouping: Regrouping | None = None
+
+    def report_to(self, say: Callable[[str], None]) -> None:
+        self._listener.refusals.say = say
 
     def listen(self, seconds: float) -> None:
         wait([*self._listener.sources(), *(channel for channel in self._channels.values() if channel.open)], seconds)

@@ -20,6 +20,7 @@ from launcher.process import shared_interval, wait_until
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
+    from launcher.launch.tunnel import Tunnel
 
 BACKEND = "launcher"
 _JOIN_WITHIN_S = 600
@@ -44,7 +45,22 @@ def _connect(place: HostPosition, **options: Any) -> Any:
     return TCPStore(*_address(place), wait_for_workers=False, **options)
 
 
-def register(plan: LaunchPlan, place: HostPosition, stop_signal: Callable[[], signal.Signals | None]) -> None:
+def _serve(listening: socket.socket, **options: Any) -> Any:
+    """Return a store that listens on this socket only; by itself a store listens on every interface."""
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    host, port = listening.getsockname()
+    return TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach(), **options
+    )  # fmt: skip
+
+
+def register(
+    plan: LaunchPlan,
+    place: HostPosition,
+    stop_signal: Callable[[], signal.Signals | None],
+    tunnel: Tunnel | None = None,
+) -> None:
     """Register ``rdzv_backend=BACKEND`` with torch, for this process.
 
     torch's agent asks the rendezvous several times a second whether more hosts are waiting. There a stop signal is
@@ -53,14 +69,18 @@ def register(plan: LaunchPlan, place: HostPosition, stop_signal: Callable[[], si
 
     Args:
         stop_signal: returns the stop signal that was received, or None.
+        tunnel: way to the stores; None: they are reached directly.
     """
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
-    rendezvous_handler_registry.register(BACKEND, lambda _: _handler(plan, place, stop_signal))
+    rendezvous_handler_registry.register(BACKEND, lambda _: _handler(plan, place, stop_signal, tunnel))
 
 
 def _handler(
-    plan: LaunchPlan, place: HostPosition, stop_signal: Callable[[], signal.Signals | None]
+    plan: LaunchPlan,
+    place: HostPosition,
+    stop_signal: Callable[[], signal.Signals | None],
+    tunnel: Tunnel | None = None,
 ) -> RendezvousHandler:
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -76,6 +96,7 @@ def _handler(
 
         def __init__(self) -> None:
             self._store: Any = None
+            self._workers_store: Any = None
             self._round = 0
             self._every_s = shared_interval(_POLL_S, plan.cluster.nodes)
             self._asked_at = 0.0
@@ -83,16 +104,34 @@ def _handler(
         def get_backend(self) -> str:
             return BACKEND
 
+        @property
+        def use_agent_store(self) -> bool:
+            """Return True if the workers connect to a store of node 0's agent, instead of one that rank 0 opens."""
+            return tunnel is not None
+
         def next_rendezvous(self) -> RendezvousInfo:
             if self._store is None:
                 self._wait_for_store()
-                self._store = _connect(place, is_master=place.node == 0, timeout=timedelta(seconds=_JOIN_WITHIN_S))
+                self._store = self._open_store()
             self._round += 1
+            if tunnel is not None and (listening := tunnel.listen(self._round)) is not None:
+                self._workers_store = _serve(listening)
             self._store.set("round", str(self._round))  # never decreases: no host is a round ahead of the last one
             self._wait_for_all()
             store = PrefixStore(f"round{self._round}", self._store)
-            master = RendezvousStoreInfo.build(place.node, store, place.address)
+            if tunnel is None:
+                master = RendezvousStoreInfo.build(place.node, store, place.address)
+            else:
+                master = RendezvousStoreInfo(tunnel.host, tunnel.port(self._round))
             return RendezvousInfo(store, place.node, plan.cluster.nodes, master)
+
+        def _open_store(self) -> Any:
+            timeout = timedelta(seconds=_JOIN_WITHIN_S)
+            if tunnel is None:
+                return _connect(place, is_master=place.node == 0, timeout=timeout)
+            if tunnel.store_socket is None:
+                return _connect(tunnel.place, timeout=timeout)
+            return _serve(tunnel.store_socket, timeout=timeout)
 
         def _stop_if_asked(self) -> None:
             if (number := stop_signal()) is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from launcher.config.schema import ClusterConfig, ClusterKind, Config, Device, StrategyKind
 from launcher.errors import ConfigError
 from launcher.plan.callback_plan import solve_notify
@@ -97,6 +99,7 @@ def solve_cluster(
         slurm=slurm,
         gpu=config.gpu,
         price_per_gpu_hour=config.price_per_gpu_hour,
+        key=None if config.key is None else str(Path(site.cwd, config.key).expanduser()),
     )
 
 
@@ -126,6 +129,7 @@ _SLURM_KEYS = (
 # keys that only some kinds of cluster have -> those kinds
 _KINDS = dict.fromkeys(_SLURM_KEYS, (ClusterKind.slurm,)) | {
     "rendezvous": (ClusterKind.hosts,),
+    "key": (ClusterKind.hosts,),
     "interface": (ClusterKind.hosts, ClusterKind.slurm),
     "link_gbit": (ClusterKind.hosts, ClusterKind.slurm, ClusterKind.elsewhere),
 }

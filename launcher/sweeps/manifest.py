@@ -156,7 +156,7 @@ _NOT_CONTENT = (
 )  # fmt: skip
 # the same within a part of the plan
 _OF_CLUSTER = (
-    "cwd", "import_from", "link_gbit", "price_per_gpu_hour", "grace_s", "max_restarts", "slurm", "min_nodes",
+    "cwd", "import_from", "link_gbit", "price_per_gpu_hour", "grace_s", "max_restarts", "slurm", "min_nodes", "key",
 )  # fmt: skip
 _NOT_OF_PART = {
     "cluster": _OF_CLUSTER,

@@ -16,8 +16,8 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     opened: list[Channel | Listener] = []
     for kind in (Channel, Listener):
 
-        def remember(self: Any, place: Any, make: Any = kind.__init__) -> None:
-            make(self, place)
+        def remember(self: Any, *arguments: Any, make: Any = kind.__init__) -> None:
+            make(self, *arguments)
             opened.append(self)
 
         monkeypatch.setattr(kind, "__init__", remember)
