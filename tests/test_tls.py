@@ -14,15 +14,10 @@ import pytest
 
 from launcher.errors import ConfigError
 from launcher.tls import client_context, server_context
+from tests.helpers import key_file
 
 DAY_S = 86400
 Context = Callable[[Path, str], ssl.SSLContext]
-
-
-def key_file(path: Path, *arguments: str) -> Path:
-    make = "openssl req -new -x509 -days 3650 -nodes -newkey rsa:2048 -subj /CN=launcher -out {0} -keyout {0}"
-    subprocess.run([*make.format(path).split(), *arguments], check=True, capture_output=True)
-    return path
 
 
 @pytest.fixture(scope="module")

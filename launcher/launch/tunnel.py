@@ -15,7 +15,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any, Self
 
 from launcher.launch.channel import Refusals, is_refusal, keep_alive
@@ -28,6 +28,7 @@ AGENTS = 0
 _HANDSHAKE_WITHIN_S = 10.0
 # if more connections than this have not shown the key yet, the oldest is closed once it had this many seconds for it
 _MOST_UNKNOWN, _UNKNOWN_FOR_S = 128, 2.0
+_CLOSE_WITHIN_S = 1.0
 _BACKLOG = 1024
 _NUMBER_BYTES = 4
 
@@ -78,7 +79,14 @@ class Tunnel(ABC, threading.Thread):
 
     async def _serve(self) -> None:
         await self._over.wait()
-        for _ in range(10):  # forward what a store's client sent last: it is in this host's buffers already
+        await self._turns()  # forward what a store's client sent last: it is in this host's buffers already
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._turns()  # for the sockets of closed connections
+
+    async def _turns(self) -> None:
+        for _ in range(10):
             await asyncio.sleep(0)
 
     def _begin(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -142,27 +150,25 @@ class TunnelServer(Tunnel):
                     oldest.cancel()
 
     async def _admit(self, connection: socket.socket, address: str) -> None:
-        """Forward a connection to the store that it names, if it has the key."""
+        """Forward a connection to the store whose number it sends, if it has the key."""
         keep_alive(connection)
         task = asyncio.current_task()
         assert task is not None
         try:
             async with asyncio.timeout(_HANDSHAKE_WITHIN_S):
                 remote = await self._streams(connection, self._context)
-                number = int.from_bytes(await remote[0].readexactly(_NUMBER_BYTES))
-        except (OSError, EOFError) as error:
+        except OSError as error:
             if is_refusal(error):
                 self._refusals.note(address)
-            connection.close()
             return
         finally:
             self._unknown.pop(task, None)
-        try:
-            local = await asyncio.open_connection(LOOPBACK, self._ports[number])
-        except (OSError, KeyError):  # the store of earlier workers
-            remote[1].close()
-            return
-        await _forward(remote, local)
+        # no number, or that of earlier workers' store: the connection is closed
+        with closing(remote[1]), suppress(OSError, EOFError, KeyError):
+            async with asyncio.timeout(_HANDSHAKE_WITHIN_S):
+                number = int.from_bytes(await remote[0].readexactly(_NUMBER_BYTES))
+                local = await asyncio.open_connection(LOOPBACK, self._ports[number])
+            await _forward(remote, local)
 
 
 class TunnelClient(Tunnel):
@@ -191,15 +197,13 @@ class TunnelClient(Tunnel):
 
     async def _connect(self, connection: socket.socket, number: int) -> None:
         local = await self._streams(connection)
-        try:
+        # if node 0 cannot be reached, the store's client sees a closed connection, as if it had connected directly
+        with closing(local[1]), suppress(OSError):
             async with asyncio.timeout(_HANDSHAKE_WITHIN_S):
                 remote = await asyncio.open_connection(*self._server, ssl=self._context)
-        except OSError:  # the store's client sees a closed connection, as if it had connected to node 0 itself
-            local[1].close()
-            return
-        keep_alive(remote[1].get_extra_info("socket"))
-        remote[1].write(number.to_bytes(_NUMBER_BYTES))
-        await _forward(local, remote)
+            keep_alive(remote[1].get_extra_info("socket"))
+            remote[1].write(number.to_bytes(_NUMBER_BYTES))
+            await _forward(local, remote)
 
 
 def open_tunnel(place: HostPosition, key: str, say: Callable[[str], None]) -> TunnelServer | TunnelClient:
@@ -215,8 +219,16 @@ async def _forward(one: Streams, other: Streams) -> None:
     finally:
         for copy in copies:
             copy.cancel()
-        for _, writer in (one, other):
+        writers = one[1], other[1]
+        for writer in writers:
             writer.close()
+        try:
+            with suppress(OSError):  # lost, or the other side does not answer
+                async with asyncio.timeout(_CLOSE_WITHIN_S):
+                    await asyncio.gather(*(writer.wait_closed() for writer in writers), return_exceptions=True)
+        finally:
+            for writer in writers:
+                writer.transport.abort()
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
