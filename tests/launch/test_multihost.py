@@ -6,18 +6,19 @@ import dataclasses
 import json
 import socket
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launcher.errors import UserError
-from launcher.launch import multihost
+from launcher.launch import channel, multihost
 from launcher.launch.job_facts import differences, job_facts
 from launcher.launch.network import Route
 from launcher.launch.peers import FirstHost, OtherHost
 from launcher.plan.run_plan import RunPlan
-from tests.helpers import make_plan
+from tests.helpers import key_file, make_plan, patience
 from tests.infra.meeting import LO, TWO, free_port, wait_until
 
 
@@ -127,6 +128,105 @@ def test_strangers_do_not_break_the_meeting(tmp_path: Path, noise: bytes) -> Non
         other = Member(plan_in(tmp_path / "b"), port, first=False)
         (_, peers), (_, line) = first.wait(), other.wait()
         settle(peers, line)
+
+
+@pytest.fixture(scope="module")
+def key(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"cluster.key={key_file(tmp_path_factory.mktemp('key') / 'key.pem')}"
+
+
+def disturb(port: int) -> None:
+    """Send something to ``port``, and wait until it closes the connection."""
+    with socket.create_connection(("127.0.0.1", port), timeout=patience(30)) as stranger, suppress(ConnectionError):
+        stranger.sendall(b'{"launch": "launcher 1", "facts": {}}\n')
+        while stranger.recv(4096):
+            pass
+
+
+def refused(port: int) -> str:
+    return f"127.0.0.1:{port}: refused a connection from 127.0.0.1, without this job's cluster.key."
+
+
+def test_two_hosts_with_a_key_meet_and_strangers_are_reported_once(tmp_path: Path, key: str) -> None:
+    port = free_port()
+    first = Member(plan_in(tmp_path / "a", key), port, first=True)
+    wait_until(lambda: first.said)
+    with socket.create_connection(("127.0.0.1", port)):  # a silent one
+        for _ in range(3):
+            disturb(port)
+        assert first.said[1:] == [refused(port)]
+        large = {"facts": "x" * 2**20}  # more than a record of TLS, and than a socket holds
+        other = Member(plan_in(tmp_path / "b", key), port, first=False)
+        (plan, peers), (there, line) = first.wait(), other.wait()
+        assert (plan.node, there.node, there.run.id) == (0, 1, plan.run.id)
+        said: list[str] = []
+        peers.report_to(said.append)
+        peers._listener.refusals._next = 0.0  # a minute later
+        threads = [threading.Thread(target=disturb, args=(port,), daemon=True) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        line.ended(0, {"verdict": "done"} | large)
+        wait_until(lambda: peers.listen(0.01) or not any(thread.is_alive() for thread in threads))
+        assert said == [refused(port).replace("a connection", "3 connections, the last one")]
+        peers.ended(0, {"verdict": "done"} | large)
+        wait_until(lambda: peers.listen(0.01) or peers.complete())
+        assert peers.conclude() == (0, {"verdict": "done"} | large)
+        wait_until(lambda: line.listen(0.01) or line.complete())
+        assert line.conclude() == (0, {"verdict": "done"} | large)
+
+
+def test_a_host_with_another_key_or_with_none_is_refused_and_the_others_meet(tmp_path: Path, key: str) -> None:
+    port = free_port()
+    first = Member(plan_in(tmp_path / "a", key), port, first=True)
+    wait_until(lambda: first.said)
+    file = key_file(tmp_path / "other.pem")
+    wrong = Member(plan_in(tmp_path / "wrong", f"cluster.key={file}"), port, first=False)
+    assert str(wrong.wait()).startswith(f"cluster.key={file}: the program at 127.0.0.1:{port} has another key.\n")
+    none = Member(plan_in(tmp_path / "none"), port, first=False)
+    assert "waits for hosts, or needs a cluster.key.\n" in str(none.wait())
+    other = Member(plan_in(tmp_path / "b", key), port, first=False)
+    (_, peers), (_, line) = first.wait(), other.wait()
+    settle(peers, line)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["a", "b"]
+
+
+def test_a_host_with_a_key_does_not_join_one_without(tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "_INTRODUCTION_WITHIN_S", 0.2)
+    port = free_port()
+    first = Member(plan_in(tmp_path / "a"), port, first=True)
+    wait_until(lambda: first.said)
+    wrong = Member(plan_in(tmp_path / "wrong", key), port, first=False)
+    assert "waits for hosts, or was started without cluster.key.\n" in str(wrong.wait())
+    other = Member(plan_in(tmp_path / "b"), port, first=False)
+    (_, peers), (_, line) = first.wait(), other.wait()
+    settle(peers, line)
+
+
+def test_a_key_file_that_is_not_usable_ends_the_command_before_anything_starts(tmp_path: Path) -> None:
+    file = tmp_path / "missing.pem"
+    for first in (True, False):
+        member = Member(plan_in(tmp_path / "a", f"cluster.key={file}"), free_port(), first=first)
+        assert f"cluster.key={file}: cannot be read: No such file or directory." in str(member.wait())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("with_key", [False, True])
+def test_many_silent_connections_do_not_keep_a_host_out(
+    tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch, with_key: bool
+) -> None:
+    monkeypatch.setattr(channel, "_MOST_UNKNOWN", 4)
+    monkeypatch.setattr(channel, "_UNKNOWN_FOR_S", 0.05)
+    monkeypatch.setattr(channel, "_INTRODUCTION_WITHIN_S", 3600)
+    keys = (key,) if with_key else ()
+    port = free_port()
+    first = Member(plan_in(tmp_path / "a", *keys), port, first=True)
+    wait_until(lambda: first.said)
+    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(12)]
+    other = Member(plan_in(tmp_path / "b", *keys), port, first=False)
+    (_, peers), (_, line) = first.wait(), other.wait()
+    settle(peers, line)
+    for connection in silent:
+        connection.close()
 
 
 def test_a_third_host_is_told_that_all_places_are_taken(tmp_path: Path) -> None:
