@@ -2,9 +2,8 @@
 
 Types and defaults are here, values in ``conf/``; Hydra composes them. A default of None is decided by the plan, or
 belongs to another option of the group. Null for any other key means its default, or is refused where that would be
-ambiguous. The plan's parts extend the groups (launcher/plan/run_plan.py). A new key may also need a
-bound (launcher/plan/validation.py) and a rule for resuming (launcher/plan/resumable.py).
-docs/reference/configuration.md is generated from this file.
+ambiguous. The plan's parts extend the groups (launcher/plan/run_plan.py). A new key may need a bound (validation.py)
+and a rule for resuming (resumable.py) in launcher/plan. docs/reference/configuration.md is generated from this file.
 """
 
 from __future__ import annotations
@@ -72,7 +71,8 @@ class ClusterConfig:
     """auto: cuda if a GPU is visible (slurm: if the partition has GPUs), else cpu."""
     gpu: str | None = None
     """Only for `launch plan`: GPU of the hosts, such as h100, h200 or a100-40gb, which this machine need not have. The
-    plan is for its memory and formats. Names: launcher/plan/gpus.py. Default: what this machine has."""
+    plan is for its memory and formats. Names: launcher/plan/gpus.py. Default: what this machine has (slurm: unknown
+    memory)."""
     price_per_gpu_hour: float | None = None
     """Price of one rank's device for an hour, in any currency: `launch plan` then shows the cost of the run."""
     max_restarts: int = 0

@@ -99,7 +99,7 @@ def solve_cluster(
         slurm=slurm,
         gpu=config.gpu,
         price_per_gpu_hour=config.price_per_gpu_hour,
-        key=None if config.key is None else str(Path(site.cwd, config.key).expanduser()),
+        key=None if config.key is None else str(Path(site.cwd, Path(config.key).expanduser())),
     )
 
 

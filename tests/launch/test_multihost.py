@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from launcher.errors import UserError
+from launcher.errors import ConfigError, UserError
 from launcher.launch import channel, multihost
 from launcher.launch.job_facts import differences, job_facts
 from launcher.launch.network import Route
@@ -108,7 +108,7 @@ def test_versions_and_names_count_but_directories_do_not() -> None:
     elsewhere = dataclasses.replace(
         plan,
         run=dataclasses.replace(plan.run, id="other", dir="/somewhere"),
-        cluster=dataclasses.replace(plan.cluster, cwd="/else", interface="ib0", rendezvous="node-a:29400"),
+        cluster=dataclasses.replace(plan.cluster, cwd="/else", interface="ib0", rendezvous="node-a:29400", key="/k"),
     )
     here = job_facts(plan, None)
     assert differences(here, job_facts(elsewhere, None), "a", "b") == ""
@@ -200,6 +200,14 @@ def test_a_host_with_a_key_does_not_join_one_without(tmp_path: Path, key: str, m
     other = Member(plan_in(tmp_path / "b"), port, first=False)
     (_, peers), (_, line) = first.wait(), other.wait()
     settle(peers, line)
+
+
+def test_a_key_file_is_relative_to_where_the_command_was_typed() -> None:
+    plan = make_plan(*TWO, "cluster.key=keys/job.pem")
+    assert plan.cluster.key == str(Path(plan.cluster.cwd, "keys/job.pem"))
+    assert make_plan(*TWO, "cluster.key=~/job.pem").cluster.key == str(Path.home() / "job.pem")
+    with pytest.raises(ConfigError, match=r"cluster\.key=job\.pem: has no effect with"):
+        make_plan("cluster.key=job.pem")
 
 
 def test_a_key_file_that_is_not_usable_ends_the_command_before_anything_starts(tmp_path: Path) -> None:
