@@ -29,7 +29,6 @@ LAYERS = (
     ("loss",),
     ("task",),
     ("config",),
-    ("tls",),
     ("exchange",),
     ("rundir",),
     ("plan",),

@@ -173,23 +173,6 @@ def test_a_full_disk_is_an_error_of_the_store(server: StoreServer, key: Path, mo
     assert client(server, key).post("a", b"1")
 
 
-@pytest.mark.parametrize("mistake", ["missing", "empty", "certificate only", "readable by others"])
-def test_mistakes_of_the_key_file(mistake: str, key: Path, tmp_path: Path) -> None:
-    path = tmp_path / "key.pem"
-    text = key.read_text()
-    if mistake != "missing":
-        path.write_text(text if mistake == "readable by others" else "")
-    if mistake == "certificate only":
-        path.write_text(text[text.index("-----BEGIN CERTIFICATE") :])
-    if path.exists():
-        path.chmod(0o644 if mistake == "readable by others" else 0o600)
-    with pytest.raises(ConfigError) as caught:
-        client_context(path, "outer.key")
-    message = str(caught.value)
-    assert message.startswith(f"outer.key={path}: ")
-    assert ("chmod 600" if mistake == "readable by others" else "openssl req") in message
-
-
 @pytest.mark.parametrize(
     ("store", "found"),
     [("/shared/dir", None), ("dir", None), ("https://host:1", ("host", 1)), ("https://[::1]:1", ("::1", 1))],
