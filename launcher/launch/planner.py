@@ -38,6 +38,7 @@ from launcher.plan.gpus import find_gpu
 from launcher.plan.host import Partition, Site, allowed_env, batch_env
 from launcher.plan.initial_weights import InitialWeights, find_weights
 from launcher.plan.launch_plan import RunInfo, node_range
+from launcher.plan.ranking import require_equal_work
 from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import solve
 from launcher.plan.strategy_choice import choose_strategy, with_each_strategy
@@ -108,17 +109,21 @@ def _plan_strategy(config: Config, once: Once, *, starts: bool, advises: bool, w
 def trace_jobs(configs: Iterable[Config], once: Once, traced: Callable[[int, int], None]) -> None:
     """Make the traces that `launch plan` of these configs needs, all in one process, and store them for ``plan_job``.
 
+    Raises ConfigError, before anything is traced, if the jobs do not do the same work.
+
     Args:
         once: cache that ``plan_job`` will have.
         traced: called after each trace with the number of traces so far, and of all.
     """
-    plans: list[RunPlan] = []
+    all_solved, plans = list[RunPlan](), list[RunPlan]()
     for config in configs:
         chosen = config.strategy.kind is StrategyKind.auto
         for each in with_each_strategy(config) if chosen else [config]:
             with suppress(UserError):  # which plan_job reports
                 plan, solved, _ = _solve_job(each, once, starts=False)
+                all_solved.append(plan)
                 plans += _traced(plan, solved, weighs=chosen)
+    require_equal_work(all_solved)
     trace_plans(plans, traced)
 
 

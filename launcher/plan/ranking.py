@@ -100,16 +100,34 @@ class Ranking:
         return overlapping(self.by_gpu_time, lambda candidate: candidate.ranks)
 
 
+def require_equal_work(plans: Sequence[RunPlan]) -> None:
+    """Check that the plans can be ranked by the times of their steps, before any of these is known.
+
+    Raises:
+        ConfigError: they differ in the global batch or in the number of steps.
+    """
+    sizes = sorted({plan.batch.global_size for plan in plans})
+    if len(sizes) > 1:
+        raise ConfigError(
+            "batch.global_size", first_names([str(size) for size in sizes], _SHOWN_VALUES),
+            "differs between the cells, so that the times of their steps do not compare.",
+            "Set batch.global_size=N, and leave out batch.micro_size or batch.accumulation, which then follows.",
+        )  # fmt: skip
+    lengths = sorted({plan.train.steps or 0 for plan in plans})
+    if len(lengths) > 1:
+        raise ConfigError(
+            "train.steps", first_names([str(steps) for steps in lengths], _SHOWN_VALUES),
+            "differs between the cells, so that their GPU-hours do not compare.", "Do not vary the length of the run.",
+        )  # fmt: skip
+
+
 def rank(candidates: Sequence[Candidate], refused: Iterable[tuple[str, str]] = ()) -> Ranking:
     """Return the ranking of ``candidates``.
 
     Args:
+        candidates: plans that do the same work, see ``require_equal_work``.
         refused: (label, reason) of the settings that have no plan.
-
-    Raises:
-        ConfigError: the candidates do not do the same work, so the time of a step does not compare them.
     """
-    _require_equal_work(candidates)
     fitting = [candidate for candidate in candidates if not candidate.missing_bytes]
     timed = [candidate for candidate in fitting if candidate.step is not None]
     too_large = [candidate for candidate in candidates if candidate.missing_bytes]
@@ -162,22 +180,6 @@ def overlapping(best_first: Sequence[Candidate], factor: Callable[[Candidate], f
     first = best_first[0]
     limit = factor(first) * _step(first).high_s
     return (first, *(each for each in best_first[1:] if factor(each) * _step(each).low_s <= limit))
-
-
-def _require_equal_work(candidates: Sequence[Candidate]) -> None:
-    sizes = sorted({candidate.plan.batch.global_size for candidate in candidates})
-    if len(sizes) > 1:
-        raise ConfigError(
-            "batch.global_size", first_names([str(size) for size in sizes], _SHOWN_VALUES),
-            "differs between the cells, so that the times of their steps do not compare.",
-            "Set batch.global_size=N, and leave out batch.micro_size or batch.accumulation, which then follows.",
-        )  # fmt: skip
-    lengths = sorted({candidate.plan.train.steps or 0 for candidate in candidates})
-    if len(lengths) > 1:
-        raise ConfigError(
-            "train.steps", first_names([str(steps) for steps in lengths], _SHOWN_VALUES),
-            "differs between the cells, so that their GPU-hours do not compare.", "Do not vary the length of the run.",
-        )  # fmt: skip
 
 
 def _step(candidate: Candidate) -> StepTime:

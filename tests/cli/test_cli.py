@@ -234,7 +234,6 @@ def test_all_stands_for_what_is_possible(launch: Launch, tmp_path: Path) -> None
             "batch.micro_siz=1,2: there is no such key.\n  did you mean 'batch.micro_size'?",
         ),
         (["-m", "strategy=ddp,fspd"], "strategy=fspd: there is no such option"),
-        (["-m", "batch.global_size=64,128", NOT_TIMED], "batch.global_size=64, 128: differs between the cells"),
         (["-m", "batch.micro_size=3,5"], "No cell of this sweep can run.\n  batch.micro_size=3: batch.global_size=64"),
         (["-m", "cluster.link_gbit=3,5"], "No cell of this sweep can run.\n  cluster.link_gbit=3.0: has no effect"),
         (
@@ -251,6 +250,13 @@ def test_a_mistake_in_a_comparison_is_one_message(launch: Launch, arguments: lis
     assert done.stdout == ""
     assert done.stderr.count("launch: error: ") == 1
     assert message in done.stderr
+
+
+def test_cells_that_do_not_compare_are_refused_before_any_is_measured(launch: Launch) -> None:
+    done = launch("plan", "-m", "batch.global_size=64,128")
+    assert done.returncode == 2
+    assert done.stderr.startswith("launch: error: batch.global_size=64, 128: differs between the cells"), done.stderr
+    assert done.stdout == ""
 
 
 def test_no_secret_reaches_the_plan(launch: Launch) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from launcher.errors import ConfigError
 from launcher.plan.forecast import StepTime
-from launcher.plan.ranking import Candidate, frontier, rank
+from launcher.plan.ranking import Candidate, frontier, rank, require_equal_work
 from launcher.plan.run_forecast import RunForecast
 from launcher.plan.work import OTHERS_BUSY
 from tests.helpers import make_plan
@@ -143,7 +143,7 @@ def test_equal_reasons_are_grouped() -> None:
 )
 def test_cells_that_do_not_do_the_same_work_are_refused(other: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        rank([candidate("a", 1.0), candidate("b", 1.0, other)])
+        require_equal_work([make_plan(), make_plan(other)])
 
 
 def test_notes_that_all_plans_have_are_shown_once() -> None:
