@@ -1,11 +1,11 @@
 """Time of `launch runs`, `status` and `report` for many runs, and size of the page.
 
     python jobs/bench_report.py [--runs 200] [--steps 10000] [--keep DIR]     # writes 3 GB, to a temporary directory
-    python jobs/bench_report.py --runs 5000 --steps 30 [--rounds 3]
+    python jobs/bench_report.py --runs 5000 --steps 30 [--rounds 3] [--killed]
 
-`report` runs twice: what the first one reads, the second one finds in a cache. Each round starts without a cache; the
-table has the median and the range of the rounds. The runs are synthetic: accumulation × workers × seeds, with as many
-lines as real ones, of the same length.
+Each run has left its entry, as runs do when they end; with --killed none has, and what the first `report` reads, the
+second one finds in a cache. Each round starts without a cache; the table has the median and the range of the rounds.
+The runs are synthetic: accumulation × workers × seeds, with as many lines as real ones, of the same length.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ from launcher.plan.launch_plan import RunInfo
 from launcher.plan.run_plan import TaskPlan
 from launcher.plan.solve import solve
 from launcher.quantities import count
+from launcher.record.report_entry import identity_of, leave_entry, read_entry
 from launcher.rundir import history
 from launcher.rundir.files import write_json
 from launcher.rundir.history import Submission
+from launcher.rundir.paths import RunPaths
 
 # fields of a record besides the figures below
 REST = {f"comm/all_reduce/figure_{number}": 0.1234567890123 + number for number in range(26)}
@@ -87,6 +89,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--killed", action="store_true", help="the runs were killed before they left an entry")
     parser.add_argument("--keep", type=Path, help="directory in which the runs are kept")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -96,8 +99,14 @@ def main() -> None:
         for name, (seed, accumulation, workers) in zip(names, grid, strict=False):
             if not (directory / name).exists():
                 make(directory, name, arguments.steps, accumulation, workers, seed)
+            paths = RunPaths(directory / name)
+            if arguments.killed:
+                paths.report_entry.unlink(missing_ok=True)
+            elif read_entry(paths.root, identity_of(paths.root)) is None:
+                leave_entry(paths)
         size = sum(path.stat().st_size for path in directory.glob("*/metrics.jsonl"))
-        print(f"{arguments.runs} runs of {arguments.steps:,} steps, {size / 1e9:.2f} GB of records")
+        ended = "killed before they left an entry" if arguments.killed else "with their entries"
+        print(f"{arguments.runs} runs of {arguments.steps:,} steps, {size / 1e9:.2f} GB of records, {ended}")
         report = ["report", str(directory)]
         commands = {
             "`launch runs`": ["runs"], "`launch status` of one": ["status", names[-1]],

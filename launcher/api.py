@@ -25,6 +25,8 @@ from launcher.plan.host import Site
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import solve
+from launcher.record.report_entry import leave_entry
+from launcher.report.answer import Finding
 from launcher.report.compare import Entry, RunComparison, side_by_side
 from launcher.report.live import Silence
 from launcher.report.measurement_cache import MeasurementCache
@@ -199,10 +201,17 @@ def compare_runs(asked: Sequence[RunPaths | SweepPaths], *, title: str, loss: fl
     return side_by_side(title, entries, cache.measurements(places), loss)
 
 
-def write_page(compared: RunComparison, place: Path, *, standalone: bool = False) -> None:
+def write_page(
+    compared: RunComparison,
+    place: Path,
+    answer: Sequence[Sequence[Finding]] | None = None,
+    *,
+    standalone: bool = False,
+) -> None:
     """Write the HTML page of a comparison.
 
     Args:
+        answer: findings of each task (``launcher.report.answer``), if they are known already.
         standalone: the page contains the plot library; False: it is a file beside the page, shared by all pages there.
 
     Raises:
@@ -210,11 +219,12 @@ def write_page(compared: RunComparison, place: Path, *, standalone: bool = False
     """
     from launcher.report.page import page, save_page
 
-    text = page(compared, datetime.now().astimezone(), standalone=standalone)
+    text = page(compared, datetime.now().astimezone(), answer, standalone=standalone)
     save_page(text, place, standalone=standalone)
 
 
 def _run_here(plan: LaunchPlan | RunPlan) -> int:
     verdict = local.run_job(plan, Silence(), Peers())
+    leave_entry(plan.paths)
     local.report_outcome(verdict.plan, verdict.summary)
     return verdict.status

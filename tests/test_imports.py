@@ -32,6 +32,7 @@ LAYERS = (
     ("exchange",),
     ("rundir",),
     ("plan",),
+    ("record",),
     (
         "launch", "train.world", "train.context", "train.precision", "train.optimizers", "train.schedules",
         "train.eval_metrics", "train.measure", "train.data", "train.parallel", "train.callback_set",

@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
-
 from launcher.cli import login, login_record
 from launcher.cli.names import Parser, resolve, resolve_any
 from launcher.cli.overrides import flags_first
@@ -36,8 +34,6 @@ from launcher.sweeps.reuse import look_at_sweeps
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from launcher.report.compare import RunComparison
 
 _WATCH_S = 2.0
 _DIR = "directory of the runs (default: runs)"
@@ -314,6 +310,7 @@ def launch_export(arguments: list[str]) -> int:
 def launch_report(arguments: list[str]) -> int:
     from launcher.api import compare_runs, write_page
     from launcher.report import comparison_tables
+    from launcher.report.answer import findings
     from launcher.report.page import library_name, require_place
 
     parser = _parser("report", "Compare runs: tables, plots, one HTML page.", run=False)
@@ -342,9 +339,10 @@ def launch_report(arguments: list[str]) -> int:
         if options.html is not None:
             write_page(compared, options.html, standalone=options.standalone)
         return EXIT_DONE
-    _show_comparison(compared)
+    answer = [findings(group) for group in compared.groups]
+    comparison_tables.print_comparison(live.console(), compared, answer)
     page = options.html or _page_of(options.what, chosen, options.dir)
-    write_page(compared, page, standalone=options.standalone)
+    write_page(compared, page, answer, standalone=options.standalone)
     library = "one file" if options.standalone else f"with {library_name()} beside it"
     print(f"\nThe page: {near(page.absolute())} ({library}; opens without network)")
     return EXIT_DONE
@@ -374,25 +372,3 @@ def _page_of(words: Sequence[str], chosen: Sequence[RunPaths | SweepPaths], runs
         return (runs if runs.is_dir() else Path()) / "report.html"
     first = chosen[0]
     return first.report if isinstance(first, SweepPaths) and len(chosen) == 1 else first.root.parent / "report.html"
-
-
-def _show_comparison(compared: RunComparison) -> None:
-    from launcher.report import answer, comparison_tables
-
-    console = live.console()
-    console.print(comparison_tables.terminal_table(compared, run_list.LISTED))
-    further = len(compared.rows) - run_list.LISTED
-    lines = [f"{further} further runs are not in this table: --csv and the page have all."] if further > 0 else []
-    shown = compared.rows[: run_list.LISTED]
-    lines += [f"{row.entry.label}: {row.entry.state}: {row.entry.detail}" for row in shown if row.entry.detail]
-    for group in compared.groups:
-        if group.loss is not None:
-            which = "given by --loss" if group.loss_given else "the lowest that every finished run reached"
-            of = f" of {group.target}" if len(compared.groups) > 1 else ""
-            lines.append(f"Hours to a smoothed training loss{of} of {group.loss:.4g} ({which}).")
-    for line in [*lines, *compared.notes]:
-        console.print(escape(line), soft_wrap=True, highlight=False)
-    for group in compared.groups:
-        console.print(escape(f"\n{group.target}:") if len(compared.groups) > 1 else "", highlight=False)
-        for finding in answer.findings(group):
-            console.print(f"[bold]{finding.subject}:[/] {escape(finding.text)}", highlight=False)

@@ -31,6 +31,7 @@ from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.placement import solve_script
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.validation import check
+from launcher.record.report_entry import leave_entry
 from launcher.report import live, run_list, tables
 from launcher.report.summary_table import summary_table
 from launcher.rundir.paths import SweepPaths
@@ -142,6 +143,8 @@ def _run_here(plan: LaunchPlan, peers: Peers, console: Console) -> int:
         console.print("", summary_table(plan.on(verdict.plan.cluster.nodes), verdict.summary))
     elif (recorded := RunPlan.of_record(plan.paths)) is not None:
         console.print("", summary_table(recorded, verdict.summary))
+    if first:
+        leave_entry(plan.paths)
     local.report_outcome(verdict.plan, verdict.summary)
     if BELL in verdict.plan.notify:
         console.bell()

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher.quantities import NO_INTERVAL, Interval, first_names
-from launcher.report.curves import SMOOTHED_OVER
-from launcher.report.measurements import RunData
+from launcher.record.curves import SMOOTHED_OVER
+from launcher.record.measurements import RunData
 from launcher.runs.status import RunState
 
 # (setting, value) pairs that runs on one line of a plot have in common

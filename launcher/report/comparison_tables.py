@@ -7,16 +7,20 @@ import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 from rich.table import Table
 
+from launcher.record.curves import SMOOTHED_OVER
+from launcher.report.answer import Finding
 from launcher.report.compare import Row, RunComparison
-from launcher.report.curves import SMOOTHED_OVER
-from launcher.report.run_list import COLOURS
+from launcher.report.run_list import COLOURS, LISTED
 from launcher.report.tables import tracker_lines
 from launcher.rundir.paths import RunPaths
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # figure -> how it is computed from metrics.jsonl
 DEFINITIONS = {
@@ -128,6 +132,30 @@ def speedup_cell(row: Row) -> str:
     if row.claimed_speedup is not None:
         return f"{row.claimed_speedup:.2f}"
     return f"{row.speedup.low:.2f}–{row.speedup.high:.2f}"
+
+
+def print_comparison(console: Console, comparison: RunComparison, answer: Sequence[Sequence[Finding]]) -> None:
+    """Print the table, the notes and the answer.
+
+    Args:
+        answer: findings of each task.
+    """
+    console.print(terminal_table(comparison, LISTED))
+    further = len(comparison.rows) - LISTED
+    lines = [f"{further} further runs are not in this table: --csv and the page have all."] if further > 0 else []
+    shown = comparison.rows[:LISTED]
+    lines += [f"{row.entry.label}: {row.entry.state}: {row.entry.detail}" for row in shown if row.entry.detail]
+    for group in comparison.groups:
+        if group.loss is not None:
+            which = "given by --loss" if group.loss_given else "the lowest that every finished run reached"
+            of = f" of {group.target}" if len(comparison.groups) > 1 else ""
+            lines.append(f"Hours to a smoothed training loss{of} of {group.loss:.4g} ({which}).")
+    for line in [*lines, *comparison.notes]:
+        console.print(escape(line), soft_wrap=True, highlight=False)
+    for group, findings in zip(comparison.groups, answer, strict=True):
+        console.print(escape(f"\n{group.target}:") if len(comparison.groups) > 1 else "", highlight=False)
+        for finding in findings:
+            console.print(f"[bold]{finding.subject}:[/] {escape(finding.text)}", highlight=False)
 
 
 def terminal_table(comparison: RunComparison, limit: int) -> Table:

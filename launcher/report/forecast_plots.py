@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from launcher.record.measurements import POLICY_TIMES
 from launcher.report.compare import Row, TaskGroup
-from launcher.report.measurements import POLICY_TIMES
 from launcher.report.plotly_format import NEUTRAL, Plot, axes_layout, bar_layout, escape
 
 _MEASURED, _LANE = "#2563eb", 0.2

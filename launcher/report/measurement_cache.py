@@ -1,21 +1,27 @@
-"""Cache of what `launch report` has read of runs, so that a further report of the same runs reads only what changed.
+"""Data of a report's runs: from the entry that each has left, from a cache, or from its files.
 
-One file for each directory of runs, in the user's cache directory. A run's entry is valid while the files that were
-read for it are the same. The content is a checksum and JSON: nothing in it is executed.
+The cache is one file for each directory of runs, in the user's cache directory. It has what was read of runs without an
+entry (``launcher.record.report_entry``): those that are not over, were killed, or are of another version. It is valid
+while the files that were read are the same. The content is a checksum and JSON: nothing in it is executed.
 """
 
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from launcher.plan.forecast_cache import user_cache, versions
-from launcher.report.measurements import FIGURES, RunData, read_all
+from launcher.process import die_with_parent
+from launcher.record.measurements import FIGURES, RunData, read_run
+from launcher.record.report_entry import Identity, identity_of, read_entry
 from launcher.rundir.files import write_text
 from launcher.rundir.paths import RunPaths
 from launcher.runs.status import Run, RunState, statuses_of
@@ -29,21 +35,34 @@ _PLAIN = (
     "problem", "resumed_after", "damaged_lines", "without_clock", "metrics", "minima", "trackers", "policies",
     "curves_json",
 )  # fmt: skip
-_ANY = RunPaths(Path())
-# what the measurements and the state of a run are read from
-_READ = tuple(
-    file.name
-    for file in (
-        _ANY.plan, _ANY.loop_plan, _ANY.config, _ANY.precision, _ANY.metrics, _ANY.summary, _ANY.job,
-        _ANY.newest_attempt,
-    )
-)  # fmt: skip
+# below this many bytes of records, starting processes takes longer than reading; a run's other files take as long as
+# 5 kB of them
+_ALONE_BYTES, _CONFIG_BYTES = 30_000_000, 5_000
 
-Identity = list[list[int] | None]
+
+def read_all(runs: Sequence[Path]) -> dict[Path, RunData]:
+    """Return the data of each directory in ``runs``, read from its files."""
+    sizes = {run: _CONFIG_BYTES + _size(run) for run in runs}
+    cores = min(len(os.sched_getaffinity(0)), len(sizes))
+    if cores < 2 or sum(sizes.values()) < _ALONE_BYTES:
+        return {run: read_run(run) for run in sizes}
+    largest_first = sorted(sizes, key=lambda run: -sizes[run])
+    # spawn: a forked process would inherit locks that another thread of this one may hold
+    # initializer: without it a worker would outlive this process, because it holds both ends of its own queue
+    context, end = multiprocessing.get_context("spawn"), partial(die_with_parent, os.getpid())
+    with ProcessPoolExecutor(cores, mp_context=context, initializer=end) as pool:
+        return dict(zip(largest_first, pool.map(read_run, largest_first, chunksize=1 + len(sizes) // 200), strict=True))
+
+
+def _size(run: Path) -> int:
+    try:
+        return RunPaths(run).metrics.stat().st_size
+    except OSError:
+        return 0
 
 
 class MeasurementCache:
-    """Measurements of a report's runs, from the cache, or from a run's files if they have changed.
+    """Measurements of a report's runs.
 
     Args:
         read: reads the measurements of runs.
@@ -59,7 +78,8 @@ class MeasurementCache:
     def statuses(self, runs: Iterable[RunPaths]) -> list[Run]:
         """Return name, directory, state and detail of each run.
 
-        Only "done" is taken from the cache. It is the one state that cannot change while the files stay the same.
+        Only "done" is taken from entries and cache. It is the one state that cannot change while the files stay the
+        same.
         """
         runs = [*runs]
         known: dict[Path, Run] = {}
@@ -93,82 +113,90 @@ class MeasurementCache:
 
 
 class _Directory:
-    """Cache file of one directory of runs.
+    """Entries of the runs in one directory, and its cache file.
 
-    The identity of a run's files is determined before any of them is read, so that an entry is never newer than its
-    identity.
+    The identity of a run's files is determined before any of them is read, so that what is cached is never newer than
+    its identity.
     """
 
     def __init__(self, place: Path) -> None:
         self._file = user_cache() / "reports" / f"{hashlib.sha256(os.fsencode(place)).hexdigest()[:32]}.json"
-        self._pairs, self._entries = _load(self._file)
+        self._pairs, self._cached = _load(self._file)
         self._opened_ns = time.time_ns()
         self._identities: dict[Path, Identity] = {}
+        self._entries: dict[Path, RunData] = {}
         self._done: dict[Path, list[str]] = {}
 
     def done(self, runs: Iterable[Path]) -> dict[Path, Run]:
-        """Return the runs that the cache knows as done."""
+        """Return the runs that are known as done."""
         found: dict[Path, Run] = {}
         for run in runs:
-            entry = self._entry(run)
-            if entry is not None and entry["done"] is not None:
-                name, detail = self._done[run] = entry["done"]
+            self._look_at(run)
+            if (cached := self._in_cache(run)) is not None and cached["done"] is not None:
+                self._done[run] = cached["done"]
+            if run in self._done:
+                name, detail = self._done[run]
                 found[run] = Run(name=name, dir=str(run), state=RunState.done, detail=detail)
         return found
 
     def note_states(self, runs: Iterable[Run]) -> None:
-        """Keep the states that were read, for the entries of these runs."""
+        """Keep the states that were read, for the cache."""
         self._done |= {Path(run.dir): [run.name, run.detail] for run in runs if run.state is RunState.done}
 
     def measurements(
         self, runs: Sequence[Path], read: Callable[[Sequence[Path]], dict[Path, RunData]]
     ) -> dict[Path, RunData]:
-        entries = {run: entry for run in runs if (entry := self._entry(run)) is not None}
-        known = {run: _decoded(entry, self._pairs) for run, entry in entries.items()}
+        known: dict[Path, RunData] = {}
+        for run in runs:
+            self._look_at(run)
+            if run in self._entries:
+                known[run] = self._entries[run]
+            elif (cached := self._in_cache(run)) is not None:
+                known[run] = _decoded(cached, self._pairs)
         missing = [run for run in runs if run not in known]
         if not missing:
             return known
         found = known | read(missing)
         # a file that was changed a moment ago may change again without another time or size
-        settled = [run for run in runs if _newest(self._identities[run]) < self._opened_ns - _SETTLED_S * 1e9]
+        settled = [
+            run
+            for run in runs
+            if run not in self._entries and _newest(self._identities[run]) < self._opened_ns - _SETTLED_S * 1e9
+        ]
         if any(run not in known for run in settled):
             self._store({run: found[run] for run in settled})
         return found
 
-    def _entry(self, run: Path) -> dict[str, Any] | None:
-        """Return the entry of a run; None unless it is of the files as they are."""
-        if run not in self._identities:
-            self._identities[run] = _identity(run)
-        entry = self._entries.get(run.name)
-        return entry if entry is not None and entry["identity"] == self._identities[run] else None
+    def _look_at(self, run: Path) -> None:
+        """Determine the identity of a run's files, and read the entry that it has left, once."""
+        if run in self._identities:
+            return
+        identity = self._identities[run] = identity_of(run)
+        if (entry := read_entry(run, identity)) is not None:
+            done, self._entries[run] = entry
+            if done is not None:
+                self._done[run] = done
+
+    def _in_cache(self, run: Path) -> dict[str, Any] | None:
+        """Return what is cached of a run; None unless it is of the files as they are."""
+        cached = self._cached.get(run.name)
+        return cached if cached is not None and cached["identity"] == self._identities[run] else None
 
     def _store(self, data: Mapping[Path, RunData]) -> None:
         import orjson
 
         pairs: dict[tuple[str, str], int] = {}  # most settings are the same in many runs
-        entries = {
+        cached = {
             run.name: {"identity": self._identities[run], "done": self._done.get(run), **_encoded(each, pairs)}
             for run, each in data.items()
         }
         with suppress(OSError, TypeError):  # TypeError: a number that JSON of 64 bits lacks
             self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            content = orjson.dumps({"versions": versions(), "settings": [*pairs], "runs": entries})
+            content = orjson.dumps({"versions": versions(), "settings": [*pairs], "runs": cached})
             write_text(self._file, f"{hashlib.sha256(content).hexdigest()}\n{content.decode()}")
             others = sorted(self._file.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)
             for path in others[:-MOST_FILES]:
                 path.unlink(missing_ok=True)
-
-
-def _identity(run: Path) -> Identity:
-    """Return number, size and times of each file that is read for a run; None for one that does not exist."""
-    found: Identity = []
-    for place in map(f"{run}/".__add__, _READ):
-        try:
-            status = os.stat(place)  # noqa: PTH116  (half the time of Path.stat)
-            found.append([status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns])
-        except OSError:
-            found.append(None)
-    return found
 
 
 def _newest(identity: Identity) -> int:
@@ -176,7 +204,7 @@ def _newest(identity: Identity) -> int:
 
 
 def _load(file: Path) -> tuple[list[tuple[str, str]], dict[str, Any]]:
-    """Return the settings and the entries of a cache file; none if it is missing, damaged or of another version."""
+    """Return the settings and the runs of a cache file; none if it is missing, damaged or of another version."""
     import orjson
 
     with suppress(OSError):

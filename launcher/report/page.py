@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from launcher.errors import UserError
 from launcher.quantities import count, first_names
-from launcher.report.answer import findings
+from launcher.report.answer import Finding, findings
 from launcher.report.compare import Row, RunComparison, TaskGroup, natural_sort_key, with_drawn_runs
 from launcher.report.comparison_tables import DEFINITIONS, Column, columns_of, page_headings, page_line
 from launcher.report.forecast_plots import forecast_plots
@@ -31,20 +31,28 @@ _CONSTANT = {
 _VALUES_SHOWN = 8
 
 
-def page(comparison: RunComparison, now: datetime, *, standalone: bool = True) -> str:
+def page(
+    comparison: RunComparison,
+    now: datetime,
+    answer: Sequence[Sequence[Finding]] | None = None,
+    *,
+    standalone: bool = True,
+) -> str:
     """Return the HTML text.
 
     Args:
         now: time with a time zone.
+        answer: findings of each task, if they are known already.
         standalone: the page contains the plot library; False: it needs ``library_name()`` beside it.
     """
     drawn: list[Plot] = []
     sections: list[dict[str, Any]] = []
-    for group in comparison.groups:
+    for number, group in enumerate(comparison.groups):
         shown = with_drawn_runs(group)
         numbered = list(enumerate([*heat_maps(group), *plots(shown), *forecast_plots(shown)], len(drawn)))
         drawn += [plot for _, plot in numbered]
-        section = {"target": group.target, "findings": findings(group), "plots": numbered, "hints": _hints(group)}
+        found = findings(group) if answer is None else answer[number]
+        section = {"target": group.target, "findings": found, "plots": numbered, "hints": _hints(group)}
         sections.append(section | {"left_out": _left_out(group, shown)})
     columns = columns_of(comparison)
     table = [page_line(row) | {"cells": _cells(columns, row)} for row in comparison.rows]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.quantities import count
+from launcher.record.curves import SMOOTHED_OVER, fewer_points, rounded
 from launcher.report import compare
 from launcher.report.compare import Key, Row, TaskGroup
-from launcher.report.curves import SMOOTHED_OVER, fewer_points, rounded
 from launcher.report.plotly_format import MAX_BARS, NEUTRAL, Plot, axes_layout, bar_layout, escape
 
 _COLOURS = (

@@ -11,9 +11,10 @@ from rich.table import Table
 from launcher.config.choices import Device, Tracker
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import bytes_text, count, exposed_text, prediction_text, speedup_text
+from launcher.record.measurements import task_metrics
 from launcher.report.tables import named_lines, near, tracker_lines
 from launcher.rundir.files import read_json
-from launcher.runs.status import metrics_text, task_metrics
+from launcher.runs.status import metrics_text
 
 # factor between global batch and noise scale from which they count as far apart: a step makes less than a fifth of the
 # progress of one without noise, or more than four fifths

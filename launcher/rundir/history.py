@@ -10,6 +10,7 @@ import getpass
 import json
 import os
 import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -76,6 +77,29 @@ def parse_submissions(job: dict[str, Any]) -> list[Submission]:
         ]
     except (AttributeError, TypeError):
         return []
+
+
+def last_accepted(entries: Sequence[Submission]) -> int:
+    """Return the number of the last submission that was not refused, from 0; -1 without one."""
+    return max((number for number, entry in enumerate(entries) if not entry.refused), default=-1)
+
+
+def has_started(newest_attempt: Mapping[str, Any], number: int) -> bool:
+    """Return whether the newest attempt, the object in incarnation.json, is of submission ``number``."""
+    return newest_attempt.get("incarnation", "").partition(".")[0] == str(number)
+
+
+def verdict_of(
+    summary: Mapping[str, Any], newest_attempt: Mapping[str, Any], entries: Sequence[Submission]
+) -> str | None:
+    """Return the verdict of the last submission; None until it starts, because the summary is of an earlier one."""
+    number = last_accepted(entries)
+    return summary.get("verdict") if number < 0 or has_started(newest_attempt, number) else None
+
+
+def early_end(summary: Mapping[str, Any]) -> str:
+    """Return why a run that is done ended before its last step; empty if it did not."""
+    return f"stopped early: {summary['stopped_early']}" if "stopped_early" in summary else ""
 
 
 def add_submission(paths: RunPaths, submission: Submission) -> int:

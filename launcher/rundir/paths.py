@@ -46,6 +46,7 @@ class RunPaths:
     job = _Path("job.json")  # list of submissions: who, when, as which job
     events = _Path("events.jsonl")  # one JSON object per start, stop, requeue, ...
     newest_attempt = _Path("incarnation.json")  # the newest start: only that start may write
+    report_entry = _Path("report_entry.jsonl")  # the run's part of a report, written when it ends
     code = _Path("code")  # directory of the code snapshot taken at submission
     slurm = _Path("slurm")  # submitit's folder: batch scripts, and output from before the agent's log starts
     logs = _Path("logs")
@@ -189,6 +190,7 @@ class SweepPaths:
     root: Path
 
     manifest = _Path("sweep.json")  # the cells, and the run of each
+    report_entry = _Path("report_entry.jsonl")  # the run's part of a report, written when it ends
     code = _Path("code")  # directory of code snapshots: one for each version of the code
     slurm = _Path("slurm")  # submitit's folder for the arrays
     report = _Path("report.html")  # page that `launch report` writes

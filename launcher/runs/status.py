@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from launcher.config.schema import ClusterKind, PrecisionKind
 from launcher.errors import SiteError
 from launcher.launch.slurm import client
 from launcher.launch.slurm.client import Listed
-from launcher.loss import RESERVED_NAMES
 from launcher.quantities import folded_names
+from launcher.record.measurements import task_metrics
 from launcher.rundir import history
 from launcher.rundir.files import last_lines, object_from_json, read_json
 from launcher.rundir.history import Submission
@@ -164,7 +163,7 @@ class _Read:
     @property
     def number(self) -> int:
         """Number of the last submission that was not refused, from 0; -1 without one."""
-        return max((n for n, submission in enumerate(self.submissions) if not submission.refused), default=-1)
+        return history.last_accepted(self.submissions)
 
     @property
     def last(self) -> Submission | None:
@@ -173,7 +172,7 @@ class _Read:
     @property
     def has_started(self) -> bool:
         """True if the last submission has started."""
-        return self.newest_attempt.get("incarnation", "").partition(".")[0] == str(self.number)
+        return history.has_started(self.newest_attempt, self.number)
 
     @property
     def job(self) -> str | None:
@@ -216,8 +215,7 @@ class _Read:
 
     @property
     def verdict(self) -> str | None:
-        """Verdict of the last submission; None until it starts, because the summary is that of an earlier one."""
-        return self.summary.get("verdict") if self.has_started or self.last is None else None
+        return history.verdict_of(self.summary, self.newest_attempt, self.submissions)
 
     @property
     def is_over(self) -> bool:
@@ -265,7 +263,7 @@ class _Read:
 
     def _of_slurm(self, listed: Listed | None, silent: bool) -> tuple[RunState, str]:
         if self.is_over:
-            return RunState.done, self._early_end
+            return RunState.done, history.early_end(self.summary)
         if listed is not None and listed.state not in client.ENDED:
             return self._active(listed)
         if silent:
@@ -305,11 +303,6 @@ class _Read:
             return RunState.running, "starting"
         return RunState.running, "its nodes lost contact; waiting for Slurm" if self.verdict == "failed" else ""
 
-    @property
-    def _early_end(self) -> str:
-        """Reason why a run that is done ended before its last step; empty if it did not."""
-        return f"stopped early: {self.summary['stopped_early']}" if "stopped_early" in self.summary else ""
-
     def _of_this_host(self) -> tuple[RunState, str]:
         alive = self.last.runs_here() if self.last is not None else False
         if alive:
@@ -320,7 +313,7 @@ class _Read:
             return RunState.cancelled, ""
         match self.verdict:
             case "done":
-                return RunState.done, self._early_end
+                return RunState.done, history.early_end(self.summary)
             case "stopped":
                 return RunState.stopped, "`launch resume` continues"
             case "failed":
@@ -347,21 +340,6 @@ def _object(path: Path) -> dict[str, Any]:
 
 def _created(plan: Mapping[str, Any]) -> str:
     return plan.get("run", {}).get("created", "")
-
-
-# the launcher's own metrics of training and evaluation
-_OWN_METRICS = {"eval/loss", *(f"train/{name}" for name in RESERVED_NAMES)}
-
-
-def task_metrics(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics in a record or a summary that the task's loss and its terms have, and those of further
-    evaluation sets."""
-    return {name: record[name] for name in _metric_names(tuple(record))}
-
-
-@lru_cache(1000)  # most records of a run have the same names
-def _metric_names(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name for name in names if name.startswith(("train/", "eval/")) and name not in _OWN_METRICS)
 
 
 def metrics_text(metrics: Mapping[str, float | None]) -> str:

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from launcher.plan.forecast_cache import user_cache
+from launcher.record.measurements import RunData
+from launcher.record.report_entry import leave_entry
 from launcher.report import measurement_cache
-from launcher.report.measurement_cache import MeasurementCache
-from launcher.report.measurements import RunData, read_all
+from launcher.report.measurement_cache import MeasurementCache, read_all
 from launcher.rundir import history
 from launcher.rundir.files import write_json
 from launcher.rundir.history import Submission
@@ -219,6 +220,19 @@ def test_reports_at_the_same_time(runs: list[Path]) -> None:
     report(runs)
     assert report(runs) == []
     assert [*(user_cache() / "reports").glob("*")] == [file], "no partial file is left"
+
+
+def test_entries_that_runs_have_left_are_taken_and_not_cached(runs: list[Path]) -> None:
+    leave_entry(RunPaths(runs[0]))
+    leave_entry(RunPaths(runs[1]))
+    assert report(runs) == ["run2", "run3"]
+    (file,) = (user_cache() / "reports").glob("*.json")
+    assert '"run2"' in file.read_text()
+    assert '"run0"' not in file.read_text()
+    assert report(runs) == []
+    make_run(runs[0].parent.parent / "other", "run0", loss=9.0).metrics.replace(runs[0] / "metrics.jsonl")
+    assert report(runs) == ["run0"]
+    assert report(runs) == []
 
 
 def test_nothing_is_written_beside_the_runs(runs: list[Path]) -> None:

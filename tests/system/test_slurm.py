@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from launcher.record.measurements import read_run
+from launcher.record.report_entry import identity_of, read_entry
 from tests.infra.jobs_on_slurm import JOB, Project, assert_as_undisturbed
 from tests.infra.runs import records
 from tests.infra.slurm import Cluster, needs_slurm
@@ -73,6 +75,7 @@ def test_cancelling_leaves_nothing_and_resuming_loses_nothing(
     assert_as_undisturbed(mine.run, undisturbed)
     assert "problem" not in {k for k, v in json.loads((mine.run / "wandb.json").read_text()).items() if v}
     mine.nothing_is_left()
+    assert read_entry(mine.run, identity_of(mine.run)) == (["own", ""], read_run(mine.run))
 
 
 @pytest.mark.parametrize(

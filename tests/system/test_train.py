@@ -11,6 +11,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.nn import functional
 
+from launcher.record.measurements import read_run
+from launcher.record.report_entry import identity_of, read_entry
 from launcher.train.data.randomness import Permutation
 from tests.conftest import Launch
 from tests.helpers import CORPUS
@@ -57,6 +59,7 @@ def test_the_main_job_learns_and_writes_everything_down(launch: Launch, tmp_path
     for text in ("64 samples = 4 micro-batch × 8 accumulation × 2 ranks", "step 24/24", "87.5% saved", "metrics.jsonl"):
         assert text in done.stdout
     assert processes_of(run) == []
+    assert read_entry(run, identity_of(run)) == (["main", ""], read_run(run)), "a report needs no other file"
 
 
 def reference_parameters(epochs: int, global_size: int) -> Tensor:

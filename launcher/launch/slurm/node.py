@@ -30,6 +30,7 @@ from launcher.launch.slurm.client import SlurmTask
 from launcher.launch.slurm.outcome import cancelled, conclude, conclude_failure, reason_to_requeue
 from launcher.plan.launch_plan import HostPosition, LaunchPlan
 from launcher.process import StopShield, die_with_parent, shared_interval, wait_until
+from launcher.record.report_entry import leave_entry
 from launcher.rundir import history
 from launcher.rundir.fencing import Attempt, Fence
 from launcher.rundir.files import read_json, write_text
@@ -59,6 +60,7 @@ def run_node(run_dir: str, submission: int) -> NoReturn:
         try:
             status = _run_or_report(task, fence, shield)
             if task.node == 0:
+                leave_entry(paths)
                 report_outcome(load_plan(paths.plan), {"verdict": "failed"} | (read_json(paths.summary) or {}))
         except Superseded as error:
             print(error, flush=True)

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import re
 import statistics
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from launcher.config.schema import PrecisionKind
+from launcher.loss import RESERVED_NAMES
 from launcher.plan.launch_plan import PLAN_FORMAT
 from launcher.plan.tracker_plan import trackers_of_plan
 from launcher.plan.windows import WARM_UP_WINDOWS
-from launcher.process import die_with_parent
 from launcher.quantities import Interval, interval
-from launcher.report.curves import SMOOTH_POINTS, Columns, Point, curve_json, smoothed_points, thinned
+from launcher.record.curves import SMOOTH_POINTS, Columns, Point, curve_json, smoothed_points, thinned
 from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths
-from launcher.runs.status import task_metrics
 
 # the latest prediction of the windows that the run's figures are of
 PREDICTED = ("predicted/step_s", "predicted/step_low_s", "predicted/step_high_s", "predicted/wire_bytes")
@@ -52,12 +48,11 @@ _PREDICTED_FOR = ("batch/micro_size", "batch/world_size")
 POLICY_TIMES = (
     "step_s", "low_s", "high_s", "data_s", "compute_s", "optimizer_s", "communication_s", "exposed_s",
 )  # fmt: skip
-# below this many bytes of records, starting processes takes longer than reading; a run's other files take as long as
-# 5 kB of them
-_ALONE_BYTES, _CONFIG_BYTES = 30_000_000, 5_000
 _SECTION = re.compile(r"^(?=[A-Za-z_])", re.MULTILINE)  # matches before each top-level key of config.yaml
 _OTHER_VERSION = "its plan was written by another version of launcher"
 _NOTHING_RECORDED = "nothing was recorded"
+# the launcher's own metrics of training and evaluation
+_OWN_METRICS = {"eval/loss", *(f"train/{name}" for name in RESERVED_NAMES)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,27 +94,6 @@ class RunData:
     def first_reached(self, loss: float) -> tuple[float, float] | None:
         """Return step and seconds at which the smoothed loss was first ``loss`` or lower; None if it never was."""
         return next(((step, seconds) for step, seconds, lowest in self.minima if lowest <= loss), None)
-
-
-def read_all(runs: Sequence[Path]) -> dict[Path, RunData]:
-    """Return the data of each directory in ``runs``."""
-    sizes = {run: _CONFIG_BYTES + _size(run) for run in runs}
-    cores = min(len(os.sched_getaffinity(0)), len(sizes))
-    if cores < 2 or sum(sizes.values()) < _ALONE_BYTES:
-        return {run: read_run(run) for run in sizes}
-    largest_first = sorted(sizes, key=lambda run: -sizes[run])
-    # spawn: a forked process would inherit locks that another thread of this one may hold
-    # initializer: without it a worker would outlive this process, because it holds both ends of its own queue
-    context, end = multiprocessing.get_context("spawn"), partial(die_with_parent, os.getpid())
-    with ProcessPoolExecutor(cores, mp_context=context, initializer=end) as pool:
-        return dict(zip(largest_first, pool.map(read_run, largest_first, chunksize=1 + len(sizes) // 200), strict=True))
-
-
-def _size(run: Path) -> int:
-    try:
-        return RunPaths(run).metrics.stat().st_size
-    except OSError:
-        return 0
 
 
 def read_run(run: Path) -> RunData:
@@ -358,3 +332,14 @@ def _figures(record: _Record, global_size: int, smoothed: list[Point], minima: l
         "train/loss_smoothed_min": minima[-1][2] if minima else None,
         "eval/loss": record.held_out[-1].loss if record.held_out else None,
     }
+
+
+def task_metrics(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics in a record or a summary that the task's loss and its terms have, and those of further
+    evaluation sets."""
+    return {name: record[name] for name in _metric_names(tuple(record))}
+
+
+@lru_cache(1000)  # most records of a run have the same names
+def _metric_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if name.startswith(("train/", "eval/")) and name not in _OWN_METRICS)

@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from launcher.cli.runs import launch_report, launch_runs
+from launcher.record.curves import POINTS, Point, thinned
+from launcher.record.measurements import read_run
 from launcher.report.compare import Entry, Row, lines_over_accumulation, set_efficiencies
-from launcher.report.curves import POINTS, Point, thinned
-from launcher.report.measurements import read_run
 from launcher.report.run_list import LISTED
 from launcher.rundir.paths import RunPaths
 from tests.infra.made_runs import make_run, read_records, write_records

@@ -1,0 +1,1 @@
+"""What the files of a run say: its settings, figures and curves, for reports."""
