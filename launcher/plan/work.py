@@ -66,8 +66,9 @@ class Work:
             gradients.
         window: everything else in the largest window of ``windows``: data, records, and what is done once for each
             window.
-        windows: whole windows of 1, SHORT and perhaps LONG micro-batches, under each sync policy. On one host with
-            their collectives; on several hosts without them, but with the copies into and out of their buffers.
+        windows: whole windows of 1, SHORT and LONG micro-batches, or of 1 and one of the others, under each sync
+            policy. On one host with their collectives; on several hosts without them, but with the copies into and out
+            of their buffers.
         collectives: whether the windows contain their collectives.
         notes: what the user should know about the measurement, such as other load on this machine.
         busy: whether other processes used this machine meanwhile.
@@ -131,8 +132,8 @@ def _on_line(sizes: Mapping[int, Seconds], accumulation: int) -> Seconds:
     parts = (1 - share) * sizes[short].value, share * sizes[long].value
     half = math.hypot(parts[0] * sizes[short].error, parts[1] * sizes[long].error)
     value = sum(parts)
-    if accumulation > long:  # on a busy machine the longer windows may have been the faster ones
-        value = max(value, sizes[long].value)
+    if accumulation > long:  # what noise cannot change: it takes at least as long, and no longer for each micro-batch
+        value = min(max(value, sizes[long].value), accumulation / long * sizes[long].value)
     return _with_error(value, half)
 
 
@@ -161,8 +162,9 @@ def measure_work(
 ) -> tuple[Work | None, str]:
     """Measure the work of ``plan`` on this machine, or return that of an equal earlier measurement.
 
-    It takes about ten seconds in which all cores of this machine that the job would use are busy. What was measured
-    while other processes used this machine is measured again, unless only what is known is asked for.
+    It takes about ten seconds, of a slow job up to a minute, in which all cores of this machine that the job would use
+    are busy. What was measured while other processes used this machine is measured again, unless only what is known is
+    asked for.
 
     Args:
         policies: sync policies of the plan's strategy that are measured.

@@ -49,7 +49,10 @@ def test_few_durations_have_a_wide_interval() -> None:
     assert seconds_of([1.0, 2.0, 3.0]) == Seconds(value=2.0, error=1.0)
 
 
-@given(st.floats(0, 10), st.floats(0.01, 10), st.integers(1, 64), st.sampled_from([(1, SHORT), (1, SHORT, LONG)]))
+@given(
+    st.floats(0, 10), st.floats(0.01, 10), st.integers(1, 64),
+    st.sampled_from([(1, SHORT), (1, LONG), (1, SHORT, LONG)]),
+)  # fmt: skip
 def test_a_window_of_any_size_follows_from_those_that_were_measured(
     first: float, each: float, accumulation: int, sizes: tuple[int, ...]
 ) -> None:
@@ -74,6 +77,14 @@ def test_a_larger_window_does_not_take_less_time() -> None:
     found = noisy.of_window(Sync.every, 16)
     assert found is not None
     assert found.value == 0.45
+
+
+def test_a_larger_window_takes_no_longer_for_each_micro_batch() -> None:
+    """The line through noisy short windows gave 2.8 s."""
+    noisy = worked({1: Seconds(value=0.1, error=0.1), SHORT: Seconds(value=0.28, error=0.1)})
+    found = noisy.of_window(Sync.every, 16)
+    assert found is not None
+    assert found.value == pytest.approx(16 / SHORT * 0.28)
 
 
 def test_work_as_json() -> None:
