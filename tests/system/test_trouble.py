@@ -59,7 +59,7 @@ def test_trouble_ends_the_run_with_its_own_words_first(
 
 
 def test_the_one_who_raised_is_named_not_the_one_who_was_ended_for_it(launch: Launch, project: Path) -> None:
-    done = launch("train", *OWN, "task.trouble=peer asleep", "train.steps=50")
+    done = launch("train", *OWN, "task.trouble=peer asleep", "train.steps=50", "cluster.grace_s=1")
     assert done.returncode == 1
     assert "launch: rank 0 failed: ValueError: rank 0 is the one" in done.stderr
     assert processes_of(project / "runs" / "own") == []
