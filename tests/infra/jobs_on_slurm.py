@@ -18,7 +18,7 @@ STEPS = 100
 # ten steps a second, so that there is time to disturb it
 JOB = (
     *OWN, "batch.global_size=12", "batch.micro_size=3", f"train.steps={STEPS}", "checkpoint.every=10",
-    "run.calibrate_s=5", "precision=bf16",
+    "run.calibrate_s=2", "precision=bf16",
 )  # fmt: skip
 
 

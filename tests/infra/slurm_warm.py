@@ -5,8 +5,9 @@ signals to it, and ends as it ends. Slurm sees the client as the task; the proce
 cgroup, so that Slurm finds and kills them as it does any task's. This needs ProctrackType=proctrack/cgroup, which sends
 every signal but SIGKILL to the task alone: with proctrack/linuxproc tasks are executed.
 
-Every other program is executed, with the client as its ``sys.executable``: the client is the interpreter of a virtual
-environment whose packages are those of the tests.
+The client is the ``sys.executable`` of the tasks, and of `launch` on the login host; what these start by it is forked as
+elsewhere (tests/infra/warm.py). Every other program is executed: the client is the interpreter of a virtual environment
+whose packages are those of the tests.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def enter_login(namespace: str, hosts_file: str, python: str) -> None:
     _call("mount", b"none", b"/", None, 0x4000 | 0x40000, None)  # MS_REC | MS_PRIVATE
     _call("mount", os.fsencode(hosts_file), b"/etc/hosts", None, 0x1000, None)  # MS_BIND
     socket.sethostname(LOGIN)
-    sys.executable = python
+    sys.executable = warm.PYTHON = python
 
 
 def main(place: str, *more: str) -> NoReturn:
@@ -170,7 +171,7 @@ def _keep(client: socket.socket) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32))  # one that comes early waits until the program takes it
     if not (pid := os.fork()):
         client.detach()  # the program's files may take its number
-        sys.executable = program.argv[0]
+        sys.executable = warm.PYTHON = program.argv[0]
         warm.become(program, files)
     for file in files:
         os.close(file)

@@ -45,7 +45,7 @@ from launcher.plan import work
 from launcher.process import handles
 
 ROOT = Path(__file__).resolve().parents[2]
-PYTHON = sys.executable  # a test may set another one
+PYTHON = sys.executable  # of the programs to be recognised; tests/infra/slurm_warm.py sets another one
 COLD = "LAUNCHER_TEST_COLD"
 PRELOADED = (
     "torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
