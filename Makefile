@@ -13,7 +13,7 @@ PYTEST_ARGS ?=
 train: $(VENV)/.installed
 	$(BIN)/launch train $(ARGS)
 
-PYTEST = -m pytest -n 4 --no-loadscope-reorder
+PYTEST = -m pytest -n 6 --no-loadscope-reorder
 test: lint tools
 	$(BIN)/python $(PYTEST) -m "not nightly" $(PYTEST_ARGS)
 

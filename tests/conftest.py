@@ -47,8 +47,8 @@ _numbers = itertools.count()
 def pytest_configure(config: pytest.Config) -> None:
     """Measure the machine once, in the process that the others inherit from, and stretch every limit accordingly."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores Ctrl-C
-    # Of all processes that a test starts: one that wakes up does not interrupt another one. Gloo's thread would interrupt
-    # the thread that has the lock of its connection, and poll for that lock as long as the scheduler lets it.
+    # Inherited by all processes of the tests: one that wakes up does not interrupt another one. Gloo's thread would
+    # interrupt the thread that has the lock of its connection, and then poll until it gets that lock.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     if SLOWNESS not in os.environ:
         began = time.perf_counter()

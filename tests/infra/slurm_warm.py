@@ -5,9 +5,9 @@ signals to it, and ends as it ends. Slurm sees the client as the task; the proce
 cgroup, so that Slurm finds and kills them as it does any task's. This needs ProctrackType=proctrack/cgroup, which sends
 every signal but SIGKILL to the task alone: with proctrack/linuxproc tasks are executed.
 
-The client is the ``sys.executable`` of the tasks, and of `launch` on the login host; what these start by it is forked as
-elsewhere (tests/infra/warm.py). Every other program is executed: the client is the interpreter of a virtual environment
-whose packages are those of the tests.
+The client is the ``sys.executable`` of the tasks, and of `launch` on the login host; programs that these start with it
+are forked as elsewhere (tests/infra/warm.py). Every other program is executed: the client is the interpreter of a
+virtual environment whose packages are those of the tests.
 """
 
 from __future__ import annotations

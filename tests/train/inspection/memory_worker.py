@@ -54,8 +54,8 @@ def peak(plan: RunPlan, sync: Sync) -> int:
 
 
 def undisturbed_peak(plan: RunPlan, sync: Sync, predicted: int) -> int:
-    """Measure once more if the peak is above the prediction on any rank: on a loaded machine a thread of gloo may hold a
-    buffer for longer."""
+    """Measure the peak, and once more if it is above the prediction on any rank: on a loaded machine a thread of gloo
+    may hold a buffer for longer."""
     found = peak(plan, sync)
     above = torch.tensor(int(found > (1 + TOLERANCE) * predicted))
     dist.all_reduce(above)
