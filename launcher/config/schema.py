@@ -1,9 +1,8 @@
 """Config schema: one dataclass per group, and under every field its meaning and unit.
 
 Types and defaults are here, values in ``conf/``; Hydra composes them. A default of None is decided by the plan, or
-belongs to another option of the group. Null for any other key means its default, or is refused where that would be
-ambiguous. The plan's parts extend the groups (launcher/plan/run_plan.py). A new key may need a bound (validation.py)
-and a rule for resuming (resumable.py) in launcher/plan. docs/reference/configuration.md is generated from this file.
+belongs to another option of the group. Null for any other key means its default, or is refused if ambiguous. The plan
+extends the groups (plan/run_plan.py). A new key may need a bound (plan/validation.py) and a rule (plan/resumable.py).
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from launcher.config.choices import (
     ContainerRuntime,
     Device,
     Float8Recipe,
+    GatherFormat,
     LrScaling,
     Norm,
     OnError,
@@ -141,7 +141,10 @@ class StrategyConfig:
     """ddp: DDP's find_unused_parameters; only with sync=every. The gradient of a parameter that no rank uses in a
     window is zero after its first use: momentum and weight decay still change it."""
     compress: Compress = Compress.none
-    """ddp: send gradients as bf16, or as low-rank factors (powersgd, with error feedback). fp16 is refused."""
+    """Format in which gradients are sent. ddp: bf16, or powersgd (low-rank factors, with error feedback); fp16 is
+    refused. fsdp, hsdp: int8 within a shard group, in blocks of 256 numbers with a scale each, summed in fp32."""
+    compress_parameters: GatherFormat = GatherFormat.none
+    """fsdp, hsdp: format in which matrices are gathered: int8 or float8 (e4m3), in blocks as with compress=int8."""
     powersgd_rank: int | None = None
     """powersgd: rank of the factors. Default: 1."""
     powersgd_start: int | None = None
@@ -342,8 +345,7 @@ class CheckpointConfig:
     """Metric of the evaluation, such as eval/accuracy: the checkpoint of the best one so far is saved, if none is
     otherwise due, and kept beside the newest. Default: none."""
     best_mode: BestMode | None = None
-    """Better value of that metric: min or max. Default: min if its name contains loss or perplexity;
-    any other name needs it."""
+    """Better value of that metric: min or max. Default: min for names with loss or perplexity; others need a value."""
     init_from: str | None = None
     """Initial parameters and buffers of a new run: those of another run's newest checkpoint (its name, its directory or
     a prefix of its name), of a checkpoint (.../checkpoints/step_000100), of a safetensors file, or of a directory with

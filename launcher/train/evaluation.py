@@ -261,7 +261,7 @@ def eval_mode(engine: Engine, name: str) -> Iterator[nn.Module]:
     engine.share_buffers(watch=False)
     module.eval()
     try:
-        with torch.no_grad(), engine.parallel.evaluation(), engine.context.evaluation(name or None):
+        with torch.no_grad(), engine.parallel.evaluation(exact=True), engine.context.evaluation(name or None):
             yield module
     finally:
         for part in training:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.data import IterableDataset, Subset
 
 from launcher.config.choices import SumFormat
-from launcher.config.schema import Compress, OnNonfinite, Parameters, PrecisionKind, ShortWindow
+from launcher.config.schema import Compress, GatherFormat, OnNonfinite, Parameters, PrecisionKind, ShortWindow
 from launcher.errors import CollectiveInLoss, DataError, NotFinite, SyncPolicyViolated, TaskError, UnusedParameters
 from launcher.plan.batch import Batch
 from launcher.plan.run_plan import EpochPlan, RunPlan
@@ -232,7 +232,7 @@ def _on_rank_0(tensors: Iterable[tuple[K, Tensor]], world: World, device: torch.
 
 
 def in_fp32(plan: RunPlan) -> RunPlan:
-    """Return the plan with minimal rounding: fp32 throughout, uncompressed gradients, no compiler."""
+    """Return the plan with minimal rounding: fp32 throughout, nothing compressed, no compiler."""
     return dataclasses.replace(
         plan,
         precision=dataclasses.replace(
@@ -242,7 +242,7 @@ def in_fp32(plan: RunPlan) -> RunPlan:
             parameters=Parameters.fp32,
             tf32=False,
         ),
-        strategy=dataclasses.replace(plan.strategy, compress=Compress.none),
+        strategy=dataclasses.replace(plan.strategy, compress=Compress.none, compress_parameters=GatherFormat.none),
         train=dataclasses.replace(plan.train, compile=False),
     )
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from launcher.config.choices import OuterCompress
+from launcher.train.parallel.block_codec import scale_blocks
 
 BLOCK = {OuterCompress.none: 1, OuterCompress.int8: 256, OuterCompress.int4: 64, OuterCompress.topk: 4096}
 _LARGEST = 64  # numbers that topk sends of a block
@@ -55,9 +56,8 @@ def decode(data: Tensor, compress: OuterCompress, length: int, dtype: torch.dtyp
 
 def _levels(blocks: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """Return the scale of each block in fp32, and its numbers in whole multiples of it, as int8."""
-    scales = (blocks.abs().amax(dim=1) / most).float()
-    divisor = torch.where(scales > 0, scales, 1).to(blocks.dtype).unsqueeze(1)
-    return scales, (blocks / divisor).round().clamp(-most, most).to(torch.int8)
+    scales, scaled = scale_blocks(blocks, most)
+    return scales, scaled.round_().clamp_(-most, most).to(torch.int8)
 
 
 def _bytes(*parts: Tensor) -> Tensor:

@@ -136,8 +136,12 @@ class Parallel:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def evaluation(self) -> AbstractContextManager[object]:
-        """Return a context for forward passes of ``module`` between two windows."""
+    def evaluation(self, *, exact: bool = False) -> AbstractContextManager[object]:  # noqa: ARG002
+        """Return a context for forward passes of ``module`` between two windows.
+
+        Args:
+            exact: with the parameters as a checkpoint has them, even if training gathers them quantised.
+        """
         return nullcontext()
 
     def gradient_order(self) -> list[str]:
