@@ -256,7 +256,7 @@ class RunPlan(LaunchPlan):
     """
 
     absent: ClassVar[Absent] = {
-        StrategyPlan: {"kind_reason": ""},
+        StrategyPlan: {"kind_reason": "", "compress_parameters": GatherFormat.none},
         PrecisionPlan: {
             "reason": "", "parameters": Parameters.fp32, "tf32": False, "float8_emulate": False, "float8_exclude": [],
             "float8_recipe": Float8Recipe.rowwise_with_gw_hp,

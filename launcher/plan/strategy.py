@@ -38,6 +38,10 @@ ITEM_BYTES: dict[str, int] = {
 }
 
 
+_FORMATS = {
+    StrategyKind.ddp: "DDP has strategy.compress=bf16 and powersgd.",
+    **dict.fromkeys(SHARDED, "Sharded models have strategy.compress=int8."),
+}
 _QUANTISED_BYTES = 1 + 4 / 256  # per number: its code, and a share of its block's scale in fp32
 
 
@@ -264,9 +268,10 @@ def _require_own_options(config: StrategyConfig, cluster: ClusterPlan) -> None:
     for name, strategies in of.items():
         value = getattr(config, name)
         if value not in (None, False, Compress.none, GatherFormat.none) and config.kind not in strategies:
+            belongs = f"It belongs to strategy={' and '.join(kind.value for kind in strategies)}."
             raise ConfigError(
                 f"strategy.{name}", value, f"has no effect with strategy={config.kind.value}.",
-                f"It belongs to strategy={' and '.join(kind.value for kind in strategies)}.",
+                f"{belongs} {_FORMATS.get(config.kind, '')}".rstrip() if name == "compress" else belongs,
             )  # fmt: skip
     for name in ("powersgd_rank", "powersgd_start"):
         if getattr(config, name) is not None and config.compress is not Compress.powersgd:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from launcher.config.choices import Compress, GatherFormat
 from launcher.plan.run_plan import StrategyPlan
@@ -62,6 +63,11 @@ class Part:
         return 0 if self.codes is None else math.ceil(self.numel / BLOCK)
 
     @property
+    def wide(self) -> torch.dtype:
+        """Return the format in which numbers are scaled."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @property
     def sent_bytes(self) -> int:
         return self.nbytes if self.codes is None else self.numel + self.blocks * _SCALE_BYTES
 
@@ -75,74 +81,64 @@ def part_of(numel: int, dtype: torch.dtype, dimensions: int, codes: torch.dtype 
 class Row:
     """Codec of one shard unit's row: the numbers that one rank sends to one other, parameter after parameter.
 
-    A row is sent as the scales, then the codes, then all that is not quantised.
+    A quantised part is sent as its scales, then its codes. The parts are converted one by one, which needs less memory
+    than all at once.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        self._quantised: list[tuple[Part, int, int]] = []  # with the places of its bytes, and among padded numbers
-        self._exact: list[tuple[Part, int]] = []
-        place = blocks = 0
-        for part in parts:
-            if part.codes is None:
-                self._exact.append((part, place))
-            else:
-                self._quantised.append((part, place, blocks * BLOCK))
-            place += part.nbytes
-            blocks += part.blocks
-        self.nbytes, self._blocks = place, blocks
+        self._parts = parts
+        self.nbytes = sum(part.nbytes for part in parts)
         self.sent_bytes = sum(part.sent_bytes for part in parts)
-        formats = {part.codes for part, *_ in self._quantised if part.codes is not None}
-        self._codes = formats.pop() if formats else torch.int8
-        wide = any(part.dtype == torch.float64 for part, *_ in self._quantised)
-        self._wide = torch.float64 if wide else torch.float32
 
     def encode(self, rows: Tensor) -> Tensor:
         """Return the bytes of ``rows`` [n, numbers]: [n, sent_bytes] in uint8."""
-        data = rows.view(torch.uint8)
-        padded = torch.zeros(len(data), self._blocks * BLOCK, dtype=self._wide, device=data.device)
-        for part, place, number in self._quantised:
-            padded[:, number : number + part.numel] = _numbers(data, place, part)
-        largest = _LARGEST[self._codes]
-        scales, scaled = scale_blocks(padded.view(len(data), -1, BLOCK), largest)
-        del padded
-        if self._codes is torch.int8:
-            scaled.round_()
-        codes = scaled.clamp_(-largest, largest).to(self._codes).view(torch.uint8).flatten(1)
-        return torch.cat(
-            [
-                scales.view(torch.uint8),
-                *(codes[:, number : number + part.numel] for part, _, number in self._quantised),
-                *(data[:, place : place + part.nbytes] for part, place in self._exact),
-            ],
-            dim=1,
-        )
+        data, pieces, place = rows.view(torch.uint8), list[Tensor](), 0
+        for part in self._parts:
+            found = data[:, place : place + part.nbytes]
+            place += part.nbytes
+            if part.codes is None:
+                pieces.append(found)
+                continue
+            if not _is_aligned(found, part.dtype):
+                found = found.clone(memory_format=torch.contiguous_format)
+            largest = _LARGEST[part.codes]
+            numbers = found.view(part.dtype).to(part.wide)
+            scales, scaled = scale_blocks(_in_blocks(numbers), largest)
+            if part.codes is torch.int8:
+                scaled.round_()
+            codes = scaled.clamp_(-largest, largest).to(part.codes)
+            pieces += [scales.view(torch.uint8), codes.view(torch.uint8).flatten(1)[:, : part.numel]]
+        return torch.cat(pieces, dim=1)
 
     def decode(self, sent: Tensor, rows: Tensor) -> None:
         """Write the numbers of the bytes ``sent`` [n, sent_bytes] to ``rows`` [n, numbers]."""
-        data = rows.view(torch.uint8)
-        at = self._blocks * _SCALE_BYTES
-        scales = sent[:, :at].clone(memory_format=torch.contiguous_format).view(torch.float32)
-        codes = torch.zeros(len(data), self._blocks * BLOCK, dtype=torch.uint8, device=data.device)
-        for part, _, number in self._quantised:
-            codes[:, number : number + part.numel] = sent[:, at : at + part.numel]
-            at += part.numel
-        wide = codes.view(self._codes).to(self._wide).view(len(data), -1, BLOCK)
-        numbers = wide.mul_(scales.to(self._wide).unsqueeze(2)).flatten(1)
-        for part, place, number in self._quantised:
-            values = numbers[:, number : number + part.numel].to(part.dtype).contiguous()
-            data[:, place : place + part.nbytes] = values.view(torch.uint8)
-        for part, place in self._exact:
-            data[:, place : place + part.nbytes] = sent[:, at : at + part.nbytes]
-            at += part.nbytes
+        data, at, place = rows.view(torch.uint8), 0, 0
+        for part in self._parts:
+            target, found = data[:, place : place + part.nbytes], sent[:, at : at + part.sent_bytes]
+            place += part.nbytes
+            at += part.sent_bytes
+            if part.codes is None:
+                target.copy_(found)
+                continue
+            head = part.blocks * _SCALE_BYTES
+            scales = found[:, :head].clone(memory_format=torch.contiguous_format).view(torch.float32)
+            numbers = _in_blocks(found[:, head:]).view(part.codes).to(part.wide)
+            numbers = numbers.mul_(scales.unsqueeze(2)).flatten(1)[:, : part.numel]
+            if _is_aligned(target, part.dtype):
+                target.view(part.dtype).copy_(numbers)
+            else:
+                target.copy_(numbers.to(part.dtype).contiguous().view(torch.uint8))
 
 
-def _numbers(data: Tensor, place: int, part: Part) -> Tensor:
-    """Return the numbers of ``part`` in rows of bytes. Beside parameters of other formats they may be unaligned."""
-    found = data[:, place : place + part.nbytes]
-    width = part.dtype.itemsize
-    if found.storage_offset() % width or data.stride(0) % width:
-        found = found.clone(memory_format=torch.contiguous_format)
-    return found.view(part.dtype)
+def _in_blocks(rows: Tensor) -> Tensor:
+    """Return ``rows`` [n, numbers] as [n, blocks, BLOCK], the last block filled up with zeros."""
+    missing = -rows.shape[1] % BLOCK
+    return (functional.pad(rows, (0, missing)) if missing else rows).reshape(len(rows), -1, BLOCK)
+
+
+def _is_aligned(data: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether rows of bytes can be viewed as ``dtype``. Beside parameters of other formats they may not."""
+    return data.storage_offset() % dtype.itemsize == 0 and data.stride(0) % dtype.itemsize == 0
 
 
 @functools.cache
