@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
-from launcher.config.choices import Float8Recipe, SumFormat
+from launcher.config.choices import Float8Recipe, GatherFormat, SumFormat
 from launcher.config.schema import (
     CheckpointConfig,
     MlflowConfig,
