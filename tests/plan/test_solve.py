@@ -291,7 +291,7 @@ def test_a_hang_is_found_later_than_a_stop_takes_or_never() -> None:
 EARLY = json.loads(Path(__file__).with_name("early_plan.json").read_text())
 # parts of the plan that extend config groups, and what a key means that an early plan lacks
 LATER_KEYS: dict[str, dict[str, Any]] = {
-    "strategy": {"kind_reason": ""},
+    "strategy": {"kind_reason": "", "compress_parameters": "none"},
     "precision": {
         "reason": "",
         "parameters": "fp32",

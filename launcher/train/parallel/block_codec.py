@@ -78,7 +78,7 @@ def part_of(numel: int, dtype: torch.dtype, dimensions: int, codes: torch.dtype 
     return Part(numel, dtype, codes if matrix else None)
 
 
-class Row:
+class RowCodec:
     """Codec of one shard unit's row: the numbers that one rank sends to one other, parameter after parameter.
 
     A quantised part is sent as its scales, then its codes. The parts are converted one by one, which needs less memory
@@ -142,12 +142,12 @@ def _is_aligned(data: Tensor, dtype: torch.dtype) -> bool:
 
 
 @functools.cache
-def row_of(parts: tuple[Part, ...]) -> Row | None:
+def row_of(parts: tuple[Part, ...]) -> RowCodec | None:
     """Return the codec of a row; None if nothing in it is quantised."""
-    return Row(parts) if any(part.codes is not None for part in parts) else None
+    return RowCodec(parts) if any(part.codes is not None for part in parts) else None
 
 
-def gathered_row(parameters: Sequence[Any], codes: torch.dtype | None) -> Row | None:
+def gathered_row(parameters: Sequence[Any], codes: torch.dtype | None) -> RowCodec | None:
     """Return the codec of what one rank sends when a group of torch's FSDP parameters is gathered."""
     return row_of(
         tuple(
@@ -162,7 +162,7 @@ def gathered_row(parameters: Sequence[Any], codes: torch.dtype | None) -> Row | 
     )
 
 
-def reduced_row(parameters: Sequence[Any], codes: torch.dtype | None) -> Row | None:
+def reduced_row(parameters: Sequence[Any], codes: torch.dtype | None) -> RowCodec | None:
     """Return the codec of what one rank sends to one other when the group's gradients are reduced, in fp32."""
     trained = (each for each in parameters if each.sharded_param.requires_grad)
     return row_of(
@@ -173,13 +173,13 @@ def reduced_row(parameters: Sequence[Any], codes: torch.dtype | None) -> Row | N
 
 
 def quantised(tensor: Tensor, ranks: int, codes: torch.dtype | None) -> Tensor:
-    """Return ``tensor`` as it is received if each of ``ranks`` ranks sends one shard of it."""
+    """Return ``tensor`` as it is received if each of ``ranks`` ranks sends one shard of it; one rank sends nothing."""
     rows = math.ceil(tensor.shape[0] / ranks) if tensor.ndim else 1
     part = part_of(rows * tensor.shape[1:].numel(), tensor.dtype, tensor.ndim, codes)
-    if part.codes is None:
+    if part.codes is None or ranks == 1:
         return tensor
     whole = tensor.new_zeros(ranks, part.numel)
     whole.view(-1)[: tensor.numel()] = tensor.flatten()
-    row = Row([part])
+    row = RowCodec([part])
     row.decode(row.encode(whole), whole)
     return whole.view(-1)[: tensor.numel()].view_as(tensor)

@@ -20,7 +20,7 @@ from torch import Tensor
 from launcher.plan.sync_policy import Collective
 from launcher.train.measure.comm_meter import Meter, Timer
 from launcher.train.measure.noise_scale import LocalGradNorm
-from launcher.train.parallel.block_codec import Row
+from launcher.train.parallel.block_codec import RowCodec
 
 # torch 2.13 renamed these two, and warns if the old names are used
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -102,7 +102,7 @@ class Gather:
         group: dist.ProcessGroup,
         async_op: bool = False,
         covers: int | None = None,
-        row: Row | None = None,
+        row: RowCodec | None = None,
     ) -> dist.Work | None:
         if row is None or self.exact:
             return self._gather(output_tensor, input_tensor, group, async_op, covers)
@@ -155,7 +155,7 @@ class Scatter:
         group: dist.ProcessGroup,
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
-        row: Row | None = None,
+        row: RowCodec | None = None,
     ) -> dist.Work | None:
         self._own_gradient.take([input_tensor])
         work: dist.Work | None = None
@@ -175,7 +175,7 @@ class Scatter:
         return work
 
     def _exchange(
-        self, exchanger: Exchanger, output: Tensor, parts: Tensor, group: dist.ProcessGroup, row: Row | None
+        self, exchanger: Exchanger, output: Tensor, parts: Tensor, group: dist.ProcessGroup, row: RowCodec | None
     ) -> None:
         self.finish()
         sent = parts if row is None else row.encode(parts)
@@ -191,7 +191,7 @@ class Scatter:
         if not self.defers:
             self.finish()
 
-    def _all_to_all(self, output: Tensor, parts: Tensor, group: dist.ProcessGroup, row: Row) -> None:
+    def _all_to_all(self, output: Tensor, parts: Tensor, group: dist.ProcessGroup, row: RowCodec) -> None:
         sent = row.encode(parts)
         received = torch.empty_like(sent)
         timer = self._meter.start_timer()
@@ -221,7 +221,7 @@ class Scatter:
 class OfUnit:
     """A collective of one shard unit, whose rows are sent as ``row()`` encodes them."""
 
-    def __init__(self, collective: Gather | Scatter, row: Callable[[], Row | None]) -> None:
+    def __init__(self, collective: Gather | Scatter, row: Callable[[], RowCodec | None]) -> None:
         self._collective, self._row = collective, row
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -231,7 +231,7 @@ class OfUnit:
         return self._collective(*args, **kwargs, row=self._row())
 
 
-def _add_decoded(row: Row, received: Tensor, own: Tensor, rank: int, output: Tensor) -> None:
+def _add_decoded(row: RowCodec, received: Tensor, own: Tensor, rank: int, output: Tensor) -> None:
     """Write the sum of the rows of all ranks to ``output``, in fp32 and in the order of ranks. This rank's ``own`` was
     not sent, and is exact."""
     decoded = torch.empty_like(output)

@@ -112,7 +112,9 @@ def test_memory_is_what_was_predicted(ranks: int, extra: str, launch: Launch, tm
     for forecast in plan.strategy.forecasts:
         assert forecast.peak_bytes == pytest.approx(peaks[forecast.sync.value], rel=TOLERANCE), forecast.sync
     smallest, largest = min(peaks.values()), max(peaks.values())
-    assert largest > 1.1 * smallest, "the policies differ in what they hold, or nothing was tested"
+    # rounded gradients are a second copy while they are sent, which `every` otherwise has room for
+    least = 1.02 if "compress" in extra else 1.1
+    assert largest > least * smallest, "the policies differ in what they hold, or nothing was tested"
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher.train.parallel.block_codec import Part, Row, part_of, row_of
+from launcher.train.parallel.block_codec import Part, RowCodec, part_of, row_of
 from tests.helpers import torchrun
 
 WORKER = Path(__file__).parent / "quantised_worker.py"
@@ -22,7 +22,7 @@ def test_error_is_a_share_of_the_largest_in_the_block(
     sizes: tuple[int, ...], dtype: torch.dtype, codes: torch.dtype, share: float
 ) -> None:
     """An int8 is off by half a step; a float8 by half of its last place, which is 32 from 256 to 448."""
-    row = Row([Part(size, dtype, codes) for size in sizes])
+    row = RowCodec([Part(size, dtype, codes) for size in sizes])
     numbers = torch.randn(3, sum(sizes)) * torch.logspace(-3, 2, sum(sizes))
     rows, back = numbers.to(dtype), torch.empty(3, sum(sizes), dtype=dtype)
     sent = row.encode(rows)
@@ -48,7 +48,7 @@ def test_what_is_not_a_wide_matrix_stays_as_it_is_beside_others() -> None:
         for part in parts
     ]
     data = torch.cat([v.to(p.dtype).contiguous().view(torch.uint8) for v, p in zip(values, parts, strict=True)], dim=1)
-    row = Row(parts)
+    row = RowCodec(parts)
     back = torch.empty_like(data)
     row.decode(row.encode(data), back)
     columns = [part.nbytes for part in parts]
@@ -63,7 +63,7 @@ def test_what_is_not_a_wide_matrix_stays_as_it_is_beside_others() -> None:
 @pytest.mark.parametrize("codes", [INT8, FLOAT8])
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_what_is_not_finite_is_seen(value: float, codes: torch.dtype) -> None:
-    row, numbers = Row([Part(600, torch.float32, codes)]), torch.randn(1, 600)
+    row, numbers = RowCodec([Part(600, torch.float32, codes)]), torch.randn(1, 600)
     numbers[0, 300] = value
     back = torch.empty_like(numbers)
     row.decode(row.encode(numbers), back)
@@ -73,7 +73,7 @@ def test_what_is_not_finite_is_seen(value: float, codes: torch.dtype) -> None:
 
 
 def test_zeros_and_the_smallest_numbers() -> None:
-    row, numbers = Row([Part(512, torch.float32, INT8)]), torch.zeros(1, 512)
+    row, numbers = RowCodec([Part(512, torch.float32, INT8)]), torch.zeros(1, 512)
     numbers[0, 300] = 1e-38
     back = torch.full_like(numbers, 5.0)
     row.decode(row.encode(numbers), back)
