@@ -1,7 +1,7 @@
 """Quantised gathers and gradients of real ranks against numpy, run by test_block_codec.py.
 
-argv: number of ranks; or also "nonfinite". Prints one JSON object from rank 0: by case, how far the gradient that the
-engine applies is from one that is quantised by hand, and from the exact one.
+argv: number of ranks; or also "nonfinite" or "collectives". Prints one JSON object from rank 0: by case, how far the
+gradient that the engine applies is from one that is quantised by hand, and from the exact one.
 """
 
 from __future__ import annotations
@@ -19,6 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from launcher import Engine, make_plan
+from launcher.config.schema import StrategyKind
+from launcher.plan.sync_policy import Layout
+from launcher.train.measure.comm_meter import Meter
+from launcher.train.measure.noise_scale import LocalGradNorm
+from launcher.train.parallel.block_codec import RowCodec, part_of
+from launcher.train.parallel.collectives import Gather, OfUnit, Scatter
 from launcher.train.world import World, device_of, join
 from tests.infra.workers import leave_group, print_on_rank_0
 
@@ -281,11 +287,37 @@ def nonfinite() -> dict[str, Any]:
     return results
 
 
+def collectives() -> dict[str, list[float]]:
+    """Return sums of what this rank receives through sends and receives, and through the collectives of GPUs."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    assert group is not None
+    row = RowCodec([part_of(700, torch.float32, 2, torch.int8), part_of(9, torch.float32, 1, torch.int8)])
+    generator = torch.Generator().manual_seed(rank)
+    own, gradients = torch.randn(709, generator=generator), torch.randn(2 * 709, generator=generator)
+    found: dict[str, list[float]] = {}
+    for exchanges, async_op in ((True, True), (False, True), (False, False)):
+        layout = Layout(shard_size=2, replicas=1, unit_bytes=0, root_bytes=0, gradient_bytes=0)
+        meter = Meter(StrategyKind.fsdp, layout, torch.device("cpu"))
+        gather, scatter = Gather(meter, exchanges=exchanges), Scatter(meter, LocalGradNorm(), exchanges=exchanges)
+        whole, part = torch.zeros(2 * 709), torch.zeros(709)
+        work = OfUnit(gather, lambda: row)(whole, own, group, async_op=async_op)
+        assert (work is None) == (not exchanges and not async_op)
+        if work is not None:
+            work.wait()
+        OfUnit(scatter, lambda: row)(part, gradients, group, dist.ReduceOp.SUM)
+        scatter.finish()
+        numbers = [whole.double().sum().item(), part.double().sum().item(), *map(float, meter.payload.values())]
+        found[f"exchanges={exchanges} async={async_op}"] = numbers
+    return found
+
+
 def main() -> None:
     plan = make_plan([*OPTIONS, "strategy=ddp"], samples=SAMPLES)
     join(World.here(), device_of(World.here(), plan.cluster.device), None)
     if "nonfinite" in sys.argv:
         print_on_rank_0(nonfinite())
+    elif "collectives" in sys.argv:
+        print_on_rank_0(collectives())
     else:
         print_on_rank_0({" ".join(case): compare(*case) for case in CASES[RANKS]})
     leave_group()

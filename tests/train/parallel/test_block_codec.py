@@ -111,3 +111,12 @@ def test_a_number_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
         reason = "head.weight" if "gradient" in name else "The loss of step 1 is not finite"
         assert reason in message, name
         assert "Nothing was applied" in message
+
+
+@pytest.mark.slow
+def test_the_collectives_of_gpus_send_and_sum_the_same(tmp_path: Path) -> None:
+    seen = json.loads(torchrun(WORKER, ["2", "collectives"], 2, tmp_path).splitlines()[-1])
+    exchanged, *others = seen.values()
+    assert len(others) == 2
+    assert all(other == exchanged for other in others), seen
+    assert exchanged[2:] == [0, 2 * (700 + 3 * 4 + 9 * 4), 2 * (700 + 3 * 4 + 9 * 4), 0, 0, 0]
