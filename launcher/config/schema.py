@@ -55,8 +55,7 @@ class ClusterConfig:
     """local: this machine; hosts: several, with the same command typed on each; slurm: a Slurm job; elsewhere: only for
     `launch plan`, which takes it for several hosts if no other cluster is named."""
     nodes: int | str = 1
-    """Number of hosts; a local job has one. Not local: "MIN:MAX", such as 2:4: the job continues with as many as
-    there are, at the same global batch. Quote it in a YAML file."""
+    """Number of hosts; a local job has one. Not local: a range such as "2:4": the job continues with those that are there."""
     rendezvous: str | None = None
     """hosts: HOST:PORT of the rendezvous, an address of the first host."""
     key: str | None = None
