@@ -140,7 +140,7 @@ class Scatter:
     def __init__(self, meter: Meter, own: LocalGradNorm, *, exchanges: bool) -> None:
         self._meter, self._own_gradient = meter, own
         self._exchanger = Exchanger(2, meter) if exchanges else None
-        self._pending: tuple[ExchangeWork, Callable[[], None]] | None = None
+        self._pending: tuple[ExchangeWork, Callable[[], object]] | None = None
         self._between_replicas: Timer | None = None
         self.defers = False  # the sum may be computed later, by `finish`
         self.sends_on = False  # an all-reduce between replicas follows

@@ -251,13 +251,27 @@ def compare(kind: str, sync: str, *options: str) -> dict[str, Any]:
         errors["exact"].append(distance(mine, {name: part * clip for name, part in true.items()}))
         errors["norm"].append(abs(result.grad_norm / norm - 1))
         payload = {each.value: traffic.payload_bytes for each, traffic in result.comm.kinds.items()}
+    with torch.no_grad():
+        exact.load_state_dict({name: full(p) for name, p in named.items()}, strict=False)
+        inputs, outputs = batch_of([0, 1]), list[Tensor]()
+        for option in (True, False):
+            with engine.parallel.evaluation(exact=option):
+                outputs.append(module(inputs))
+        evaluated = [(output - exact(inputs)).abs().max().item() for output in outputs]
     scatters = len(local)
     wanted_payload = {
         "reduce_scatter": scatters * sent_bytes(reference, ranks, gradients_as, {}, trained=True),
         "gathered_once": sent_bytes(reference, ranks, parameters_as, dict.fromkeys(narrow, 2), trained=False),
     }
     found = {name: max(values) for name, values in errors.items()}
-    return {**found, "same": same, "payload": payload, "wanted": wanted_payload, "seen": len(SEEN)}
+    return {
+        **found,
+        "same": same,
+        "payload": payload,
+        "wanted": wanted_payload,
+        "seen": len(SEEN),
+        "evaluated": evaluated,
+    }
 
 
 def nonfinite() -> dict[str, Any]:

@@ -97,6 +97,10 @@ def test_gradients_are_those_that_numpy_quantises(ranks: int, cases: int, tmp_pa
         assert found["norm"] < 1e-6, (name, found)
         assert found["same"], name
         assert found["seen"] == (0 if "bf16" in name else 2)
+        if "bf16" not in name:
+            exact, rounded = found["evaluated"]
+            assert exact < 1e-6, "an evaluation is of the parameters that a checkpoint has"
+            assert (rounded > 1e-4) == ("compress_parameters" in name), name
         payload, wanted = found["payload"], found["wanted"]
         assert payload["reduce_scatter"] == wanted["reduce_scatter"], name
         if "gather_once" in name:
