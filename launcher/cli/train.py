@@ -23,8 +23,9 @@ from launcher.errors import (
     UserError,
 )
 from launcher.launch import local, multihost
+from launcher.launch.credentials import require_credentials
 from launcher.launch.peers import Peers
-from launcher.launch.planner import new_run, plan_job, require_secrets, site_of
+from launcher.launch.planner import new_run, plan_job, site_of
 from launcher.launch.slurm import client, submit
 from launcher.plan.callback_plan import BELL
 from launcher.plan.launch_plan import LaunchPlan
@@ -81,7 +82,7 @@ def launch_run(arguments: list[str]) -> int:
         _require_startable(config, wait=wait)
         if not script or not Path(script[0]).is_file():
             raise UserError(f"launch run: {script[0] if script else 'nothing after --'}: there is no such script.")
-        require_secrets(config, of_script=True)
+        require_credentials(config, of_script=True)
         site = site_of(config.cluster)
         run = new_run(config.run, Path(script[0]).stem, site.cwd)
         plan = solve_script(config, site, run, script)

@@ -38,13 +38,7 @@ from launcher.config.choices import (
     Tracker,
 )
 from launcher.config.run_groups import OuterConfig, RunConfig, SweepConfig
-from launcher.config.tracker_groups import (
-    MlflowConfig,
-    PrometheusConfig,
-    TensorboardConfig,
-    TrackioConfig,
-    WandbConfig,
-)
+from launcher.config.tracker_groups import MlflowConfig, PrometheusConfig, TensorboardConfig, TrackioConfig, WandbConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +49,7 @@ class ClusterConfig:
     """local: this machine; hosts: several, with the same command typed on each; slurm: a Slurm job; elsewhere: only for
     `launch plan`, which takes it for several hosts if no other cluster is named."""
     nodes: int | str = 1
-    """Number of hosts; a local job has one. Not local: a range such as "2:4": the job continues with those that are there."""
+    """Number of hosts; 1 in a local job. Otherwise also a range, "2:4": the job continues with those present."""
     rendezvous: str | None = None
     """hosts: HOST:PORT of the rendezvous, an address of the first host."""
     key: str | None = None

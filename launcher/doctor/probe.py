@@ -35,8 +35,8 @@ from launcher.config.hydra import CONF
 from launcher.doctor import bandwidth
 from launcher.doctor.bandwidth import Worker
 from launcher.errors import LauncherError, SiteError
+from launcher.launch.credentials import require_wandb_key
 from launcher.launch.network import GLOO, NCCL, Route, free_port, interface_env, interfaces
-from launcher.launch.planner import require_wandb_key
 from launcher.launch.slurm.client import SlurmTask
 from launcher.launch.slurm.node import route_to, route_to_others
 from launcher.plan.host import allowed_env, file_system, visible_gpus

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import netrc
 import os
 import re
 import secrets
@@ -14,9 +13,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
-from launcher.config.choices import Tracker, WandbMode
 from launcher.config.schema import (
     ClusterConfig,
     ClusterKind,
@@ -29,13 +26,13 @@ from launcher.config.schema import (
     StrategyKind,
     Sync,
 )
-from launcher.errors import ConfigError, SiteError, UserError
+from launcher.errors import ConfigError, UserError
+from launcher.launch.credentials import require_credentials
 from launcher.plan import host
 from launcher.plan.batch import AUTO
-from launcher.plan.callback_plan import notify_entries, require_variables, solve_callbacks
 from launcher.plan.float8_support import require_float8
 from launcher.plan.gpus import find_gpu
-from launcher.plan.host import Partition, Site, allowed_env, batch_env
+from launcher.plan.host import Partition, Site, allowed_env
 from launcher.plan.initial_weights import InitialWeights, find_weights
 from launcher.plan.launch_plan import RunInfo, node_range
 from launcher.plan.ranking import require_equal_work
@@ -49,7 +46,6 @@ from launcher.plan.tracker_plan import require_trackers
 from launcher.plan.windows import ANY_NUMBER
 from launcher.process import RUN_DIR, RUN_ID
 from launcher.quantities import count
-from launcher.tls import client_context
 
 T = TypeVar("T")
 
@@ -135,7 +131,7 @@ def _solve_job(config: Config, once: Once, *, starts: bool) -> tuple[RunPlan, Co
         config = _not_at_hand(config)
     site = once(site_of, config.cluster) if starts else _site_if_known(config.cluster, once, notes)
     run = new_run(config.run, task_stem(config), site.cwd)
-    require_secrets(config)
+    require_credentials(config)
     # report errors that no task could cure before the task is inspected, which may take seconds
     try:
         unknown = _solve_any_task(config, site, run)
@@ -302,28 +298,6 @@ def _traced(plan: RunPlan, config: Config, *, weighs: bool) -> list[RunPlan]:
     return [plan] if config.train.predict is not Predict.never and _is_predictable(config) else []
 
 
-def require_secrets(config: Config, *, of_script: bool = False) -> None:
-    """Check that W&B will find its key, outer steps theirs, and messages and callbacks the environment variables that
-    they are to read, if they need one.
-
-    Args:
-        of_script: the job is a script of `launch run`, for which only ``notify`` counts.
-
-    Raises:
-        ConfigError, SiteError: they will not.
-    """
-    # a Slurm job finds a key in .netrc, or in a variable that the user lists in cluster.env
-    batch = config.cluster.kind is ClusterKind.slurm
-    env = batch_env(os.environ, ("HOME", *config.cluster.env)) if batch else os.environ
-    if not of_script and Tracker.wandb in config.trackers and config.wandb.mode is WandbMode.online:
-        require_wandb_key(env)
-    if config.outer.key is not None:
-        client_context(Path(config.outer.key), "outer.key")
-    if config.cluster.kind is not ClusterKind.hosts:  # there only the first host reports
-        require_variables(notify_entries(config.notify), env, passed_on=batch, key="notify")
-        require_variables(() if of_script else solve_callbacks(config.callbacks), env, passed_on=batch)
-
-
 def task_stem(config: Config) -> str:
     """Return the stem of a task's run names: ``bytes_gpt`` for ``BytesGPT``."""
     class_name = str(config.task.get("_target_", "")).rpartition(".")[2]
@@ -387,20 +361,3 @@ def run_of_script(env: Mapping[str, str]) -> RunInfo | None:
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         version=metadata.version("launcher"),
     )
-
-
-def require_wandb_key(env: Mapping[str, str]) -> None:
-    """Check that wandb.mode=online has a key, in ``env`` or in .netrc for the server's host. Raises SiteError."""
-    if env.get("WANDB_API_KEY") or env.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return
-    host = urlsplit(env.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    file = Path(env.get("NETRC") or Path(env.get("HOME", "~")).expanduser() / ".netrc")
-    try:
-        key = netrc.netrc(file).authenticators(host)
-    except (OSError, netrc.NetrcParseError):
-        key = None
-    if key is None:
-        raise SiteError(
-            f"wandb.mode=online: there is no key for {host}, neither in WANDB_API_KEY nor in {file}.\n"
-            "  Run `wandb login`, or use wandb.mode=offline and `wandb sync` later."
-        )

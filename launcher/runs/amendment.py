@@ -12,7 +12,8 @@ from importlib import metadata
 from launcher.config.hydra import amended, recompose
 from launcher.config.schema import BatchConfig, Config, PrecisionKind, ScheduleKind, StrategyKind
 from launcher.errors import ConfigError, UserError
-from launcher.launch.planner import emulation_notes, require_secrets, site_of, with_predictions
+from launcher.launch.credentials import require_credentials
+from launcher.launch.planner import emulation_notes, site_of, with_predictions
 from launcher.plan import windows
 from launcher.plan.batch import Batch
 from launcher.plan.float8_support import require_float8
@@ -92,7 +93,7 @@ def replan(paths: RunPaths, old: RunPlan, overrides: Sequence[str], *, force: bo
     if not changed and done:
         raise UserError(f"{name}: is done, and nothing changes.\n  Set a later end: train.steps=N.")
     at = standing(paths)
-    require_secrets(config)
+    require_credentials(config)
     keeps_strategy = config.strategy.kind is StrategyKind.auto and all(each.key != "strategy.kind" for each in changed)
     if keeps_strategy:
         config = with_strategy(config, old.strategy.kind)

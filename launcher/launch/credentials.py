@@ -1,0 +1,55 @@
+"""Credentials that a job needs: W&B's key, the key of outer steps, and variables of messages and callbacks."""
+
+from __future__ import annotations
+
+import netrc
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from launcher.config.choices import Tracker, WandbMode
+from launcher.config.schema import ClusterKind, Config
+from launcher.errors import SiteError
+from launcher.plan.callback_plan import notify_entries, require_variables, solve_callbacks
+from launcher.plan.host import batch_env
+from launcher.tls import client_context
+
+
+def require_credentials(config: Config, *, of_script: bool = False) -> None:
+    """Check that W&B will find its key, outer steps theirs, and messages and callbacks the environment variables that
+    they are to read, if they need one.
+
+    Args:
+        of_script: the job is a script of `launch run`, for which only ``notify`` counts.
+
+    Raises:
+        ConfigError, SiteError: they will not.
+    """
+    # a Slurm job finds a key in .netrc, or in a variable that the user lists in cluster.env
+    batch = config.cluster.kind is ClusterKind.slurm
+    env = batch_env(os.environ, ("HOME", *config.cluster.env)) if batch else os.environ
+    if not of_script and Tracker.wandb in config.trackers and config.wandb.mode is WandbMode.online:
+        require_wandb_key(env)
+    if config.outer.key is not None:
+        client_context(Path(config.outer.key), "outer.key")
+    if config.cluster.kind is not ClusterKind.hosts:  # there only the first host reports
+        require_variables(notify_entries(config.notify), env, passed_on=batch, key="notify")
+        require_variables(() if of_script else solve_callbacks(config.callbacks), env, passed_on=batch)
+
+
+def require_wandb_key(env: Mapping[str, str]) -> None:
+    """Check that wandb.mode=online has a key, in ``env`` or in .netrc for the server's host. Raises SiteError."""
+    if env.get("WANDB_API_KEY") or env.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return
+    host = urlsplit(env.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    file = Path(env.get("NETRC") or Path(env.get("HOME", "~")).expanduser() / ".netrc")
+    try:
+        key = netrc.netrc(file).authenticators(host)
+    except (OSError, netrc.NetrcParseError):
+        key = None
+    if key is None:
+        raise SiteError(
+            f"wandb.mode=online: there is no key for {host}, neither in WANDB_API_KEY nor in {file}.\n"
+            "  Run `wandb login`, or use wandb.mode=offline and `wandb sync` later."
+        )
