@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from launcher.config.choices import OuterCompress, OuterKind
 from launcher.config.run_groups import OuterConfig
@@ -113,7 +114,7 @@ def solve_outer(config: Config, batch: Batch, cluster: ClusterPlan) -> OuterPlan
             "Choose a batch.global_size that the ranks share equally.",
         )  # fmt: skip
     mixing = outer.mixing if outer.mixing is not None else 0.5 if outer.delay else 0.0
-    values = vars(outer) | {"mixing": mixing, "sites": sites}
+    values: dict[str, Any] = vars(outer) | {"mixing": mixing, "sites": sites}
     # ranks may have another working directory
     if outer.store is not None and server_address(outer.store) is None:
         values["store"] = str(Path(outer.store).absolute())
