@@ -33,7 +33,7 @@ FIGURES = (
     "time/data_s", "time/compute_s", "comm/exposed_s", "throughput/samples_per_s", *PREDICTED,
     "scaling/efficiency", "scaling/baseline_world_size",
     "comm/wire_bytes", "comm/wire_bytes_every", "comm/saved_fraction",
-    "comm/speedup", "comm/speedup_low", "comm/speedup_high",
+    "comm/speedup", "comm/speedup_low", "comm/speedup_high", "outer/step_bytes", "outer/step_s",
     "train/loss", "train/loss_smoothed", "train/loss_smoothed_min", "eval/loss",
 
     "total/hours", "total/cost", "loss/target", "loss/hours", "loss/cost", "loss/hours_unit", "loss/step",
@@ -205,6 +205,7 @@ class _Record:
         seen: latest value of every field of the records.
         calibration: latest record with results of the calibration.
         prediction: latest record with a prediction of windows like the last one.
+        outer: bytes that the first site has sent to others, and seconds that the exchange between sites has taken.
     """
 
     def __init__(self) -> None:
@@ -218,6 +219,7 @@ class _Record:
         self.damaged_lines = self.resumed_after = 0
         self.without_clock = False
         self.global_size = 0.0
+        self.outer = (0.0, 0.0)
 
     def add(self, record: dict[str, Any]) -> None:
         """Add a line. Its fields are looked up before anything changes, so that an invalid line adds nothing."""
@@ -236,12 +238,15 @@ class _Record:
         if (resumed_after := int(record.get("progress/measured_since", 0))) != self.resumed_after:
             self.resumed_after, self.global_size = resumed_after, 0.0
             self.full_windows.clear()
-            self.calibration, self.prediction = {}, {}
+            self.calibration, self.prediction, self.outer = {}, {}, (0.0, 0.0)
         if global_size > self.global_size:  # the ramp has reached its next stage
             self.global_size = global_size
             self.full_windows.clear()
         if window_samples == self.global_size:
             self.full_windows.append(window)
+        if "outer/sites" in record:
+            sent, spent = self.outer
+            self.outer = sent + record["outer/wire_bytes"], spent + record["outer/time_s"]
         self.points.append(point)
         if held_out is not None:
             self.held_out.append(point._replace(loss=held_out))
@@ -301,6 +306,10 @@ def _figures(record: _Record, global_size: int, smoothed: list[Point], minima: l
     columns = zip(*windows, strict=True) if windows else ()
     step_s, data_s, wire_bytes, wire_bytes_every = [statistics.median(column) for column in columns] or [None] * 4
     steps = interval([window[0] for window in windows]) if len(windows) > 2 else None
+    # an outer step is no part of time/step_s
+    sent, spent = record.outer
+    taken = last["step"] - record.resumed_after - last.get("outer/left_out_steps", 0)
+    outer_bytes, outer_s = (sent / taken, spent / taken) if "outer/sites" in last and taken > 0 else (None, None)
     exposed_s = 0.0 if last.get("batch/world_size") == 1 else record.calibration.get("comm/exposed_s")
     compute_s = None
     if step_s is not None and data_s is not None and exposed_s is not None:
@@ -317,7 +326,9 @@ def _figures(record: _Record, global_size: int, smoothed: list[Point], minima: l
         "time/data_s": data_s,
         "time/compute_s": compute_s if compute_s is not None and compute_s >= 0 else None,
         "comm/exposed_s": exposed_s,
-        "throughput/samples_per_s": global_size / step_s if step_s else None,
+        "throughput/samples_per_s": global_size / (step_s + (outer_s or 0.0)) if step_s else None,
+        "outer/step_bytes": outer_bytes,
+        "outer/step_s": outer_s,
         **{name: record.prediction.get(name) if record.global_size == global_size else None for name in PREDICTED},
         "comm/wire_bytes": wire_bytes,
         "comm/wire_bytes_every": wire_bytes_every,

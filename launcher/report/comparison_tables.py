@@ -35,7 +35,10 @@ DEFINITIONS = {
     "calibration before training; seconds. 0 on one worker; below zero: within the noise; absent: not measured",
     "time/compute_s": "time/step_s - time/data_s - comm/exposed_s (at least 0); absent if the latter was not "
     "measured or is longer than the step",
-    "throughput/samples_per_s": "batch/global_size / time/step_s, for the whole job",
+    "throughput/samples_per_s": "batch/global_size / (time/step_s + outer/step_s), for the whole job",
+    "outer/step_bytes": "with outer steps: bytes that the first site has sent to others, per step",
+    "outer/step_s": "with outer steps: seconds in which training stood still for them, per step; no part of "
+    "time/step_s",
     "scaling/efficiency": "(samples/s on W workers) / (W / W0 × samples/s on W0 workers), where W0 is the fewest "
     "workers of a finished run with the same other settings (except length, evaluation, logging and checkpoints); if "
     "there are several such runs, the fastest",
@@ -89,7 +92,7 @@ class Column:
 
 PREDICTED_STEP = "predicted/step_s"
 # columns that are left out if no run has a value
-_OPTIONAL = (PREDICTED_STEP, "total/cost", "loss/cost")
+_OPTIONAL = (PREDICTED_STEP, "outer/step_bytes", "outer/step_s", "total/cost", "loss/cost")
 # most metrics of the tasks' own losses in the terminal's table
 MOST_METRICS = 4
 COLUMNS = (
@@ -106,6 +109,8 @@ COLUMNS = (
     Column("scaling/efficiency", "efficiency", "", "efficiency", 1, ".1%"),
     Column("comm/wire_bytes", "wire", "MB/step", "MB/step", 1e-6, ",.2f"),
     Column("comm/saved_fraction", "saved", "", "saved", 1, ".1%"),
+    Column("outer/step_bytes", "between sites", "MB/step", "sites MB/step", 1e-6, ",.4f"),
+    Column("outer/step_s", "outer steps", "ms/step", "outer ms/step", 1e3, ",.1f"),
     Column("comm/speedup", "speed-up", "×", "speed-up", 1, ".2f"),
     Column("train/loss_smoothed", "loss, smoothed", "", "loss", 1, ".4f"),
     Column("eval/loss", "held-out loss", "", "", 1, ".4f"),

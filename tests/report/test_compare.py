@@ -282,3 +282,22 @@ def test_metrics_of_the_evaluation_are_columns(tmp_path: Path, capsys: pytest.Ca
     assert "eval/accuracy" in capsys.readouterr().out
     page = (tmp_path / "report.html").read_text()
     assert all(name in page for name in ("eval/accuracy", "eval/far/auroc", "best/value"))
+
+
+def test_speed_with_outer_steps_includes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """time/step_s does not; bytes and time between the sites are columns of their own."""
+    make_run(tmp_path / "runs", "together", "cluster.workers_per_node=2", step_s=0.2)
+    run = make_run(tmp_path / "runs", "apart", "cluster.workers_per_node=2", step_s=0.2)
+    lines = read_records(run)
+    for line in lines:
+        line |= {"outer/sites": 2, "outer/wire_bytes": 3e6, "outer/time_s": 0.05 * lines[0]["step"]}
+    write_records(run, lines)
+    assert launch(["report", "together", "apart", "--json", "--dir", str(tmp_path / "runs")]) == 0
+    together, apart = json.loads(capsys.readouterr().out)["runs"]
+    assert together["outer/step_s"] is None
+    assert apart["outer/step_bytes"] == pytest.approx(len(lines) * 3e6 / lines[-1]["step"])
+    spent = sum(line["outer/time_s"] for line in lines) / lines[-1]["step"]
+    assert apart["outer/step_s"] == pytest.approx(spent)
+    assert apart["throughput/samples_per_s"] == pytest.approx(
+        together["throughput/samples_per_s"] * 0.2 / (0.2 + spent)
+    )
