@@ -219,6 +219,12 @@ def test_the_start_of_a_message_finds_its_entry(site: Path, message: str) -> Non
     assert len(found) == 1, (titles, found)
 
 
+def test_the_page_for_unknown_addresses_works_at_any_depth(site: Path) -> None:
+    links = re.findall(r'(?:href|src)="([^"]*)"', (site / "404.html").read_text(encoding="utf-8"))
+    assert len(links) > 50
+    assert [link for link in links if not link.startswith("/")] == []
+
+
 def test_the_site_shows_signatures_and_formulas(site: Path) -> None:
     signatures = text_of(site / "reference" / "python-signatures.html")
     assert ":::" not in signatures
