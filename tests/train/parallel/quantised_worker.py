@@ -301,6 +301,22 @@ def nonfinite() -> dict[str, Any]:
     return results
 
 
+def overflow() -> dict[str, Any]:
+    """Return how many windows overflow, and what is left, with a loss scale that is too large for fp16."""
+    fp16 = ("precision=fp16", "precision.init_scale=1e7", "strategy.compress=int8")
+    plan = make_plan([*OPTIONS, "strategy=fsdp", "strategy.sync=every", *fp16], samples=SAMPLES)
+    engine = Engine(lambda: build(frozen=False), lambda p: torch.optim.SGD(p, 0.5), plan)
+    skipped, norms = 0, list[float]()
+    for batches in engine.windows(range(SAMPLES), batch_of):
+        for batch in batches:
+            engine.backward(*loss_of(engine.model, batch))
+        result = engine.step()
+        skipped += result.skipped
+        norms += [] if result.skipped else [result.grad_norm]
+    finite = all(full(p).isfinite().all().item() for p in engine.parallel.module.parameters())
+    return {"skipped": skipped, "norms": norms, "finite": finite}
+
+
 def collectives() -> dict[str, list[float]]:
     """Return sums of what this rank receives through sends and receives, and through the collectives of GPUs."""
     rank, group = dist.get_rank(), dist.group.WORLD
@@ -329,7 +345,7 @@ def main() -> None:
     plan = make_plan([*OPTIONS, "strategy=ddp"], samples=SAMPLES)
     join(World.here(), device_of(World.here(), plan.cluster.device), None)
     if "nonfinite" in sys.argv:
-        print_on_rank_0(nonfinite())
+        print_on_rank_0(nonfinite() | {"fp16": overflow()})
     elif "collectives" in sys.argv:
         print_on_rank_0(collectives())
     else:
