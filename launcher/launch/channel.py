@@ -112,6 +112,8 @@ class Channel:
             return
         try:
             self._socket.settimeout(0)  # its time limit is meant for sending
+            # the ssl module of Python 3.11 reports a host that does not answer as one that has closed the connection
+            socket.socket.recv(self._socket, 1, socket.MSG_PEEK)
             new = self._socket.recv(2**16)
         except OSError as error:
             if _would_block(error):

@@ -205,7 +205,7 @@ def test_a_host_with_a_key_does_not_join_one_without(tmp_path: Path, key: str, m
 def test_a_key_file_is_relative_to_where_the_command_was_typed() -> None:
     plan = make_plan(*TWO, "cluster.key=keys/job.pem")
     assert plan.cluster.key == str(Path(plan.cluster.cwd, "keys/job.pem"))
-    assert make_plan(*TWO, "cluster.key=~/job.pem").cluster.key == str(Path.home() / "job.pem")
+    assert make_plan(*TWO, 'cluster.key="~/job.pem"').cluster.key == str(Path.home() / "job.pem")
     with pytest.raises(ConfigError, match=r"cluster\.key=job\.pem: has no effect with"):
         make_plan("cluster.key=job.pem")
 
