@@ -42,7 +42,7 @@ def keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(tcp, socket.TCP_USER_TIMEOUT, LOST_AFTER_S * 1000)  # for unacknowledged data
 
 
-def is_refusal(error: BaseException) -> bool:
+def lacks_key(error: BaseException) -> bool:
     """Return True if a connection ended because the other side does not have the key, or does not speak TLS."""
     import ssl
 
@@ -118,7 +118,7 @@ class Channel:
         except OSError as error:
             if _would_block(error):
                 return
-            self.silent, self.refused = _unanswered(error), is_refusal(error)
+            self.silent, self.refused = _unanswered(error), lacks_key(error)
             new = b""
         finally:
             self._socket.settimeout(_SEND_WITHIN_S)

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import closing, suppress
 from typing import Any, Self
 
-from launcher.launch.channel import Refusals, is_refusal, keep_alive
+from launcher.launch.channel import Refusals, keep_alive, lacks_key
 from launcher.plan.launch_plan import HostPosition
 from launcher.plan.placement import endpoint
 from launcher.tls import client_context, server_context
@@ -158,7 +158,7 @@ class TunnelServer(Tunnel):
             async with asyncio.timeout(_HANDSHAKE_WITHIN_S):
                 remote = await self._streams(connection, self._context)
         except OSError as error:
-            if is_refusal(error):
+            if lacks_key(error):
                 self._refusals.note(address)
             return
         finally:
