@@ -45,6 +45,9 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
     if "outer/rounds" in summary:
         rounds = f"{count(summary['outer/rounds'], 'average')} of {summary['outer/sites']} sites"
         add("outer steps", f"{rounds}, {summary['outer/time_s'] * 1e3:,.1f} ms a step (mean)")
+        if "outer/synchronous_s" in summary:
+            took = f"{summary['outer/synchronous_s'] * 1e3:,.1f} ms a step"
+            add("", f"the gradient of a synchronous job would take {took} between the sites, without overlap")
     if summary.get("comm/wire_bytes_every"):
         sent, every = (bytes_text(summary[f"comm/{name}"]) for name in ("wire_bytes", "wire_bytes_every"))
         saved = f"{summary['comm/saved_fraction']:.1%} saved"

@@ -33,6 +33,9 @@ from launcher.train.outer.sites import Gathering, Sites, digest_of
 from launcher.train.parallel.base import Parallel, local, wide_copy
 from launcher.train.parallel.replicas import Buffers
 
+# most seconds for measuring what a synchronous step would cost between the sites
+MEASURED_S = 5.0
+
 
 class EngineOfSite(Protocol):
     """The part of an engine that outer steps use."""
@@ -117,6 +120,9 @@ class OuterSteps:
             for shared, parameter in zip(*self._locals(engine, [*self.shared]), strict=True):
                 shared.copy_(parameter)
         self._require_same(engine)
+        if (limit_s := engine.plan.train.calibrate_s) != 0:
+            numbers = sum(local(tensor).numel() for tensor in self.shared.values()) // _size_and_rank(self._replicas)[0]
+            self._sites.measure(4 * numbers, min(MEASURED_S, limit_s or MEASURED_S))
 
     def _require_same(self, engine: EngineOfSite) -> None:
         kinds = [kind.value for kind in self._sites.of_all(engine.plan.precision.kind)]

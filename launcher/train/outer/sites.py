@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import hashlib
 import pickle
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,6 +92,7 @@ class Sites:
         site, count: number of this site, and of all.
         rounds: outer steps of a fragment so far.
         total_seconds: time that this process has spent on outer steps.
+        synchronous_s: time of an exchange of the gradient between the sites, without overlap; None: not measured.
         joined: this site did not exist when the checkpoint was saved, and has loaded the first site's.
     """
 
@@ -102,6 +104,7 @@ class Sites:
         self._saved_until = -1
         self._world, self._size, self.joined = world, world.size, False
         self.rounds, self.total_seconds = 0, 0.0
+        self.synchronous_s: float | None = None
         self._seconds, self._payload_bytes = 0.0, 0  # since the last record
 
     def gather(self, tensor: Tensor) -> Gathering:
@@ -160,6 +163,31 @@ class Sites:
             self._saved_until = window + FLAGS_DELAY
         return bool(earlier[0]), saves
 
+    def measure(self, size: int, limit_s: float) -> None:
+        """Measure how long the sites would take to sum a gradient in each step, as a synchronous job does.
+
+        An all-reduce is repeated with twice as many bytes each time, up to ``size``. If there is no time for all of
+        them, what the largest one takes longer than the smallest one is scaled.
+
+        Args:
+            size: bytes of fp32 gradients that this rank would sum.
+            limit_s: seconds after which no larger one follows.
+        """
+        assert self._group is not None
+        n, began, payload_bytes = min(size, 1 << 14), time.perf_counter(), self._payload_bytes
+        seconds: list[float] = []
+        while True:
+            tensor, started = torch.zeros(max(1, n // 4)), time.perf_counter()
+            self._group.allreduce([tensor], dist.ReduceOp.SUM).wait()
+            seconds.append(max(self.of_all(time.perf_counter() - started)))
+            elapsed = max(self.of_all(time.perf_counter() - began))
+            if n == size or elapsed + 2 * seconds[-1] > limit_s:
+                break
+            n = min(size, 2 * n)
+        longer = max(0.0, seconds[-1] - seconds[0])
+        self.synchronous_s = seconds[0] + longer * size / n
+        self._payload_bytes = payload_bytes
+
     def add_time(self, seconds: float) -> None:
         """Add the time that an outer step has taken."""
         self._seconds += seconds
@@ -178,11 +206,11 @@ class Sites:
             "outer/time_s": self._seconds,
         }
         self._seconds, self._payload_bytes = 0.0, 0
-        return values
+        return values | self.totals()
 
     def totals(self) -> dict[str, float]:
         """Return metrics of the whole run beside the number of rounds and their time."""
-        return {}
+        return {} if self.synchronous_s is None else {"outer/synchronous_s": self.synchronous_s}
 
     def leave(self, *, stopped: bool) -> None:  # noqa: ARG002 (sites of one job stop together)
         """Wait until no other site needs an answer from this one. ``stopped``: steps of the plan are left."""

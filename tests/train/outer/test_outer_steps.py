@@ -279,3 +279,21 @@ def test_a_stop_at_one_site_stops_all_after_the_same_step(project: Path) -> None
     assert process.returncode == 75, output
     newest = [max(path.name for path in (run / site / "checkpoints").glob("step_*")) for site in ("", "sites/1")]
     assert newest[0] == newest[1]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_cost_of_a_synchronous_step_is_measured_and_changes_nothing(launch: Launch, project: Path) -> None:
+    finals = []
+    for seconds in ("0", "1"):
+        words = ["outer.every=3", "train.steps=4", f"run.calibrate_s={seconds}", f"run.name=measured{seconds}"]
+        done = launch("train", *JOB, *TWO_OF_ONE, *words, "task._target_=speech.fitted.Even")
+        assert done.returncode == 0, done.stdout + done.stderr
+        run = project / "runs" / f"measured{seconds}"
+        measured = [record.get("outer/synchronous_s", 0) > 0 for record in records(run)]
+        assert measured == [seconds == "1"] * 4
+        assert ("of a synchronous job would take" in done.stdout) == (seconds == "1")
+        finals.append((tensors(run / "checkpoints" / "step_000004"), [r["outer/payload_bytes"] for r in records(run)]))
+    assert finals[0][1] == finals[1][1], "the measurement is no traffic of the job"
+    for name, value in finals[0][0].items():
+        if name.startswith("model."):
+            assert value.equal(finals[1][0][name])
