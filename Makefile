@@ -89,7 +89,7 @@ bench-forecast: $(VENV)/.installed-dev tools
 	PYTHONPATH=. $(BIN)/python jobs/bench_forecast.py measure --out build/forecast.jsonl
 	PYTHONPATH=. $(BIN)/python jobs/bench_forecast.py report --results build/forecast.jsonl --to docs/explanations
 
-# Outer steps beside the synchronous job: here, and of the default model on the same hosts: docs/guides/outer.md. 30 minutes.
+# Outer steps beside the synchronous job: here, and of the default model on the same hosts: docs/guides/outer.md. 40 minutes.
 OUTER = $(BIN)/python jobs/outer.py --out build/outer.jsonl
 FAR = --tasks bytes_gpt --ways synchronous streaming
 OF_FAR = -- train.steps=60 task.width=128 task.seq_len=128 task.eval_samples=512
