@@ -17,13 +17,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from launcher.exchange.store import IDLE_S, DirectoryStore, valid_name
+from launcher.exchange.store import IDLE_S, MAX_VALUE_GIB, DirectoryStore, valid_name
 
 _HANDSHAKE_S = 10.0
 _MOST_HANDSHAKES = 64  # at a time; further connections wait in the listen queue
 _CHUNK = 1 << 20
 _REFUSAL_EVERY_S = 10.0  # at most one line about refused connections in this time
-MAX_VALUE_GIB = 64
 
 
 class StoreServer(ThreadingHTTPServer):

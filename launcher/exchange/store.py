@@ -18,13 +18,16 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, SiteError
+from launcher.quantities import bytes_text
 from launcher.tls import is_refusal
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")
 _PARTIAL = ".partial"  # directory of values that are being written; no name starts with a dot
 # seconds after which a connection that transfers nothing counts as broken
 IDLE_S = 60.0
+MAX_VALUE_GIB = 64
+_STATUSES = (http.client.OK, http.client.CREATED, http.client.NOT_FOUND, http.client.CONFLICT)
 
 
 class ExchangeStore(Protocol):
@@ -125,6 +128,11 @@ class HttpsStore:
         return http.client.HTTPSConnection(address, port, timeout=IDLE_S, context=context)
 
     def post(self, name: str, value: bytes) -> bool:
+        if len(value) > MAX_VALUE_GIB << 30:
+            raise SiteError(
+                f"outer.store: {name} has {bytes_text(len(value))}, and a server keeps values of {MAX_VALUE_GIB} GiB.\n"
+                "  Use more outer.fragments, or outer.compress; or a directory."
+            )
         if self._request("HEAD", name)[0] == http.client.OK:
             return False  # without sending it
         return self._request("PUT", name, value)[0] == http.client.CREATED
@@ -146,6 +154,7 @@ class HttpsStore:
         Raises:
             ConfigError: the server has another key.
             OSError: the server cannot be reached, or it cannot keep the value.
+            SiteError: it refuses the request, such as a value that is too large.
         """
         keeps = threading.get_ident() == self._owner
         connection, done = self._kept if keeps else self._new(), False
@@ -166,8 +175,11 @@ class HttpsStore:
         finally:
             if not (keeps and done):
                 connection.close()
-        if answer.status >= http.client.INTERNAL_SERVER_ERROR:
-            raise OSError(f"the server answered {answer.status}: {value[:200].decode(errors='replace')}")
+        if answer.status not in _STATUSES:
+            text = f"the server answered {answer.status}: {value[:200].decode(errors='replace')}"
+            if answer.status < http.client.INTERNAL_SERVER_ERROR:  # repeating the request would change nothing
+                raise SiteError(f"outer.store=https://{connection.host}:{connection.port}: {text}.")
+            raise OSError(text)
         return answer.status, value
 
 
@@ -184,7 +196,8 @@ def server_address(store: str) -> tuple[str, int] | None:
         port = parts.port
     except ValueError:
         port = None
-    if parts.scheme != "https" or not parts.hostname or not port or parts.path.strip("/") or parts.query:
+    more = "@" in parts.netloc or parts.path.strip("/") or parts.query
+    if parts.scheme != "https" or not parts.hostname or not port or more:
         raise ConfigError(
             "outer.store", store, "must be a directory that all sites see, or https://HOST:PORT.",
             "Start a server with `launch store DIRECTORY --listen HOST:PORT --key FILE`.",

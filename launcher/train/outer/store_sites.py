@@ -26,6 +26,7 @@ from launcher.train.outer.store_client import BEFORE_ALL, Closed, OuterExchange,
 from launcher.train.world import World
 
 T = TypeVar("T")
+_LEAVE_S = 5.0  # most seconds to tell the other sites that this one stops
 
 
 class StoreSites(Sites):
@@ -71,15 +72,16 @@ class StoreSites(Sites):
     def _store_problem(self, *, restored: bool) -> str | None:
         identity = self._store.decide("job", uuid.uuid4().hex.encode()).decode()
         record = self._paths.outer_store
-        known = (read_json(record) or {}).get("job")
-        if known is None and not restored and self._store.has(f"hello/site{self.site}"):
+        known = read_json(record) or {"job": identity, "run": uuid.uuid4().hex}
+        if known["job"] != identity:
+            return "it is not the store that this run has used before.\n  Restore it, or start a new run."
+        write_json(record, known)  # before the other sites see it, so that a run that is killed here can start again
+        own = known["run"].encode()
+        if self._store.decide(f"run/site{self.site}", own) != own and not restored:
             return (
                 f"it holds what another run has sent as site {self.site}.\n"
                 "  Use a new directory for each job, and another outer.site for each of its runs."
             )
-        if known not in (None, identity):
-            return "it is not the store that this run has used before.\n  Restore it, or start a new run."
-        write_json(record, {"job": identity})
         return None
 
     def introduce(self, wanted: list[str]) -> None:
@@ -132,17 +134,18 @@ class StoreSites(Sites):
 
     # exchanges
 
-    def send(self, exchange: OuterExchange, norm: float, payload: Tensor) -> None:
+    def send(self, exchange: OuterExchange, norm: float, payload: Tensor, buffers: Mapping[str, int]) -> None:
         """Start to send this site's part of an exchange.
 
         Args:
             norm: of the shared parameters before it, which is the same at all sites.
             payload: bytes in host memory.
+            buffers: length of each buffer whose values, in fp64, precede the outer gradients in ``payload``.
         """
         self._payload_bytes += payload.nbytes
         if not self._is_first:
             return
-        header = json.dumps({"norm": norm, "saved": self._paths.newest_step()}).encode()
+        header = json.dumps({"norm": norm, "saved": self._paths.newest_step(), "buffers": buffers}).encode()
         value = b"%d\n%b%b" % (len(header), header, payload.numpy().tobytes())
         name = f"{exchange.name}/site{self.site}"
         self._sending[exchange] = Sending(self._store, name, value)
@@ -183,26 +186,32 @@ class StoreSites(Sites):
 
     def _is_awaited(self, site: int, exchange: OuterExchange) -> bool:
         """Return whether a site that has not sent its part yet may still do so in time."""
-        if self._store.has(f"{exchange.name}/left{site}"):
-            return False
-        return site in self.newest.members or self._store.has(f"{exchange.name}/returned{site}")
+        if self._store.has(f"{exchange.name}/returned{site}"):
+            return True
+        return site in self.newest.members and not self._store.has(f"{exchange.name}/left{site}")
 
-    def receive(self, closed: Closed, norm: float, size: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield the number and the payload, in host memory, of each member of an exchange.
+    def receive(self, closed: Closed, norm: float, size: int) -> Iterator[tuple[int, dict[str, int], Tensor]]:
+        """Yield the number, the lengths of the buffers, and the payload in host memory of each member of an exchange.
 
         Args:
             norm: of this site's shared parameters.
-            size: bytes of each payload.
+            size: bytes of each member's outer gradients.
 
         Raises:
             SiteError: a part is missing or has another size; or a member's shared parameters were others.
         """
         for site in closed.members:
             value = self._part(closed.exchange, site) if self._is_first else None
-            problem = self._of_first(lambda value=value, site=site: _problem(value, site, closed.exchange, norm, size))
+            problem, buffers = self._of_first(
+                lambda value=value, site=site: (
+                    _problem(value, site, closed.exchange, norm, size),
+                    {} if value is None else _header(value)["buffers"],
+                )
+            )
             if problem is not None:
                 raise SiteError(f"outer.store={self._plan.store}: {problem}")
-            yield site, self._broadcast(value and value[-size:], size)
+            length = size + 8 * sum(buffers.values())
+            yield site, buffers, self._broadcast(value and value[-length:], length)
         self._note(closed)
 
     def _part(self, exchange: OuterExchange, site: int) -> bytes | None:
@@ -227,20 +236,27 @@ class StoreSites(Sites):
                 print(f"Average after step {closed.exchange.step}: site {site} {took}.", flush=True)
 
     def return_at(self, exchange: OuterExchange) -> None:
-        """Ask the other sites to wait for this one at an exchange, although it was no member of the last."""
-        self._of_first(lambda: self._store.decide(f"{exchange.name}/returned{self.site}", b"1") and None)
+        """Ask the other sites to wait for this one at an exchange, if they would not: it was no member of the last one,
+        or has said that it stops."""
+        self._of_first(lambda: self._return_at(exchange))
+
+    def _return_at(self, exchange: OuterExchange) -> None:
+        if self.site not in self.newest.members or self._store.has(f"{exchange.name}/left{self.site}"):
+            self._store.decide(f"{exchange.name}/returned{self.site}", b"1")
 
     def leave_before(self, exchange: OuterExchange) -> None:
-        """Tell the other sites not to wait for this one, which stops before an exchange."""
-        self._of_first(lambda: self._store.decide(f"{exchange.name}/left{self.site}", b"1") and None)
+        """Tell the other sites not to wait for this one, which stops before an exchange. It does not wait for the store
+        either: a checkpoint follows, and there may be little time for it."""
+        if self._is_first:
+            Sending(self._store, f"{exchange.name}/left{self.site}", b"1").join(_LEAVE_S)
 
     def note_left_out(self, steps: int, step: int, samples: int) -> None:
-        """Count steps that this site leaves out to continue after ``step``. ``samples``: of each."""
+        """Count steps that this site leaves out to continue after ``step``. ``samples``: of all of them."""
         self.left_out += steps
         if self._is_first:
             print(
                 f"Site {self.site} continues after step {step}, where the other sites are: it leaves out "
-                f"{count(steps, 'step')}, with {count(steps * samples, 'sample')} of its share.", flush=True,
+                f"{count(steps, 'step')}, with {count(samples, 'sample')} of its share.", flush=True,
             )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
@@ -307,8 +323,9 @@ class StoreSites(Sites):
     def _remove_old(self, saved: Mapping[str, int], until: OuterExchange) -> None:
         """Remove values that no site needs to resume from its newest checkpoint, or from the one before. The lists of
         members stay, so that a site that resumes from an even older one notices it."""
-        everywhere = min((saved.get(str(site), 0) for site in range(self.number)), default=0)
-        first, self._removed_until = self._removed_until, max(self._removed_until, everywhere - self._plan.every)
+        # the site that closed the exchange before has removed what was not needed then
+        first = max(self._removed_until, self._not_needed_until(self.newest.saved))
+        self._removed_until = max(first, self._not_needed_until(saved))
         every, fragments = self._plan.every, self._plan.fragments
         for step in range(first + 1, min(self._removed_until, until.step - 1) + 1):
             for fragment in range(fragments):
@@ -316,6 +333,9 @@ class StoreSites(Sites):
                     for site in range(self.number):
                         name = f"{OuterExchange(step, fragment).name}/site{site}"
                         self._store.remove(name)
+
+    def _not_needed_until(self, saved: Mapping[str, int]) -> int:
+        return min(saved.get(str(site), 0) for site in range(self.number)) - self._plan.every
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
@@ -336,11 +356,10 @@ def _problem(value: bytes | None, site: int, exchange: OuterExchange, norm: floa
             "  Resume from a newer checkpoint: copy one of another site."
         )
     header = _header(value)
-    expected = size + len(value.partition(b"\n")[0]) + 1 + int(value.partition(b"\n")[0])
+    first = value.partition(b"\n")[0]
+    expected = len(first) + 1 + int(first) + 8 * sum(header["buffers"].values()) + size
     if len(value) != expected:
-        return (
-            f"{which} has {count(len(value), 'byte')} instead of {expected}: its model has other parameters or buffers."
-        )
+        return f"{which} has {count(len(value), 'byte')} instead of {expected}: its model has other parameters."
     if abs(header["norm"] - norm) > 1e-4 * max(abs(norm), 1e-30):
         return (
             f"{which} was computed with shared parameters of norm {header['norm']:g}, and this site's are {norm:g}.\n"

@@ -19,6 +19,7 @@ from launcher.config.choices import OuterCompress
 from launcher.errors import ConfigError
 from launcher.plan.outer import SENT_BYTES, OuterPlan
 from launcher.plan.run_plan import RunPlan
+from launcher.quantities import first_names
 from launcher.train.outer.codec import BLOCK, decode, encode
 from launcher.train.outer.outer_steps import EngineOfSite, OuterSteps, ResultOfSite, UnderWay
 from launcher.train.outer.sites import digest_of
@@ -39,11 +40,13 @@ class StoreOuterSteps(OuterSteps):
         self._stores = sites
         self._compresses = True  # a part that comes too late is kept like one that was not sent
         self._block = BLOCK[plan.compress]
-        self._statistics: list[Tensor] = []  # means of the changing buffers
+        self._statistics: dict[str, Tensor] = {}  # means of the changing buffers
         self._send_again: dict[int, int] = {}  # fragments that were under way, and when they are due
         self._norms: dict[int, float] = {}
         self.applied = BEFORE_ALL
         self._caught_up_after = BEFORE_ALL
+        self._continues_at = 0  # step after which this site continues, when it has left out others
+        self._taken_over = set[int]()  # fragments that were under way at the site whose checkpoint this one has loaded
 
     def on_setup(self, engine: EngineOfSite) -> None:
         super().on_setup(engine)
@@ -67,22 +70,28 @@ class StoreOuterSteps(OuterSteps):
         if not self._restored:
             self._share_model(engine)
         for fragment, due in self._send_again.items():
-            self._post(fragment, due, [self._means[name] for name in self._fragments[fragment]])
-        if self.applied.step > engine.steps:  # saved after it had caught up, before it continued there
-            self._continue_after(engine, self.applied.step)
+            kept = [self._means[name] for name in self._fragments[fragment]]
+            if self._sites.joined:  # the other site sends them, and this one receives the average
+                kept = [torch.zeros_like(each) for each in kept]
+                self._taken_over.add(fragment)
+            self._post(fragment, due, kept)
+        if self._continues_at > engine.steps:  # saved after it had caught up, before it continued there
+            engine.skip_to(self._continues_at)
         self._catch_up(engine)
 
     def _share_model(self, engine: EngineOfSite) -> None:
         named: dict[str, Tensor] = {**dict(engine.model.named_parameters()), **dict(engine.model.named_buffers())}
         digests = {name: digest_of(_whole(tensor.detach())).hex() for name, tensor in named.items()}
-        first = self._stores.agree_once("model/digests", {"site": self._stores.site, "digests": digests})
-        if first["digests"].keys() != digests.keys():
-            differing = sorted(first["digests"].keys() ^ digests.keys())
+        forms = {name: f"{[*tensor.shape]} {tensor.dtype}" for name, tensor in named.items()}
+        own = {"site": self._stores.site, "digests": digests, "forms": forms}
+        first = self._stores.agree_once("model/digests", own)
+        if first["forms"] != forms:
+            differing = sorted({name for name, _ in first["forms"].items() ^ forms.items()})
             raise ConfigError(
-                "outer.store",
-                self._plan.store,
-                f"the models of the sites have other parameters: {', '.join(differing[:3])}.",
-            )
+                "outer.store", self._plan.store,
+                f"the models of the sites have other parameters: {first_names(differing)}.",
+                "All sites must have the same model, in the same formats.",
+            )  # fmt: skip
         wanted = [name for name, digest in digests.items() if first["digests"][name] != digest]
         self._stores.introduce(wanted)
         others_want = self._stores.wanted_by_others()
@@ -110,10 +119,11 @@ class StoreOuterSteps(OuterSteps):
     def _post(self, fragment: int, due: int, changes: Sequence[Tensor]) -> None:
         """Start to send the outer gradients of a fragment, which are sharded as the parameters."""
         target = torch.cat([_whole(change).flatten() for change in changes])
-        statistics = [_bytes(buffer) for buffer in self._changing_buffers(fragment)]
+        buffers = self._changing_buffers(fragment)
+        sizes = {name: buffer.numel() for name, buffer in buffers.items()}
         padded = torch.nn.functional.pad(target, (0, -target.numel() % self._block))
-        payload = torch.cat([*statistics, encode(padded, self._plan.compress).cpu()])
-        self._stores.send(self._exchange(fragment, due), self._norm(fragment), payload)
+        payload = torch.cat([*map(_bytes, buffers.values()), encode(padded, self._plan.compress).cpu()])
+        self._stores.send(self._exchange(fragment, due), self._norm(fragment), payload, sizes)
         self._under_way[fragment] = UnderWay(target, due)
 
     def _receive(self, fragment: int) -> list[Tensor]:
@@ -121,6 +131,9 @@ class StoreOuterSteps(OuterSteps):
         closed = self._stores.close(self._exchange(fragment, under_way.due))
         means, own = self._means_of(closed)
         rest = under_way.target if own is None else under_way.target - own
+        if fragment in self._taken_over:
+            self._taken_over.discard(fragment)
+            rest = torch.zeros_like(rest)
         self._keep_unsent(fragment, self._parts(fragment, rest))
         return means
 
@@ -128,30 +141,30 @@ class StoreOuterSteps(OuterSteps):
         """Return the mean outer gradients of this rank's parts, flattened; and those of this site as it sent them, if
         it is a member."""
         fragment = closed.exchange.fragment
-        buffers = self._changing_buffers(fragment)
         like = [self.shared[name] for name in self._fragments[fragment]]
         numbers, dtype, device = sum(t.numel() for t in like), like[0].dtype, local(like[0]).device
         padded = -(-numbers // self._block) * self._block
         width = dtype.itemsize if self._plan.compress is OuterCompress.none else SENT_BYTES[self._plan.compress]
         size = round(width * padded)
         total, own = torch.zeros(numbers, dtype=dtype, device=device), None
-        statistics = torch.zeros(sum(buffer.numel() for buffer in buffers), dtype=torch.float64)
-        for site, data in self._stores.receive(closed, self._norm(fragment), size + statistics.nbytes):
-            statistics += data[: statistics.nbytes].view(torch.float64)
-            payload = data[statistics.nbytes :].to(device)
-            decoded = decode(payload, self._plan.compress, padded, dtype)[:numbers]
+        statistics: dict[str, list[Tensor]] = {}  # a site that starts now does not know yet which buffers change
+        for site, sizes, data in self._stores.receive(closed, self._norm(fragment), size):
+            *values, payload = data.split([*(8 * each for each in sizes.values()), size])
+            for name, value in zip(sizes, values, strict=True):
+                statistics.setdefault(name, []).append(value.view(torch.float64))
+            decoded = decode(payload.to(device), self._plan.compress, padded, dtype)[:numbers]
             total += decoded
             if site == self._stores.site:
                 own = decoded
-        means = (statistics / len(closed.members)).split([buffer.numel() for buffer in buffers])
-        self._statistics = [*means] if buffers else []
+        self._statistics = {name: torch.stack(values).mean(0) for name, values in statistics.items()}
         return self._parts(fragment, total / len(closed.members)), own
 
     def _take_step(self, engine: EngineOfSite, fragment: int, means: Sequence[Tensor], mixing: float) -> None:
         super()._take_step(engine, fragment, means, mixing)
         self._norms.pop(fragment, None)
-        for buffer, mean in zip(self._changing_buffers(fragment), self._statistics, strict=True):
-            buffer.copy_(mean.view_as(buffer))
+        buffers = dict(engine.model.named_buffers())
+        for name, mean in self._statistics.items():
+            buffers[name].copy_(mean.view_as(buffers[name]))
 
     def _apply(self, engine: EngineOfSite, fragment: int, mixing: float) -> None:
         exchange = self._exchange(fragment, self._under_way[fragment].due)
@@ -185,7 +198,7 @@ class StoreOuterSteps(OuterSteps):
 
         An exchange that an earlier process of this site took part in is none of them: this one repeats its steps.
         """
-        before, goal, exchange = self.applied, 0, self.applied
+        goal, exchange = 0, self.applied
         for exchange in self._following(self._newest()):
             closed = self._stores.closed(exchange)
             if closed is None or self._stores.site in closed.members:
@@ -197,9 +210,9 @@ class StoreOuterSteps(OuterSteps):
                 self._apply(engine, fragment, self._plan.mixing)
             self._apply_missed(engine, closed)
             goal = exchange.step
-        if goal and self.applied > before:
+        if exchange > self._newest():
             self._stores.return_at(exchange)
-        if goal > engine.steps:
+        if goal > max(engine.steps, self._continues_at):
             self._continue_after(engine, goal)
         self._caught_up_after = self.applied
 
@@ -211,8 +224,10 @@ class StoreOuterSteps(OuterSteps):
         self.applied = closed.exchange
 
     def _continue_after(self, engine: EngineOfSite, step: int) -> None:
-        left_out = step - engine.steps
-        self._stores.note_left_out(left_out, step, engine.plan.batch.global_size)
+        left_out = range(max(engine.steps, self._continues_at), step)
+        samples = sum(engine.plan.batch.global_size_at(window) for window in left_out)
+        self._stores.note_left_out(len(left_out), step, samples)
+        self._continues_at = step
         engine.skip_to(step)
 
     def _norm(self, fragment: int) -> float:
@@ -228,12 +243,12 @@ class StoreOuterSteps(OuterSteps):
         split = numbers.split([tensor.numel() for tensor in like])
         return [_part(each.view(t.shape), t).flatten() for each, t in zip(split, like, strict=True)]
 
-    def _changing_buffers(self, fragment: int) -> list[Tensor]:
+    def _changing_buffers(self, fragment: int) -> dict[str, Tensor]:
         """Return the buffers that training changes, which are averaged with the last fragment."""
         if fragment != self._plan.fragments - 1:
-            return []
+            return {}
         buffers = dict(self._engine.model.named_buffers())
-        return [buffers[name] for name in sorted(self._engine.buffers.changing) if buffers[name].is_floating_point()]
+        return {n: buffers[n] for n in sorted(self._engine.buffers.changing) if buffers[n].is_floating_point()}
 
     def _settle(self) -> None:
         """Keep what this site has sent, so that a checkpoint waits neither for the store nor for other sites."""
@@ -247,13 +262,15 @@ class StoreOuterSteps(OuterSteps):
         sent = {str(fragment): each.due for fragment, each in self._under_way.items()}
         return super().state_dict() | {
             "site": self._stores.site, "applied": self.applied, "sent": sent, "stores": self._stores.state_dict(),
+            "continues_at": self._continues_at,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._sites.joined = state["site"] != self._stores.site
         super().load_state_dict(state)
         self.applied = OuterExchange(*state["applied"])
-        self._send_again = {} if self._sites.joined else {int(number): due for number, due in state["sent"].items()}
+        self._send_again = {int(number): due for number, due in state["sent"].items()}
+        self._continues_at = state["continues_at"]
         self._stores.load_state_dict(state["stores"])
 
 

@@ -1,0 +1,187 @@
+"""Sites that are jobs of their own, at the edges: late by less than a round, stopped without the store, back at once,
+with another site's checkpoint, or started with the wrong model or number."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher.errors import SiteError
+from launcher.exchange.store import HttpsStore
+from launcher.tls import client_context
+from tests.exchange.test_store import make_key
+from tests.helpers import patience
+from tests.infra.checkpoints import tensors
+from tests.infra.runs import records, summary, wait_for, wait_for_steps
+from tests.train.outer.test_store_steps import ONE, JobOfSite, Server, assert_equal
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+PACE = ["train.steps=40", "batch.micro_size=12", "outer.patience_s=2", *ONE]
+
+
+@pytest.fixture(scope="module")
+def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_key(tmp_path_factory.mktemp("key") / "key.pem")
+
+
+def members(project: Path, step: int, fragment: int = 0) -> list[int]:
+    return json.loads((project / "store" / "exchange" / f"{step:08d}.{fragment}" / "members").read_text())["members"]
+
+
+class Suspended:
+    """Processes of a job that do nothing, as on a host that does not answer."""
+
+    def __init__(self, job: JobOfSite) -> None:
+        self._processes = job.processes()
+        for process in self._processes:
+            process.suspend()
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.resume()
+
+
+def test_a_site_that_is_late_by_less_than_a_round_is_waited_for_again(project: Path) -> None:
+    more = [*PACE, "outer.every=10", "+task.pause_s=0.2"]
+    first, late = (JobOfSite(project, site, 2, *more).start() for site in range(2))
+    wait_for_steps(late.run, 17)
+    suspended = Suspended(late)
+    wait_for_steps(first.run, 22)
+    suspended.end()
+    for job in (first, late):
+        job.finish()
+    assert members(project, 20) == [0]
+    assert [members(project, step) for step in (30, 40)] == [[0, 1], [0, 1]]
+    assert_equal(first.model(40), late.model(40))
+    assert summary(late.run)["outer/left_out_steps"] == 0
+
+
+def test_a_stopped_site_that_is_back_at_once_is_waited_for(project: Path) -> None:
+    more = [*PACE, "outer.every=20", "+task.pause_s=0.1", "outer.patience_s=60"]
+    first, back = (JobOfSite(project, site, 2, *more).start() for site in range(2))
+    wait_for_steps(back.run, 3)
+    suspended = Suspended(first)
+    back.process.send_signal(signal.SIGTERM)
+    back.process.communicate(timeout=patience(60))
+    assert (project / "store" / "exchange" / "00000020.0" / "left1").exists()
+    steps = max(each["step"] for each in records(back.run))
+    back.start("resume", "r")
+    wait_for(lambda: max(each["step"] for each in records(back.run)) > steps, "a step of the resumed site")
+    late = Suspended(back)
+    suspended.end()
+    wait_for(lambda: (project / "store" / "exchange" / "00000020.0" / "site0").exists(), "the first site's part")
+    time.sleep(1)  # in which it would close the average
+    late.end()
+    for job in (first, back):
+        job.finish()
+    assert [members(project, step) for step in (20, 40)] == [[0, 1], [0, 1]]
+    assert_equal(first.model(40), back.model(40))
+
+
+def test_a_site_that_stops_saves_without_the_store(project: Path, key: Path) -> None:
+    """It does not wait half an hour for it, which a cluster would not wait."""
+    server = Server(project / "store", key)
+    more = [*PACE, "outer.every=40", "+task.pause_s=0.3", f"outer.key={key}"]
+    jobs = [JobOfSite(project, site, 2, *more, store=server.address).start() for site in range(2)]
+    wait_for_steps(jobs[1].run, 3)
+    server.kill()
+    jobs[1].process.send_signal(signal.SIGTERM)
+    jobs[1].process.communicate(timeout=patience(60))
+    assert summary(jobs[1].run)["verdict"] == "stopped"
+    assert any((jobs[1].run / "checkpoints").glob("step_*"))
+    jobs[0].kill()
+
+
+def test_another_sites_checkpoint_has_averages_under_way(project: Path) -> None:
+    """The site that loads it applies them, too."""
+    more = [
+        *PACE, "train.steps=20", "outer.every=4", "outer.delay=3", "checkpoint.every=5", "+task.pause_s=0.4",
+        "outer.patience_s=30",
+    ]  # fmt: skip
+    jobs = [JobOfSite(project, site, 2, *more).start() for site in range(2)]
+    for job in jobs:
+        wait_for(lambda job=job: (job.run / "checkpoints" / "step_000005").exists(), "a checkpoint")
+    for job in jobs:
+        job.kill()
+    own, other = (job.run / "checkpoints" for job in jobs)
+    shutil.rmtree(other)
+    shutil.copytree(own, other)
+    for job in jobs:
+        job.start("resume", "r")
+    for job in jobs:
+        job.finish()
+    assert_equal(jobs[0].model(20), jobs[1].model(20))
+    of_both = [tensors(job.run / "checkpoints" / "step_000020") for job in jobs]
+    for name, value in of_both[0].items():
+        if "StoreOuterSteps/shared" in name or "StoreOuterSteps/momentum" in name:
+            assert_equal([of_both[1][name]], [value])
+
+
+def test_steps_that_are_left_out_are_counted_once(project: Path) -> None:
+    """Also by a site that is killed between the checkpoint that says where it continues, and its next step."""
+    more = [*PACE, "outer.every=4", "checkpoint.every=1", "+task.pause_s=0.4"]
+    first, late = (JobOfSite(project, site, 2, *more).start() for site in range(2))
+    wait_for_steps(late.run, 5)
+    suspended = Suspended(late)
+    wait_for_steps(first.run, 14)
+    suspended.end()
+    wait_for(lambda: (late.run / "checkpoints" / "step_000008").exists(), "the checkpoint at the missed average")
+    late.kill()
+    assert not (late.run / "checkpoints" / "step_000009").exists()
+    late.start("resume", "r")
+    for job in (first, late):
+        job.finish()
+    left_out = summary(late.run)["outer/left_out_steps"]
+    assert left_out > 0
+    assert len({each["step"] for each in records(late.run)}) + left_out == 40
+    assert_equal(first.model(40), late.model(40))
+
+
+def test_a_site_that_joins_later_takes_the_average_of_buffers(project: Path) -> None:
+    """Before its first step it does not know which of them training changes."""
+    more = ["train.steps=400", "batch.micro_size=12", *ONE, "outer.every=8", "outer.patience_s=1", "+task.buffer=true"]
+    more += ["task._target_=speech.fitted.Even"]
+    first, later = (JobOfSite(project, site, 2, *more) for site in range(2))
+    first.start()
+    wait_for_steps(first.run, 17)
+    suspended = Suspended(first)
+    later.start()
+    exchanges = project / "store" / "exchange"
+    wait_for(lambda: any(exchanges.glob("*/returned1")) or later.process.poll() is not None, "the other site")
+    suspended.end()
+    for job in (first, later):
+        job.finish()
+    finals = [tensors(job.run / "checkpoints" / "step_000400") for job in (first, later)]
+    names = [name for name in finals[0] if name.endswith("moving")]
+    assert names
+    assert_equal([finals[1][name] for name in names], [finals[0][name] for name in names])
+
+
+def test_a_model_of_another_size_is_refused(project: Path) -> None:
+    more = [*PACE, "outer.every=4", "outer.patience_s=1", "task._target_=launcher.tasks.digits.Digits"]
+    more += ["batch.short_window=drop"]
+    first = JobOfSite(project, 0, 2, *more, "+task.width=16").start()
+    wait_for(lambda: (project / "store" / "hello" / "site0").exists(), "the first site")
+    other = JobOfSite(project, 1, 2, *more, "+task.width=24").start()
+    assert "the models of the sites have other parameters" in other.finish(2)
+    first.finish()
+
+
+def test_two_runs_cannot_be_one_site(project: Path) -> None:
+    """Also if they start at the same time: the first one has said only that it is there."""
+    (project / "store" / "run").mkdir(parents=True)
+    (project / "store" / "run" / "site0").write_text("the other run")
+    job = JobOfSite(project, 0, 2, *PACE, "outer.every=4", "outer.patience_s=1").start()
+    assert "holds what another run has sent as site 0" in job.finish(2)
+
+
+def test_a_value_that_the_server_would_refuse_is_not_sent(key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launcher.exchange.store.MAX_VALUE_GIB", 0)
+    store = HttpsStore("127.0.0.1", 1, client_context(key, "outer.key"))  # nobody listens there
+    with pytest.raises(SiteError, match="Use more"):
+        store.post("exchange/00000001.0/site0", b"too much")
