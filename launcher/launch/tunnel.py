@@ -179,6 +179,7 @@ class TunnelClient(Tunnel):
         self._context = client_context(key, "cluster.key")
         self._server = endpoint(place.store)
         self._ports: dict[int, int] = {}
+        self._of_workers: asyncio.Task[None] | None = None  # listens for the latest workers
         super().__init__(place)
 
     def listen(self, number: int) -> socket.socket | None:  # noqa: ARG002
@@ -187,9 +188,18 @@ class TunnelClient(Tunnel):
     def port(self, number: int) -> int:
         if number not in self._ports:
             listening = socket.create_server((LOOPBACK, 0), backlog=_BACKLOG)
-            self._ports[number] = listening.getsockname()[1]
-            self._loop.call_soon_threadsafe(lambda: self._begin(self._accept(listening, number)))
+            of_agents = {AGENTS: self._ports[AGENTS]} if number else {}
+            self._ports = of_agents | {number: listening.getsockname()[1]}
+            self._loop.call_soon_threadsafe(self._replace, listening, number)
         return self._ports[number]
+
+    def _replace(self, listening: socket.socket, number: int) -> None:
+        """Accept connections to the store ``number``, and no more to that of earlier workers."""
+        if self._of_workers is not None:
+            self._of_workers.cancel()
+        task = self._begin(self._accept(listening, number))
+        task.add_done_callback(lambda _: listening.close())  # a task that is cancelled at once never runs
+        self._of_workers = task if number else None
 
     async def _accept(self, listening: socket.socket, number: int) -> None:
         async for connection, _ in self._arrivals(listening):

@@ -6,7 +6,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,23 @@ def test_two_agents_meet_and_each_start_of_the_workers_has_a_store_of_its_own(ke
         agents = [AgentStore(end.place, 2) for end in (server, client)]
         agents[1].post("state", "text")
         assert agents[0].read(["state"]) == agents[1].read(["state"]) == {"state": "text"}
+
+
+def test_a_host_listens_for_the_agents_and_the_latest_workers_only(key: Path) -> None:
+    """A job may restart its workers often."""
+
+    def listens(port: int) -> bool:
+        with suppress(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=patience(30)).close()
+            return True
+        return False
+
+    with open_tunnel(place(free_port(), 1), str(key), print) as client:
+        agents, *of_workers = (client.port(number) for number in range(4))
+        wait_until(lambda: not any(map(listens, of_workers[:-1])))
+        assert listens(agents)
+        assert listens(of_workers[-1])
+        assert client.port(3) == of_workers[-1]
 
 
 def test_what_a_host_sent_last_arrives(key: Path) -> None:
