@@ -1,13 +1,12 @@
 """Entry that a run leaves in its directory when it ends: what a report would read from its other files.
 
-It counts only while these files are the same, and for a launcher that computes it in the same way. Three lines: a
+It is valid only while these files are the same, and for a launcher that computes it in the same way. Three lines: a
 header with the identity of the files and a checksum of the rest; state, figures and settings; the curves, which a
 report of many runs draws few of.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config.schema import ClusterKind
+from launcher.plan.launch_plan import PLAN_FORMAT
 from launcher.record.measurements import RunData, read_run
 from launcher.rundir import history
 from launcher.rundir.files import read_json, write_text
@@ -26,6 +26,20 @@ from launcher.rundir.paths import RunPaths
 MOST_BYTES = 100_000_000
 # modules whose code determines what an entry contains
 _SOURCES = ("record", "loss.py", "quantities.py", "plan/tracker_plan.py", "plan/windows.py", "rundir/history.py")
+
+
+def _version() -> str:
+    """Return a text that differs for a launcher that may compute other entries. It is that of the contents of its
+    modules, which are the same on every host and in every container with this version."""
+    root, digest = Path(__file__).parents[1], hashlib.sha256(str(PLAN_FORMAT).encode())
+    for name in _SOURCES:
+        for path in sorted((root / name).glob("*.py")) or [root / name]:
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+# of the modules that this process has imported: another version may be installed while a run lasts
+_VERSION = _version()
 _ANY = RunPaths(Path())
 _READ = tuple(
     file.name
@@ -69,12 +83,12 @@ def leave_entry(paths: RunPaths) -> None:
         identity, data = identity_of(paths.root), asdict(read_run(paths.root))
         curves = data.pop("curves_json")
         body = b"\n".join([orjson.dumps({"done": _done(paths), "data": data}), curves.encode()])
-        header = orjson.dumps([_sources(), identity, hashlib.sha256(body).hexdigest()])
+        header = orjson.dumps([_VERSION, identity, hashlib.sha256(body).hexdigest()])
         write_text(paths.report_entry, b"\n".join([header, body]).decode())
 
 
 def read_entry(run: Path, identity: Identity) -> tuple[list[str] | None, RunData] | None:
-    """Return (name and detail, if the run is done; data) from a run's entry; None if there is none that counts.
+    """Return (name and detail, if the run is done; data) from a run's entry; None if there is no valid one.
 
     Args:
         identity: of the run's files as they are.
@@ -84,10 +98,10 @@ def read_entry(run: Path, identity: Identity) -> tuple[list[str] | None, RunData
     try:
         with open(f"{run}/{_ANY.report_entry.name}", "rb") as file:  # noqa: PTH123  (a third of the time of Path.open)
             header, _, body = file.read().partition(b"\n")
-        sources, of_files, checksum = orjson.loads(header)
+        version, of_files, checksum = orjson.loads(header)
     except (OSError, ValueError, TypeError):
         return None
-    if sources != _sources() or of_files != identity or checksum != hashlib.sha256(body).hexdigest():
+    if version != _VERSION or of_files != identity or checksum != hashlib.sha256(body).hexdigest():
         return None
     content, _, curves = body.partition(b"\n")
     fields = orjson.loads(content)
@@ -110,14 +124,3 @@ def _done(paths: RunPaths) -> list[str] | None:
 
 def _text(plan: Mapping[str, Any], section: str, name: str) -> str:
     return plan.get(section, {}).get(name, "")
-
-
-@functools.cache
-def _sources() -> str:
-    """Return a text that differs for a launcher that may compute other entries. It is that of the contents of its
-    modules, which are the same on every host and in every container with this version."""
-    root, digest = Path(__file__).parents[1], hashlib.sha256()
-    for name in _SOURCES:
-        for path in sorted((root / name).glob("*.py")) or [root / name]:
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
