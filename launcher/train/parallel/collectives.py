@@ -218,7 +218,7 @@ class Scatter:
             self._between_replicas = None
 
 
-class OfUnit:
+class UnitCollective:
     """A collective of one shard unit, whose rows are sent as ``row()`` encodes them."""
 
     def __init__(self, collective: Gather | Scatter, row: Callable[[], RowCodec | None]) -> None:

@@ -27,7 +27,7 @@ from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import Layout, reduces, reduces_over_all
 from launcher.train.parallel.base import Parallel, local, trained
 from launcher.train.parallel.block_codec import code_dtypes, gathered_row, part_of, reduced_row, row_of
-from launcher.train.parallel.collectives import Gather, OfUnit, Scatter
+from launcher.train.parallel.collectives import Gather, Scatter, UnitCollective
 from launcher.train.parallel.deferred_init import Recipe, fill
 from launcher.train.parallel.mixed_precision import groups_of, matmul_parameters, narrow
 from launcher.train.parallel.shard_units import Uses, owned, refuse_direct_use
@@ -93,8 +93,8 @@ class Fsdp(Parallel):
             parameters = [each for group in groups_of(module) for each in group.fsdp_params]
             gather_row = functools.partial(gathered_row, parameters, codes[0])
             reduce_row = functools.partial(reduced_row, parameters, codes[1])
-            module.set_custom_all_gather(OfUnit(gather, gather_row))  # pyright: ignore[reportArgumentType]
-            module.set_custom_reduce_scatter(OfUnit(self._scatter, reduce_row))  # pyright: ignore[reportArgumentType]
+            module.set_custom_all_gather(UnitCollective(gather, gather_row))  # pyright: ignore[reportArgumentType]
+            module.set_custom_reduce_scatter(UnitCollective(self._scatter, reduce_row))  # pyright: ignore[reportArgumentType]
             if self._replicated:
                 module.set_all_reduce_hook(self._scatter.reduced_between_replicas)
         # a sum can wait only if it is the final gradient: not if it is converted, copied or sent to other replicas

@@ -24,7 +24,7 @@ from launcher.plan.sync_policy import Layout
 from launcher.train.measure.comm_meter import Meter
 from launcher.train.measure.noise_scale import LocalGradNorm
 from launcher.train.parallel.block_codec import RowCodec, part_of
-from launcher.train.parallel.collectives import Gather, OfUnit, Scatter
+from launcher.train.parallel.collectives import Gather, Scatter, UnitCollective
 from launcher.train.world import World, device_of, join
 from tests.infra.workers import leave_group, print_on_rank_0
 
@@ -330,11 +330,11 @@ def collectives() -> dict[str, list[float]]:
         meter = Meter(StrategyKind.fsdp, layout, torch.device("cpu"))
         gather, scatter = Gather(meter, exchanges=exchanges), Scatter(meter, LocalGradNorm(), exchanges=exchanges)
         whole, part = torch.zeros(2 * 709), torch.zeros(709)
-        work = OfUnit(gather, lambda: row)(whole, own, group, async_op=async_op)
+        work = UnitCollective(gather, lambda: row)(whole, own, group, async_op=async_op)
         assert (work is None) == (not exchanges and not async_op)
         if work is not None:
             work.wait()
-        OfUnit(scatter, lambda: row)(part, gradients, group, dist.ReduceOp.SUM)
+        UnitCollective(scatter, lambda: row)(part, gradients, group, dist.ReduceOp.SUM)
         scatter.finish()
         numbers = [whole.double().sum().item(), part.double().sum().item(), *map(float, meter.payload.values())]
         found[f"exchanges={exchanges} async={async_op}"] = numbers
