@@ -17,7 +17,7 @@ from launcher.tls import client_context
 
 T = TypeVar("T")
 _POLL_S = (0.05, 1.0)  # the shortest and the longest time between two looks into the store
-_REPORT_S, _GIVE_UP_S = 30.0, 1800.0  # of a store that cannot be reached
+_REPORT_S, _GIVE_UP_S = 30.0, 1200.0  # of a store that cannot be reached
 
 
 class OuterExchange(NamedTuple):
@@ -118,7 +118,7 @@ class PatientStore:
         """Return what ``call`` returns, which is repeated while the store cannot be reached.
 
         Raises:
-            SiteError: it could not be reached for half an hour.
+            SiteError: it could not be reached for twenty minutes.
         """
         began, reported, pause = time.monotonic(), False, 0.2
         while True:

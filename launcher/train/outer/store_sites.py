@@ -8,7 +8,9 @@ average the same values.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -27,6 +29,7 @@ from launcher.train.world import World
 
 T = TypeVar("T")
 _LEAVE_S = 5.0  # most seconds to tell the other sites that this one stops
+_AT_ONCE_S = 60.0  # of waiting for other sites, between two collectives of this one
 
 
 class StoreSites(Sites):
@@ -50,6 +53,7 @@ class StoreSites(Sites):
         self._fetched: dict[tuple[OuterExchange, int], bytes] = {}
         self._received_bytes = 0
         self._removed_until = 0
+        self._histories: dict[int, str] = {}  # by fragment: digest of all averages so far, with their members
         self.newest = Closed(BEFORE_ALL, [*range(self.number)])
         self.missed = self.left_out = 0
 
@@ -145,14 +149,20 @@ class StoreSites(Sites):
         self._payload_bytes += payload.nbytes
         if not self._is_first:
             return
-        header = json.dumps({"norm": norm, "saved": self._paths.newest_step(), "buffers": buffers}).encode()
+        said = {"norm": norm, "history": self._histories.get(exchange.fragment, ""), "saved": self._safe_step()}
+        header = json.dumps({**said, "buffers": buffers}).encode()
         value = b"%d\n%b%b" % (len(header), header, payload.numpy().tobytes())
         name = f"{exchange.name}/site{self.site}"
         self._sending[exchange] = Sending(self._store, name, value)
 
     def close(self, exchange: OuterExchange) -> Closed:
         """Wait for the other sites' parts of an exchange, and return the list of its members."""
-        return self._of_first(lambda: self._close(exchange))
+        tries, present = self._store.tries() if self._is_first else iter(()), {self.site}
+        closed: Closed | None = None
+        while closed is None:
+            # the ranks of this site meet every minute: a collective may not take as long as an upload
+            closed = self._of_first(lambda: self._close(exchange, tries, present))
+        return closed
 
     def closed(self, exchange: OuterExchange) -> Closed | None:
         """Return the list of members of an exchange that was closed before; None: it is still open."""
@@ -162,9 +172,12 @@ class StoreSites(Sites):
         found = self._store.get(f"{exchange.name}/members")
         return None if found is None else Closed(exchange, **json.loads(found))
 
-    def _close(self, exchange: OuterExchange) -> Closed:
-        own, present = self._sending[exchange], {self.site}
-        for in_time in self._store.tries():
+    def _close(self, exchange: OuterExchange, tries: Iterator[bool], present: set[int]) -> Closed | None:
+        """Close an exchange, or return None after a minute. ``present``: sites whose parts were received so far."""
+        own, began = self._sending[exchange], time.monotonic()
+        for in_time in tries:
+            if time.monotonic() - began > _AT_ONCE_S:
+                return None
             if (closed := self._closed(exchange)) is not None:
                 return closed
             for site in {*range(self.number)} - present:
@@ -178,7 +191,7 @@ class StoreSites(Sites):
             awaited = {site for site in absent if self._is_awaited(site, exchange)}
             if not awaited or not in_time:
                 saved = {str(site): _header(self._fetched[exchange, site])["saved"] for site in present - {self.site}}
-                saved = {**self.newest.saved, **saved, str(self.site): self._paths.newest_step()}
+                saved = {**self.newest.saved, **saved, str(self.site): self._safe_step()}
                 document = json.dumps({"members": sorted(present), "saved": saved}).encode()
                 if self._store.decide(f"{exchange.name}/members", document) == document:
                     self._remove_old(saved, exchange)
@@ -204,7 +217,9 @@ class StoreSites(Sites):
             value = self._part(closed.exchange, site) if self._is_first else None
             problem, buffers = self._of_first(
                 lambda value=value, site=site: (
-                    _problem(value, site, closed.exchange, norm, size),
+                    _problem(
+                        value, site, closed.exchange, norm, self._histories.get(closed.exchange.fragment, ""), size
+                    ),
                     {} if value is None else _header(value)["buffers"],
                 )
             )
@@ -224,6 +239,9 @@ class StoreSites(Sites):
         return value
 
     def _note(self, closed: Closed) -> None:
+        fragment = closed.exchange.fragment
+        history = f"{self._histories.get(fragment, '')} {closed.exchange.name} {closed.members}"
+        self._histories[fragment] = hashlib.blake2b(history.encode(), digest_size=16).hexdigest()
         before, self.newest = self.newest.members, closed
         self.missed += self.number - len(closed.members)
         self._fetched = {key: value for key, value in self._fetched.items() if key[0] > closed.exchange}
@@ -263,11 +281,13 @@ class StoreSites(Sites):
         return {
             "newest": [*self.newest.exchange], "members": self.newest.members, "saved": dict(self.newest.saved),
             "missed": self.missed, "left_out": self.left_out,
+            "histories": {str(fragment): history for fragment, history in self._histories.items()},
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.newest = Closed(OuterExchange(*state["newest"]), state["members"], state["saved"])
         self.missed, self.left_out = state["missed"], state["left_out"]
+        self._histories = {int(fragment): history for fragment, history in state["histories"].items()}
 
     def leave(self, *, stopped: bool) -> None:
         if not stopped:  # otherwise a resumed job sends it again
@@ -314,11 +334,16 @@ class StoreSites(Sites):
 
     def _broadcast(self, value: bytes | None, size: int) -> Tensor:
         data = torch.empty(size, dtype=torch.uint8)
-        if value is not None and size:
+        if value:
             data = torch.frombuffer(bytearray(value), dtype=torch.uint8)
         if self._world.size > 1:
             dist.broadcast(data, 0)
         return data
+
+    def _safe_step(self) -> int:
+        """Return the step of the checkpoint before this site's newest one, which may be damaged; 0 without any."""
+        steps = [int(path.name.removeprefix("step_")) for path in self._paths.committed_checkpoints()[:2]]
+        return min(steps, default=0)
 
     def _remove_old(self, saved: Mapping[str, int], until: OuterExchange) -> None:
         """Remove values that no site needs to resume from its newest checkpoint, or from the one before. The lists of
@@ -347,7 +372,9 @@ def _header(value: bytes) -> dict[str, Any]:
     return json.loads(rest[: int(length)])
 
 
-def _problem(value: bytes | None, site: int, exchange: OuterExchange, norm: float, size: int) -> str | None:
+def _problem(
+    value: bytes | None, site: int, exchange: OuterExchange, norm: float, history: str, size: int
+) -> str | None:  # fmt: skip
     """Return why a member's part of an exchange cannot be used; None if it can."""
     which = f"the part of site {site} in the average after step {exchange.step}"
     if value is None:
@@ -360,6 +387,11 @@ def _problem(value: bytes | None, site: int, exchange: OuterExchange, norm: floa
     expected = len(first) + 1 + int(first) + 8 * sum(header["buffers"].values()) + size
     if len(value) != expected:
         return f"{which} has {count(len(value), 'byte')} instead of {expected}: its model has other parameters."
+    if header["history"] != history:
+        return (
+            f"{which} was computed after other averages than those of this site.\n"
+            "  Their checkpoints are not of one job: resume all sites from their own."
+        )
     if abs(header["norm"] - norm) > 1e-4 * max(abs(norm), 1e-30):
         return (
             f"{which} was computed with shared parameters of norm {header['norm']:g}, and this site's are {norm:g}.\n"

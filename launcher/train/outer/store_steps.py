@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from launcher.config.choices import OuterCompress
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, EngineMisuse
 from launcher.plan.outer import SENT_BYTES, OuterPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import first_names
@@ -112,6 +112,11 @@ class StoreOuterSteps(OuterSteps):
         return OuterExchange(due - self._plan.delay, fragment)
 
     def _send(self, engine: EngineOfSite, fragment: int, due: int) -> None:
+        if engine.parallel.frozen:
+            raise EngineMisuse(
+                "engine.freeze() does not work with outer.store: a site that is late would freeze at another step.\n"
+                "  Freeze in model(), by requires_grad=False, for the whole run."
+            )
         names = self._fragments[fragment]
         changes = zip(names, self._changes(engine, names), strict=True)
         self._post(fragment, due, [_like(self.shared[name], change) for name, change in changes])

@@ -185,3 +185,26 @@ def test_a_value_that_the_server_would_refuse_is_not_sent(key: Path, monkeypatch
     store = HttpsStore("127.0.0.1", 1, client_context(key, "outer.key"))  # nobody listens there
     with pytest.raises(SiteError, match="Use more"):
         store.post("exchange/00000001.0/site0", b"too much")
+
+
+def test_a_checkpoint_of_other_averages_is_refused(project: Path) -> None:
+    """What counts is which averages it comes from, also where the norm of the parameters is about the same."""
+    more = [*PACE, "outer.every=5", "checkpoint.every=5", "+task.pause_s=0.05", "train.steps=200", "outer.momentum=0"]
+    alone = JobOfSite(project / "alone", 1, 2, *more, store=str(project / "alone" / "store")).start()
+    wait_for_steps(alone.run, 11)
+    alone.kill()
+    jobs = [JobOfSite(project, site, 2, *more, "outer.patience_s=60").start() for site in range(2)]
+    wait_for_steps(jobs[1].run, 11)
+    jobs[1].kill()
+    shutil.rmtree(jobs[1].run / "checkpoints")
+    shutil.copytree(alone.run / "checkpoints", jobs[1].run / "checkpoints")
+    jobs[1].start("resume", "r")
+    output = jobs[1].process.communicate(timeout=patience(180))[0]
+    jobs[0].kill()
+    assert "was computed after other averages than those of this site" in output, output
+
+
+def test_freezing_within_a_run_is_refused(project: Path) -> None:
+    freezer = "callbacks=[{_target_: speech.fitted.Freezer, after: 2}]"
+    job = JobOfSite(project, 0, 2, *PACE, "outer.every=5", freezer).start()
+    assert "engine.freeze() does not work with outer.store" in job.finish(1)

@@ -357,7 +357,7 @@ MISTAKES = {
     ),
     "a key that is missing": (
         ["outer.store=https://h:1", "outer.sites=2", "outer.site=0", "outer.key=none.pem"],
-        "outer.key=none.pem: No such",
+        "outer.key=none.pem: cannot be read: No such file",
     ),
     "no server": (["outer.store=http://h:1", "outer.sites=2", "outer.site=0"], "https://HOST:PORT"),
     "a batch that cannot be shared": (
