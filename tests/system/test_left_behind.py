@@ -30,11 +30,11 @@ BY_SIGTERM = ("forecast", "verify")
 # two runs whose records never end, read by as many processes
 REPORT = """
 from pathlib import Path
-from launcher.report import measurements
+from launcher.report import measurement_cache
 
 if __name__ == "__main__":
-    measurements._ALONE_BYTES = -1
-    measurements.read_all([Path("first"), Path("second")])
+    measurement_cache._ALONE_BYTES = -1
+    measurement_cache.read_all([Path("first"), Path("second")])
 """
 
 
