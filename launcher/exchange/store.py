@@ -30,6 +30,9 @@ MAX_VALUE_GIB = 64
 _STATUSES = (http.client.OK, http.client.CREATED, http.client.NOT_FOUND, http.client.CONFLICT)
 
 
+_SMALL = 1 << 14  # bytes that are sent at once: to ask first takes as long
+
+
 class ExchangeStore(Protocol):
     """Values by name. All methods raise OSError if the store cannot be reached; they can be repeated then."""
 
@@ -133,7 +136,7 @@ class HttpsStore:
                 f"outer.store: {name} has {bytes_text(len(value))}, and a server keeps values of {MAX_VALUE_GIB} GiB.\n"
                 "  Use more outer.fragments, or outer.compress; or a directory."
             )
-        if self._request("HEAD", name)[0] == http.client.OK:
+        if len(value) > _SMALL and self._request("HEAD", name)[0] == http.client.OK:
             return False  # without sending it
         return self._request("PUT", name, value)[0] == http.client.CREATED
 

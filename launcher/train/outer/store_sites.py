@@ -192,9 +192,11 @@ class StoreSites(Sites):
             if not awaited or not in_time:
                 saved = {str(site): _header(self._fetched[exchange, site])["saved"] for site in present - {self.site}}
                 saved = {**self.newest.saved, **saved, str(self.site): self._safe_step()}
-                document = json.dumps({"members": sorted(present), "saved": saved}).encode()
+                closed = Closed(exchange, sorted(present), saved)
+                document = json.dumps({"members": closed.members, "saved": saved}).encode()
                 if self._store.decide(f"{exchange.name}/members", document) == document:
                     self._remove_old(saved, exchange)
+                    return closed
         raise AssertionError("the loop has no end")
 
     def _is_awaited(self, site: int, exchange: OuterExchange) -> bool:
@@ -316,8 +318,6 @@ class StoreSites(Sites):
     def _store(self) -> PatientStore:
         assert self._opened is not None, "rank 0 talks to the store"
         return self._opened
-
-    # within the site
 
     def _of_first(self, call: Callable[[], T]) -> T:
         """Return what ``call`` returns on rank 0. An error of the user there is raised on all ranks."""
