@@ -123,7 +123,7 @@ def run(sites: int, late: float, options: argparse.Namespace) -> str:
     with tempfile.TemporaryDirectory() as directory:
         words = [
             "outer=diloco", f"outer.store={directory}/store", f"outer.sites={sites}", f"outer.every={options.every}",
-            f"outer.compress={options.compress}", f"outer.patience_s={max(2, sites / 8)}",
+            f"outer.compress={options.compress}", f"outer.patience_s={max(2, sites / 8) if late else 600}",
             f"train.steps={options.steps}",
             f"batch.global_size={options.batch}", "batch.short_window=drop", "schedule=constant",
             "schedule.warmup_steps=0", "precision=fp32", "cluster.device=cpu", "cluster.workers_per_node=1",

@@ -21,7 +21,7 @@ from tests.infra.runs import records, summary, wait_for, wait_for_steps
 from tests.train.outer.test_store_steps import ONE, JobOfSite, Server, assert_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-PACE = ["train.steps=40", "batch.micro_size=12", "outer.patience_s=2", *ONE]
+PACE = ["train.steps=40", "batch.micro_size=12", "outer.patience_s=5", *ONE]
 
 
 @pytest.fixture(scope="module")

@@ -160,7 +160,7 @@ def test_each_step_is_that_of_the_published_algorithm(case: str, project: Path) 
 
 def test_a_late_site_is_not_lost(project: Path) -> None:
     """Its outer gradient of the missed round is part of the next one, and it continues where the others are."""
-    pace = ["outer.every=4", "train.steps=40", "+task.pause_s=0.1", "outer.patience_s=2", *ONE, RECORDER]
+    pace = ["outer.every=4", "train.steps=40", "+task.pause_s=0.1", "outer.patience_s=5", *ONE, RECORDER]
     pace += ["optimizer=sgd", "optimizer.momentum=0", "batch.micro_size=12"]
     first, late = (JobOfSite(project, site, 2, *pace).start() for site in range(2))
     wait_for_steps(late.run, 9)
