@@ -31,7 +31,7 @@ def other_key(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def talk(server: ssl.SSLContext, client: ssl.SSLContext) -> tuple[bytes, ssl.SSLError | None]:
-    """What the server read from a client that sends "hello", and the error of the server, if any."""
+    """Return the bytes that the server reads from a client that sends "hello", and the server's error, if any."""
     ends = socket.socketpair()
     for end in ends:
         end.settimeout(10)

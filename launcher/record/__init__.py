@@ -1,1 +1,1 @@
-"""What the files of a run say: its settings, figures and curves, for reports."""
+"""Settings, figures and curves of a run, read from its files for reports."""

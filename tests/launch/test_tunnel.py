@@ -49,7 +49,7 @@ def store_of(server: Tunnel) -> Any:
 
 
 def answer(port: int, data: bytes) -> bytes:
-    """What comes back from ``port`` until it closes the connection."""
+    """Return the bytes that ``port`` sends until it closes the connection."""
     with socket.create_connection(("127.0.0.1", port), timeout=patience(30)) as connection:
         try:
             connection.sendall(data)

@@ -18,7 +18,7 @@ STEPS, EVERY = 12, 4
 
 
 class Averages:
-    """What torchft asks of its manager, for two sites that are threads."""
+    """Stand-in for torchft's manager that averages over two sites, which are threads."""
 
     _use_async_quorum = False
 

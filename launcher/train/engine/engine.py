@@ -44,8 +44,8 @@ from launcher.train.engine.window_totals import StepResult, WindowTotals
 from launcher.train.measure.noise_scale import NoiseScale
 from launcher.train.measure.observer import EndedWindow, Observer
 from launcher.train.measure.straggler import StragglerDetector
-from launcher.train.outer.parts import outer_parts
 from launcher.train.outer.sites import own_site
+from launcher.train.outer.store_steps import outer_parts
 from launcher.train.parallel.base import ShardUnits
 from launcher.train.parallel.replicas import Buffers
 from launcher.train.schedules import MakeSchedule

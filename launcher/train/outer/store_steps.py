@@ -22,10 +22,11 @@ from launcher.plan.run_plan import RunPlan
 from launcher.quantities import first_names
 from launcher.train.outer.codec import BLOCK, decode, encode
 from launcher.train.outer.outer_steps import EngineOfSite, OuterSteps, ResultOfSite, UnderWay
-from launcher.train.outer.sites import digest_of
+from launcher.train.outer.sites import Sites, digest_of
 from launcher.train.outer.store_client import BEFORE_ALL, Closed, OuterExchange
 from launcher.train.outer.store_sites import StoreSites
 from launcher.train.parallel.base import local
+from launcher.train.world import World
 
 
 class StoreOuterSteps(OuterSteps):
@@ -277,6 +278,17 @@ class StoreOuterSteps(OuterSteps):
         self._send_again = {int(number): due for number, due in state["sent"].items()}
         self._continues_at = state["continues_at"]
         self._stores.load_state_dict(state["stores"])
+
+
+def outer_parts(plan: RunPlan, world: World) -> tuple[Sites, list[OuterSteps]]:
+    """Return the sites of a job, and the callback that takes the outer steps, if the plan has any."""
+    if plan.outer is None:
+        return Sites(world, plan.train.hang_timeout), []
+    if plan.outer.whole_job_is_site:
+        stores = StoreSites(world, plan)
+        return stores, [StoreOuterSteps(plan.outer, stores)]
+    sites = Sites(world, plan.train.hang_timeout)
+    return sites, [OuterSteps(plan.outer, sites)]
 
 
 def _contract(plan: RunPlan, outer: OuterPlan) -> dict[str, Any]:

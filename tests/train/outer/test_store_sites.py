@@ -188,7 +188,7 @@ def test_a_value_that_the_server_would_refuse_is_not_sent(key: Path, monkeypatch
 
 
 def test_a_checkpoint_of_other_averages_is_refused(project: Path) -> None:
-    """What counts is which averages it comes from, also where the norm of the parameters is about the same."""
+    """Each part names the averages before it, so that a fork is noticed even if the parameters have nearly one norm."""
     more = [*PACE, "outer.every=5", "checkpoint.every=5", "+task.pause_s=0.05", "train.steps=200", "outer.momentum=0"]
     alone = JobOfSite(project / "alone", 1, 2, *more, store=str(project / "alone" / "store")).start()
     wait_for_steps(alone.run, 11)
