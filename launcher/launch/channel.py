@@ -27,7 +27,7 @@ _SEND_WITHIN_S = 10
 _LONGEST_LINE = 4 * 2**20
 _INTRODUCTION_WITHIN_S = 10
 # if so many connections have not introduced themselves, the oldest is closed once it had this many seconds for it
-_MOST_UNKNOWN, _UNKNOWN_FOR_S = 128, 2.0
+MOST_UNKNOWN, UNKNOWN_FOR_S = 128, 2.0
 _REPORT_EVERY_S = 60
 
 
@@ -165,9 +165,9 @@ class Listener:
 
     def _has_room(self) -> bool:
         """Return True if one more connection may introduce itself."""
-        if len(self._unknown) >= _MOST_UNKNOWN and time.monotonic() - self._unknown[0].opened > _UNKNOWN_FOR_S:
+        if len(self._unknown) >= MOST_UNKNOWN and time.monotonic() - self._unknown[0].opened > UNKNOWN_FOR_S:
             self._unknown.pop(0).close()
-        return len(self._unknown) < _MOST_UNKNOWN
+        return len(self._unknown) < MOST_UNKNOWN
 
     def _accept(self) -> Channel:
         """Return the next new connection. Raises OSError if there is none, or if it is gone again."""

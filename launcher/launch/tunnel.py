@@ -18,7 +18,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import closing, suppress
 from typing import Any, Self
 
-from launcher.launch.channel import Refusals, keep_alive, lacks_key
+from launcher.errors import SiteError
+from launcher.launch.channel import MOST_UNKNOWN, UNKNOWN_FOR_S, Refusals, keep_alive, lacks_key
 from launcher.plan.launch_plan import HostPosition
 from launcher.plan.placement import endpoint
 from launcher.tls import client_context, server_context
@@ -26,8 +27,6 @@ from launcher.tls import client_context, server_context
 LOOPBACK = "127.0.0.1"
 AGENTS = 0
 _HANDSHAKE_WITHIN_S = 10.0
-# if more connections than this have not shown the key yet, the oldest is closed once it had this many seconds for it
-_MOST_UNKNOWN, _UNKNOWN_FOR_S = 128, 2.0
 _CLOSE_WITHIN_S = 1.0
 _BACKLOG = 1024
 _NUMBER_BYTES = 4
@@ -119,9 +118,15 @@ class TunnelServer(Tunnel):
     """Node 0's end."""
 
     def __init__(self, place: HostPosition, key: str, say: Callable[[str], None]) -> None:
-        """Listen at ``place.store``. ``say``: shows one line. Raises ConfigError, or OSError if the port is taken."""
+        """Listen at ``place.store``. ``say``: shows one line. Raises ConfigError, or SiteError if the port is taken."""
         self._context = server_context(key, "cluster.key")
-        self._listening = socket.create_server(endpoint(place.store), backlog=_BACKLOG)
+        try:
+            self._listening = socket.create_server(endpoint(place.store), backlog=_BACKLOG)
+        except OSError as error:
+            raise SiteError(
+                f"{place.store}: this host cannot listen there: {error.strerror}.\n"
+                "  Another program has taken the port since it was chosen: start the job again."
+            ) from None
         self._refusals = Refusals(place.store, say)
         self._unknown: dict[asyncio.Task[None], float] = {}  # connections without a key so far -> when they arrived
         self._ports: dict[int, int] = {}
@@ -143,9 +148,9 @@ class TunnelServer(Tunnel):
     async def _accept(self) -> None:
         async for connection, address in self._arrivals(self._listening):
             self._unknown[self._begin(self._admit(connection, address))] = time.monotonic()
-            while len(self._unknown) >= _MOST_UNKNOWN:
+            while len(self._unknown) >= MOST_UNKNOWN:
                 oldest, arrived = next(iter(self._unknown.items()))
-                await asyncio.wait([oldest], timeout=max(0.0, arrived + _UNKNOWN_FOR_S - time.monotonic()))
+                await asyncio.wait([oldest], timeout=max(0.0, arrived + UNKNOWN_FOR_S - time.monotonic()))
                 if self._unknown.pop(oldest, None) is not None:
                     oldest.cancel()
 

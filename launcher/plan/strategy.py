@@ -69,8 +69,10 @@ def compression_texts(strategy: StrategyPlan) -> list[str]:
 
 def compression_notes(strategy: StrategyPlan) -> list[str]:
     """Return the notes of a plan whose sharded model is sent in blocks of one byte for each number."""
-    if not quantises(strategy) or strategy.shard_size == 1:
+    if not quantises(strategy):
         return []
+    if strategy.shard_size == 1:
+        return ["strategy.compress and strategy.compress_parameters have no effect: each rank has the whole model."]
     notes: list[str] = []
     if strategy.compress is Compress.int8:
         between = "" if strategy.kind is StrategyKind.fsdp else "; the sum between shard groups is of fp32"

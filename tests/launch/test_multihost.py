@@ -222,8 +222,8 @@ def test_a_key_file_that_is_not_usable_ends_the_command_before_anything_starts(t
 def test_many_silent_connections_do_not_keep_a_host_out(
     tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch, with_key: bool
 ) -> None:
-    monkeypatch.setattr(channel, "_MOST_UNKNOWN", 4)
-    monkeypatch.setattr(channel, "_UNKNOWN_FOR_S", 0.05)
+    monkeypatch.setattr(channel, "MOST_UNKNOWN", 4)
+    monkeypatch.setattr(channel, "UNKNOWN_FOR_S", 0.05)
     monkeypatch.setattr(channel, "_INTRODUCTION_WITHIN_S", 3600)
     keys = (key,) if with_key else ()
     port = free_port()

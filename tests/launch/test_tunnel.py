@@ -151,8 +151,8 @@ def test_another_key_and_no_key_do_not_reach_the_store(key: Path, tmp_path: Path
 
 
 def test_silent_connections_do_not_keep_hosts_out(key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tunnel, "_MOST_UNKNOWN", 4)
-    monkeypatch.setattr(tunnel, "_UNKNOWN_FOR_S", 0.05)
+    monkeypatch.setattr(tunnel, "MOST_UNKNOWN", 4)
+    monkeypatch.setattr(tunnel, "UNKNOWN_FOR_S", 0.05)
     monkeypatch.setattr(tunnel, "_HANDSHAKE_WITHIN_S", 3600.0)
     with ends(key) as (port, server, client):
         store = store_of(server)

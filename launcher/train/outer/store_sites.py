@@ -25,6 +25,7 @@ from launcher.quantities import count
 from launcher.rundir.files import read_json, write_json
 from launcher.train.outer.sites import Sites
 from launcher.train.outer.store_client import BEFORE_ALL, Closed, OuterExchange, PatientStore, Sending
+from launcher.train.outer.store_part import header_of, part_of, problem_of
 from launcher.train.world import World
 
 T = TypeVar("T")
@@ -62,6 +63,14 @@ class StoreSites(Sites):
     def agree_once(self, name: str, own: Any) -> Any:
         """Return the JSON value that the first of all sites gave for ``name``."""
         return self._of_first(lambda: json.loads(self._store.decide(name, json.dumps(own).encode())))
+
+    def compare_tasks(self, own: Mapping[str, Any]) -> None:
+        """Tell the user which parameters of the task are not those of the first site: paths may differ, for example."""
+        own = json.loads(json.dumps(own))
+        first = self.agree_once("task", own)
+        for key in sorted(first.keys() | own.keys()):
+            if (theirs := first.get(key)) != (mine := own.get(key)):
+                self._say(f"Note: task.{key}={mine}, and the first site of outer.store has {theirs}.")
 
     def require_own_store(self, *, restored: bool) -> None:
         """Check that the store is that of this run, and that nothing in it was left by another one.
@@ -109,10 +118,7 @@ class StoreSites(Sites):
         if not missing:
             return [*wanted]
         which = ", ".join(map(str, sorted(missing)))
-        print(
-            f"Site {which} has not started within outer.patience_s={self._plan.patience_s:g}: training starts.",
-            flush=True,
-        )
+        self._say(f"Site {which} has not started within outer.patience_s={self._plan.patience_s:g}: training starts.")
         return [*wanted]
 
     def send_value(self, name: str, value: Tensor) -> None:
@@ -150,10 +156,8 @@ class StoreSites(Sites):
         if not self._is_first:
             return
         said = {"norm": norm, "history": self._histories.get(exchange.fragment, ""), "saved": self._safe_step()}
-        header = json.dumps({**said, "buffers": buffers}).encode()
-        value = b"%d\n%b%b" % (len(header), header, payload.numpy().tobytes())
-        name = f"{exchange.name}/site{self.site}"
-        self._sending[exchange] = Sending(self._store, name, value)
+        part = part_of({**said, "buffers": buffers}, payload)
+        self._sending[exchange] = Sending(self._store, f"{exchange.name}/site{self.site}", part)
 
     def close(self, exchange: OuterExchange) -> Closed:
         """Wait for the other sites' parts of an exchange, and return the list of its members."""
@@ -190,7 +194,7 @@ class StoreSites(Sites):
             absent = {*range(self.number)} - present
             awaited = {site for site in absent if self._is_awaited(site, exchange)}
             if not awaited or not in_time:
-                saved = {str(site): _header(self._fetched[exchange, site])["saved"] for site in present - {self.site}}
+                saved = {str(site): header_of(self._fetched[exchange, site])["saved"] for site in present - {self.site}}
                 saved = {**self.newest.saved, **saved, str(self.site): self._safe_step()}
                 closed = Closed(exchange, sorted(present), saved)
                 document = json.dumps({"members": closed.members, "saved": saved}).encode()
@@ -215,14 +219,13 @@ class StoreSites(Sites):
         Raises:
             SiteError: a part is missing or has another size; or a member's shared parameters were others.
         """
+        history = self._histories.get(closed.exchange.fragment, "")
         for site in closed.members:
             value = self._part(closed.exchange, site) if self._is_first else None
             problem, buffers = self._of_first(
                 lambda value=value, site=site: (
-                    _problem(
-                        value, site, closed.exchange, norm, self._histories.get(closed.exchange.fragment, ""), size
-                    ),
-                    {} if value is None else _header(value)["buffers"],
+                    problem_of(value, site, closed.exchange, norm, history, size),
+                    {} if value is None else header_of(value)["buffers"],
                 )
             )
             if problem is not None:
@@ -253,7 +256,7 @@ class StoreSites(Sites):
         for site in range(self.number):
             if (site in before) != (site in closed.members):
                 took = "takes part again" if site in closed.members else "took no part; the others continue without it"
-                print(f"Average after step {closed.exchange.step}: site {site} {took}.", flush=True)
+                self._say(f"Average after step {closed.exchange.step}: site {site} {took}.")
 
     def return_at(self, exchange: OuterExchange) -> None:
         """Ask the other sites to wait for this one at an exchange, if they would not: it was no member of the last one,
@@ -273,11 +276,10 @@ class StoreSites(Sites):
     def note_left_out(self, steps: int, step: int, samples: int) -> None:
         """Count steps that this site leaves out to continue after ``step``. ``samples``: of all of them."""
         self.left_out += steps
-        if self._is_first:
-            print(
-                f"Site {self.site} continues after step {step}, where the other sites are: it leaves out "
-                f"{count(steps, 'step')}, with {count(samples, 'sample')} of its share.", flush=True,
-            )  # fmt: skip
+        self._say(
+            f"Site {self.site} continues after step {step}, where the other sites are: it leaves out "
+            f"{count(steps, 'step')}, with {count(samples, 'sample')} of its share."
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -313,6 +315,10 @@ class StoreSites(Sites):
 
     def totals(self) -> dict[str, float]:
         return {"outer/missed": self.missed, "outer/left_out_steps": self.left_out}
+
+    def _say(self, text: str) -> None:
+        if self._is_first:
+            print(text, flush=True)
 
     @property
     def _store(self) -> PatientStore:
@@ -365,36 +371,3 @@ class StoreSites(Sites):
 
 def _bytes_of(tensor: Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-
-
-def _header(value: bytes) -> dict[str, Any]:
-    length, _, rest = value.partition(b"\n")
-    return json.loads(rest[: int(length)])
-
-
-def _problem(
-    value: bytes | None, site: int, exchange: OuterExchange, norm: float, history: str, size: int
-) -> str | None:  # fmt: skip
-    """Return why a member's part of an exchange cannot be used; None if it can."""
-    which = f"the part of site {site} in the average after step {exchange.step}"
-    if value is None:
-        return (
-            f"{which} is not there any more, because all sites have saved checkpoints since.\n"
-            "  Resume from a newer checkpoint: copy one of another site."
-        )
-    header = _header(value)
-    first = value.partition(b"\n")[0]
-    expected = len(first) + 1 + int(first) + 8 * sum(header["buffers"].values()) + size
-    if len(value) != expected:
-        return f"{which} has {count(len(value), 'byte')} instead of {expected}: its model has other parameters."
-    if header["history"] != history:
-        return (
-            f"{which} was computed after other averages than those of this site.\n"
-            "  Their checkpoints are not of one job: resume all sites from their own."
-        )
-    if abs(header["norm"] - norm) > 1e-4 * max(abs(norm), 1e-30):
-        return (
-            f"{which} was computed with shared parameters of norm {header['norm']:g}, and this site's are {norm:g}.\n"
-            "  The sites have drifted apart: resume all of them from checkpoints of the same step."
-        )
-    return None

@@ -8,11 +8,12 @@ are left out.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from launcher.config.choices import OuterCompress
@@ -59,15 +60,8 @@ class StoreOuterSteps(OuterSteps):
 
     def on_start(self, engine: EngineOfSite) -> None:
         """Agree with the other sites on the job and on its first model, and catch up with them."""
+        self._require_same_job(engine)  # before this run is that of its site: the user may correct it and try again
         self._stores.require_own_store(restored=self._restored)
-        own = _contract(engine.plan, self._plan)
-        first = self._stores.agree_once("contract", own)
-        for name, value in own.items():
-            if first[name] != value:
-                raise ConfigError(
-                    name, value, f"the first site of outer.store={self._plan.store} has {first[name]}.",
-                    "All sites must have the same job; a new job needs a new store.",
-                )  # fmt: skip
         if not self._restored:
             self._share_model(engine)
         for fragment, due in self._send_again.items():
@@ -80,19 +74,30 @@ class StoreOuterSteps(OuterSteps):
             engine.skip_to(self._continues_at)
         self._catch_up(engine)
 
-    def _share_model(self, engine: EngineOfSite) -> None:
-        named: dict[str, Tensor] = {**dict(engine.model.named_parameters()), **dict(engine.model.named_buffers())}
-        digests = {name: digest_of(_whole(tensor.detach())).hex() for name, tensor in named.items()}
-        forms = {name: f"{[*tensor.shape]} {tensor.dtype}" for name, tensor in named.items()}
-        own = {"site": self._stores.site, "digests": digests, "forms": forms}
-        first = self._stores.agree_once("model/digests", own)
-        if first["forms"] != forms:
-            differing = sorted({name for name, _ in first["forms"].items() ^ forms.items()})
+    def _require_same_job(self, engine: EngineOfSite) -> None:
+        own = _contract(engine.plan, self._plan)
+        first = self._stores.agree_once("contract", own)
+        for name, value in own.items():
+            if first[name] != value:
+                raise ConfigError(
+                    name, value, f"the first site of outer.store={self._plan.store} has {first[name]}.",
+                    "All sites must have the same job; a new job needs a new store.",
+                )  # fmt: skip
+        self._stores.compare_tasks(engine.plan.task.params)
+        forms = {name: f"{[*tensor.shape]} {tensor.dtype}" for name, tensor in _values_of(engine.model).items()}
+        of_first = self._stores.agree_once("model/forms", forms)
+        if of_first != forms:
+            differing = sorted({name for name, _ in of_first.items() ^ forms.items()})
             raise ConfigError(
                 "outer.store", self._plan.store,
                 f"the models of the sites have other parameters: {first_names(differing)}.",
                 "All sites must have the same model, in the same formats.",
             )  # fmt: skip
+
+    def _share_model(self, engine: EngineOfSite) -> None:
+        named = _values_of(engine.model)
+        digests = {name: digest_of(_whole(tensor.detach())).hex() for name, tensor in named.items()}
+        first = self._stores.agree_once("model/digests", {"site": self._stores.site, "digests": digests})
         wanted = [name for name, digest in digests.items() if first["digests"][name] != digest]
         self._stores.introduce(wanted)
         others_want = self._stores.wanted_by_others()
@@ -293,14 +298,24 @@ def outer_parts(plan: RunPlan, world: World) -> tuple[Sites, list[OuterSteps]]:
 
 def _contract(plan: RunPlan, outer: OuterPlan) -> dict[str, Any]:
     """Return, as JSON, what all sites must have in common, by key."""
-    names = ("sites", "every", "lr", "momentum", "fragments", "delay", "mixing", "compress")
-    return {f"outer.{name}": getattr(outer, name) for name in names} | {
+    of_outer = ("sites", "every", "lr", "momentum", "fragments", "delay", "mixing", "compress")
+    named = {f"outer.{name}": getattr(outer, name) for name in of_outer}
+    for group, part in (("optimizer", plan.optimizer), ("schedule", plan.schedule)):
+        keys = {"kind": group, "target": f"{group}._target_"}
+        named |= {keys.get(name, f"{group}.{name}"): value for name, value in vars(part).items()}
+    of_train = ("steps", "epochs", "seed", "shuffle", "clip_norm")
+    named |= {f"train.{name}": getattr(plan.train, name) for name in of_train}
+    named |= {
         "batch.global_size": plan.batch.whole.global_size,
         "batch.ramp": [[stage.windows, stage.global_size] for stage in plan.batch.whole.ramp],
-        "train.steps": plan.train.steps, "train.seed": plan.train.seed, "train.shuffle": plan.train.shuffle,
-        "task._target_": plan.task.target, "the number of samples": plan.task.samples,
-        "precision": plan.precision.kind.value,
+        "batch.norm": plan.batch.norm, "task._target_": plan.task.target, "the number of samples": plan.task.samples,
+        "precision": plan.precision.kind, "precision.parameters": plan.precision.parameters,
     }  # fmt: skip
+    return json.loads(json.dumps(named))
+
+
+def _values_of(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from tests.exchange.test_store import make_key
 from tests.helpers import patience
 from tests.infra.checkpoints import tensors
 from tests.infra.runs import records, summary, wait_for, wait_for_steps
-from tests.train.outer.test_store_steps import ONE, JobOfSite, Server, assert_equal
+from tests.infra.store_jobs import ONE, JobOfSite, Server, assert_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 PACE = ["train.steps=40", "batch.micro_size=12", "outer.patience_s=5", *ONE]

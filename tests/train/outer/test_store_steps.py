@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
-import subprocess
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from launcher.launch.network import free_port
 from tests.conftest import Launch
 from tests.exchange.test_store import make_key
-from tests.helpers import launch_command, patience
-from tests.infra import warm
 from tests.infra.checkpoints import tensors
-from tests.infra.runs import PROJECT, records, summary, wait_for, wait_for_steps
+from tests.infra.runs import records, summary, wait_for, wait_for_steps
+from tests.infra.store_jobs import ONE, JobOfSite, Server, assert_equal, sent_in, shared_after
 from tests.train.outer.test_outer_steps import (
     JOB,
     RECORDER,
@@ -35,88 +29,11 @@ from tests.train.outer.test_outer_steps import (
     parameters_in,
     reference,
 )
-from tests.user_project.speech.fitted import Samples
+from tests.user_project.speech.fitted import Odd, Samples
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-class JobOfSite:
-    """`launch` of one site, in a directory of its own."""
-
-    def __init__(self, project: Path, site: int, sites: int, *more: str, store: str | None = None) -> None:
-        self.site, self.directory = site, project / f"site{site}"
-        shutil.copytree(PROJECT / "speech", self.directory / "speech")
-        self.run = self.directory / "runs" / "r"
-        self._words = [
-            *JOB, f"outer.store={store or project / 'store'}", f"outer.sites={sites}", f"outer.site={site}",
-            "run.name=r", "checkpoint.keep=null", *more,
-        ]  # fmt: skip
-
-    def start(self, *command: str) -> JobOfSite:
-        words = command or ("train", *self._words)
-        self.process = warm.Popen(
-            launch_command(*words), cwd=self.directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        return self
-
-    def finish(self, status: int = 0) -> str:
-        output, _ = self.process.communicate(timeout=patience(180))
-        assert self.process.returncode == status, output
-        return output
-
-    def processes(self) -> list[psutil.Process]:
-        return [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
-
-    def kill(self) -> None:
-        """Kill `launch`, its agents and workers at once."""
-        for process in self.processes():
-            process.kill()
-        self.process.communicate()
-
-    def model(self, step: int) -> list[Tensor]:
-        found = tensors(self.run / "checkpoints" / f"step_{step:06d}")
-        return [found[f"model.layers.{number}.weight"] for number in range(4)]
-
-    def steps(self) -> dict[int, list[Tensor]]:
-        """Return the site's parameters after each of its steps."""
-        seen = events(self.directory, self.site)
-        return {each["of"]: parameters_in(each) for each in seen if each["event"] == "step"}
-
-
-def shared_after(
-    store: Path, start: list[Tensor], speed: list[Tensor] | None = None, since: int = 0
-) -> dict[int, list[Tensor]]:
-    """Return the shared parameters after each exchange, from what the sites have sent (fp64, without compression).
-
-    Args:
-        start, speed: shared parameters and momentum after step ``since``.
-    """
-    shared = torch.cat([value.flatten() for value in start])
-    moving = torch.zeros_like(shared) if speed is None else torch.cat([value.flatten() for value in speed])
-    after = {since: start}
-    for exchange in sorted((store / "exchange").iterdir()):
-        step = int(exchange.name.split(".")[0])
-        if step <= since:
-            continue
-        members = json.loads((exchange / "members").read_text())["members"]
-        mean = torch.stack([sent_in(exchange / f"site{site}") for site in members]).mean(0)
-        moving = 0.9 * moving + mean
-        shared = shared - 0.7 * (mean + 0.9 * moving)
-        after[step] = [*shared.view(4, 8, 8)]
-    return after
-
-
-def sent_in(value: Path) -> Tensor:
-    length, _, rest = value.read_bytes().partition(b"\n")
-    return torch.frombuffer(bytearray(rest[int(length) :]), dtype=torch.float64)
-
-
-def assert_equal(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
-
-
-ONE = ["cluster.workers_per_node=1"]
 CASES: dict[str, tuple[list[list[str]], list[str], dict[str, Any]]] = {
     "two ranks with fsdp, and one rank": ([["cluster.workers_per_node=2", "strategy=fsdp"], ONE], [], {}),
     "three sites, int8, streaming": (
@@ -156,6 +73,99 @@ def test_each_step_is_that_of_the_published_algorithm(case: str, project: Path) 
         for one, other in zip(job.model(8), shared, strict=True):
             torch.testing.assert_close(one, other, **near)
     assert not torch.allclose(history[0][0][0], history[0][1][0]), "sites differ between outer steps"
+
+
+SIZES = [12] * 4 + [24] * 10  # of the windows of three passes over 96 samples
+
+
+def odd_reference(start: list[Tensor]) -> list[Tensor]:
+    """Return the shared parameters of two sites that have trained `speech.fitted.Odd`."""
+    data, task = Samples(96), Odd()
+    models = [task.model() for _ in range(2)]
+    for model in models:
+        for parameter, value in zip(model.parameters(), start, strict=True):
+            parameter.data = value.clone()
+    trained = [[p for p in model.parameters() if p.requires_grad] for model in models]
+    inner = [torch.optim.AdamW(each, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0) for each in trained]
+    shared = [nn.Parameter(p.detach().clone()) for p in trained[0]]
+    outer = torch.optim.SGD(shared, lr=0.7, momentum=0.9, nesterov=True)
+    position = 0
+    for step, size in enumerate(SIZES, 1):
+        for site, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
+            first = position % 96 + site * size // 2
+            samples = [data[number] for number in range(first, first + size // 2)]
+            loss = task.loss(model, [torch.stack(each) for each in zip(*samples, strict=True)])
+            optimizer.zero_grad()
+            (loss.total / loss.items).backward()
+            optimizer.step()
+        position += size
+        if step % 3 == 0 or step == len(SIZES):
+            for number, value in enumerate(shared):
+                value.grad = torch.stack([value.detach() - own[number].detach() for own in trained]).mean(0)
+            outer.step()
+            for parameter, value in zip([*trained[0], *trained[1]], shared * 2, strict=True):
+                parameter.data = value.detach().clone()
+    return [value.detach() for value in shared]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_odd_models_data_and_windows(dtype: str, project: Path) -> None:
+    """Shapes that the ranks of a site cannot divide, a frozen part, a ramp, epochs, Ema, and parameters in bf16."""
+    more = [
+        "task._target_=speech.fitted.Odd", f"+task.dtype={dtype}", "outer.every=3", "batch.ramp=[[4,12]]",
+        "batch.micro_size=2", "train.epochs=3", "checkpoint.every=5",
+        "callbacks=[{_target_: launcher.callbacks.Ema, decay: 0.9}, {_target_: speech.hooked.Recorder}]",
+    ]  # fmt: skip
+    sharded = ["cluster.workers_per_node=3", "strategy=fsdp", "+task.samples=96"]
+    jobs = [JobOfSite(project, site, 2, *own, *more).start() for site, own in enumerate([sharded, ONE])]
+    outputs = [job.finish() for job in jobs]
+    assert sum("Note: task.samples=" in output for output in outputs) == 1, "the site that is not the first says it"
+    finals = [tensors(job.run / "checkpoints" / f"step_{len(SIZES):06d}") for job in jobs]
+    model = Odd(dtype=dtype).model()
+    start = events_of(jobs[0], "start")[0]
+    trained = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+    wide = torch.float32 if dtype == "bfloat16" else torch.float64
+    # what each site has sent gives the shared parameters, and these the models
+    shared = torch.cat([start[name].to(wide) for name in trained])
+    moving = torch.zeros_like(shared)
+    exchanges = sorted((project / "store" / "exchange").iterdir())
+    assert [int(each.name.split(".")[0]) for each in exchanges] == [3, 6, 9, 12, 14]
+    for exchange in exchanges:
+        mean = torch.stack([sent_in(exchange / f"site{site}", wide) for site in range(2)]).mean(0)
+        moving = 0.9 * moving + mean
+        shared = shared - 0.7 * (mean + 0.9 * moving)
+    sizes = [start[name].numel() for name in trained]
+    for (name, kind), value in zip(trained.items(), shared.split(sizes), strict=True):
+        for site, final in enumerate(finals):
+            found = final[f"callbacks.StoreOuterSteps/shared/{name}"].flatten()
+            torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-7, msg=f"site {site}, {name}")
+            assert torch.equal(final[f"model.{name}"].flatten(), found.to(kind)), f"site {site}, {name}"
+    for name, value in model.named_parameters():
+        if not value.requires_grad:
+            assert all(torch.equal(final[f"model.{name}"].flatten().double(), start[name]) for final in finals)
+    # each site has averaged its own parameters
+    for job, final in zip(jobs, finals, strict=True):
+        averages = {name: start[name].clone() for name in trained}
+        steps = events_of(job, "step")
+        assert len(steps) == len(SIZES)
+        for parameters in steps:
+            for name, average in averages.items():
+                average.lerp_(parameters[name], 0.1)
+        for name, average in averages.items():
+            found = final[f"callbacks.Ema/averages/{name}"].flatten().double()
+            torch.testing.assert_close(found, average, rtol=1e-5, atol=1e-7, msg=name)
+    if dtype == "float64":
+        started = [start[name].view_as(p) for name, p in model.named_parameters()]
+        wanted = torch.cat([value.flatten() for value in odd_reference(started)])
+        torch.testing.assert_close(shared, wanted, rtol=1e-4, atol=1e-5)
+
+
+def events_of(job: JobOfSite, event: str) -> list[dict[str, Tensor]]:
+    """Return the parameters that a site's first rank has noted, in fp64, at each event of one kind."""
+    return [
+        {name: torch.tensor(values, dtype=torch.float64) for name, values in each["parameters"].items()}
+        for each in events(job.directory, job.site) if each["event"] == event
+    ]  # fmt: skip
 
 
 def test_a_late_site_is_not_lost(project: Path) -> None:
@@ -204,25 +214,6 @@ def own_progress(start: list[Tensor], step: int) -> Tensor:
 @pytest.fixture(scope="module")
 def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_key(tmp_path_factory.mktemp("key") / "key.pem")
-
-
-class Server:
-    """`launch store` of a directory, always at one address."""
-
-    def __init__(self, directory: Path, key: Path) -> None:
-        self.key, self._directory, self._port = key, directory, free_port("127.0.0.1")
-        self.address = f"https://127.0.0.1:{self._port}"
-        self.start()
-
-    def start(self) -> None:
-        words = ("store", str(self._directory), "--key", str(self.key), "--listen", f"127.0.0.1:{self._port}")
-        self.process = warm.Popen(launch_command(*words), stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        assert "Serving" in self.process.stdout.readline()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate()
 
 
 def test_a_killed_site_resumes_and_a_killed_server_is_started_again(project: Path, key: Path) -> None:
@@ -380,9 +371,10 @@ def test_a_site_with_another_job_is_refused(project: Path) -> None:
     more = ["outer.every=4", "train.steps=6", *ONE, "batch.micro_size=12", "outer.patience_s=1"]
     first = JobOfSite(project, 0, 2, *more).start()
     wait_for(lambda: (project / "store" / "hello" / "site0").exists(), "the first site")
-    other = JobOfSite(project, 1, 2, *more, "outer.lr=0.5").start()
-    assert f"outer.lr=0.5: the first site of outer.store={project / 'store'} has 0.7" in other.finish(2)
-    assert not (other.run / "metrics.jsonl").exists()
+    for number, (key, own, theirs) in enumerate((("outer.lr", 0.5, 0.7), ("optimizer.lr", 0.02, 0.01))):
+        other = JobOfSite(project / str(number), 1, 2, *more, f"{key}={own}", store=str(project / "store")).start()
+        assert f"{key}={own}: the first site of outer.store={project / 'store'} has {theirs}" in other.finish(2)
+        assert not (other.run / "metrics.jsonl").exists()
     first.finish()
     # a new run needs a new store: here it would find the averages of the old one
     again = JobOfSite(project / "again", 0, 2, *more, store=str(project / "store"))

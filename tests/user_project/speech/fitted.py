@@ -84,6 +84,26 @@ class Even(Fit):
         return Loss(error.sum(), len(error))
 
 
+class Odd(Fit):
+    """Shapes that few numbers of ranks divide, biases, a layer that is not trained, and any format."""
+
+    def __init__(self, samples=96, dtype="float64"):
+        super().__init__(samples)
+        self.dtype = getattr(torch, dtype)
+
+    def model(self):
+        model = super().model()
+        sizes = [(WIDTH, 5), (WIDTH, 5), (5, 7), (7, WIDTH)]
+        model.layers = nn.ModuleList(nn.Linear(*each, dtype=self.dtype) for each in sizes)
+        model.layers[1].requires_grad_(False)
+        return model
+
+    def loss(self, model, batch):
+        first, second, wanted, weights = (each.to(self.dtype) for each in batch)
+        error = (model(first, second) - wanted).square().mean(1)
+        return Loss((weights * error).sum().double(), weights.sum().double())
+
+
 class Freezer:
     """Callback that freezes a layer after a step."""
 
