@@ -12,7 +12,7 @@ import enum
 import hashlib
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from launcher.train.data.sample_order import ArrangedData
 from launcher.train.data.stream_shards import own_shards
 from launcher.train.world import Everyone
 
+OfFirst = Callable[[str, Any], Any]
 SAMPLES = 8
 # seconds after which a loader process reads no more samples: slow data must not delay the start
 BUDGET_S = 1.0
@@ -197,7 +198,9 @@ class _Read(NamedTuple):
     times: int = 1
 
 
-def require_same_data(datasets: Mapping[str, Any], plan: RunPlan, world: Everyone, device: torch.device) -> None:
+def require_same_data(
+    datasets: Mapping[str, Any], plan: RunPlan, world: Everyone, device: torch.device, of_first: OfFirst | None = None
+) -> None:
     """Compare the data sets of all ranks: the kind, the length, and a few samples of each. All ranks call it.
 
     Samples are read as in training: in loader processes, if there are any, with random numbers of their own. Samples
@@ -207,9 +210,10 @@ def require_same_data(datasets: Mapping[str, Any], plan: RunPlan, world: Everyon
 
     Args:
         datasets: data sets by their name in messages; a value of None means no data.
+        of_first: returns the JSON value of the first of all sites, if the sites are jobs of their own.
 
     Raises:
-        DataError: a data set differs between ranks; raised on all of them.
+        DataError: a data set differs between ranks, or from that of the first site; raised on all ranks.
     """
     kinds = {name: _kind(data, plan.train.seed) for name, data in datasets.items()}
     if plan.train.data_shards > 1:
@@ -217,7 +221,7 @@ def require_same_data(datasets: Mapping[str, Any], plan: RunPlan, world: Everyon
         kinds[trained_on] += f" of {own_shards(datasets[trained_on])} shards, divided into {plan.train.data_shards}"
     _require_same_kinds(world.of_all(kinds))
     mapped = {name: data for name, data in datasets.items() if is_mapped(data) and len(data)}
-    if not mapped or (world.size == 1 and len(mapped) == 1):
+    if not mapped or (world.size == 1 and len(mapped) == 1 and of_first is None):
         return
     reads = [_Read(name, index) for name, data in mapped.items() for index in _indices(len(data), plan.train.seed)]
     own = [outlines[0] for outlines in _outlines(mapped, reads, plan, device)]
@@ -229,6 +233,17 @@ def require_same_data(datasets: Mapping[str, Any], plan: RunPlan, world: Everyon
     ]
     if suspects:
         _require_stable_samples_agree(suspects, world.of_all(_outlines(mapped, suspects, plan, device)))
+    if of_first is not None:
+        keys = [f"{read.name} {read.sample}" for read in reads]
+        found = of_first("samples", dict(zip(keys, own, strict=True)))
+        theirs = [None if (each := found.get(key)) is None else Outline(*each) for key in keys]
+        suspects = [
+            (read._replace(times=2), first)
+            for read, mine, first in zip(reads, own, theirs, strict=True)
+            if not _all_agree((mine, first))
+        ]
+        pairs = _outlines(mapped, [read for read, _ in suspects], plan, device) if suspects else []
+        _require_samples_of_first_site(suspects, pairs)
     first_outlines: dict[str, list[Outline | None]] = {}
     for read, each in zip(reads, own, strict=True):
         first_outlines.setdefault(read.name, []).append(each)
@@ -325,6 +340,19 @@ def _require_stable_samples_agree(reads: list[_Read], everyone: list[list[list[O
                     f"{name} differs between ranks: sample {index} on rank {rank} is not sample {index} on rank 0.\n"
                     f"{_REMEDY}"
                 )
+
+
+def _require_samples_of_first_site(
+    reads: Sequence[tuple[_Read, Outline | None]], pairs: Sequence[Sequence[Outline | None]]
+) -> None:
+    """Raise DataError for the first sample that is the same in both reads and is not the one of the first site."""
+    for ((name, index, _), first), pair in zip(reads, pairs, strict=True):
+        if None not in pair and _all_agree(pair) and not _all_agree((*pair, first)):
+            raise DataError(
+                f"{name} is not that of the first site of outer.store: sample {index} differs.\n"
+                "  Every site must have the same samples in the same order, and takes its share: seed generators, and "
+                "sort file names.\n  If the first site is the wrong one, start all again with a new store."
+            )
 
 
 _REMEDY = (

@@ -55,12 +55,12 @@ class StoreOuterSteps(OuterSteps):
         self._engine, steps = engine, engine.plan.train.steps
         assert steps is not None
         self._total = steps
+        self._require_same_job(engine)  # before this run is that of its site: the user may correct it and try again
 
     # the start
 
     def on_start(self, engine: EngineOfSite) -> None:
         """Agree with the other sites on the job and on its first model, and catch up with them."""
-        self._require_same_job(engine)  # before this run is that of its site: the user may correct it and try again
         self._stores.require_own_store(restored=self._restored)
         if not self._restored:
             self._share_model(engine)

@@ -208,3 +208,17 @@ def test_freezing_within_a_run_is_refused(project: Path) -> None:
     freezer = "callbacks=[{_target_: speech.fitted.Freezer, after: 2}]"
     job = JobOfSite(project, 0, 2, *PACE, "outer.every=5", freezer).start()
     assert "engine.freeze() does not work with outer.store" in job.finish(1)
+
+
+def test_a_site_with_other_samples_is_refused_and_can_be_corrected(project: Path) -> None:
+    more = [*PACE, "outer.every=4", "train.steps=8", "task._target_=speech.fitted.Unsorted"]
+    first = JobOfSite(project, 0, 2, *more).start()
+    wait_for(lambda: (project / "store" / "samples").exists(), "the samples of the first site")
+    wrong = JobOfSite(project, 1, 2, *more)
+    (wrong.directory / "unsorted").touch()
+    assert "train_data() is not that of the first site of outer.store: sample" in wrong.start().finish(1)
+    corrected = JobOfSite(project / "corrected", 1, 2, *more, store=str(project / "store")).start()
+    for job in (first, corrected):
+        job.finish()
+    assert members(project, 8) == [0, 1]
+    assert_equal(first.model(8), corrected.model(8))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -102,6 +103,16 @@ class Odd(Fit):
         first, second, wanted, weights = (each.to(self.dtype) for each in batch)
         error = (model(first, second) - wanted).square().mean(1)
         return Loss((weights * error).sum().double(), weights.sum().double())
+
+
+class Unsorted(Fit):
+    """Has its samples in another order where there is a file ``unsorted``, as a directory's files may have."""
+
+    def train_data(self):
+        data = super().train_data()
+        if Path("unsorted").exists():
+            data.wanted = data.wanted.flip(0)
+        return data
 
 
 class Freezer:
