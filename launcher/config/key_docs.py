@@ -121,7 +121,8 @@ def _defaults(default: Any, given: dict[str, str], options: int) -> dict[str, An
 
 
 def class_keys(group: str, target: str, positional: int = 0) -> list[Key]:
-    """Return the arguments of the class ``GROUP._target_`` as keys, with what its docstring says of them.
+    """Return the arguments of the class ``GROUP._target_`` as keys, with what its docstring says of them. The type of
+    one without an annotation is that of its default.
 
     Args:
         positional: number of arguments that the launcher passes before these.
@@ -136,7 +137,9 @@ def class_keys(group: str, target: str, positional: int = 0) -> list[Key]:
     except ValueError:  # built in C
         return [Key(name=f"{group}.{name}", type="", meaning=meaning) for name, meaning in meanings.items()]
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    hints = _hints_of(function)
+    hints: dict[str, Any] = {
+        each.name: type(each.default) for each in parameters if isinstance(each.default, bool | int | float | str)
+    } | _hints_of(function)
     return [
         Key(
             name=f"{group}.{each.name}",

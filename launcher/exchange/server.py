@@ -22,6 +22,7 @@ from launcher.exchange.store import IDLE_S, MAX_VALUE_GIB, DirectoryStore, valid
 _HANDSHAKE_S = 10.0
 _MOST_HANDSHAKES = 64  # at a time; further connections wait in the listen queue
 _CHUNK = 1 << 20
+_KEEPS_PARTIAL_S = 3600.0
 _REFUSAL_EVERY_S = 10.0  # at most one line about refused connections in this time
 
 
@@ -40,6 +41,7 @@ class StoreServer(ThreadingHTTPServer):
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
         self.store, self._context = DirectoryStore(root), context
+        self.store.remove_partial(_KEEPS_PARTIAL_S)  # of a server that was killed
         self._handshakes = threading.BoundedSemaphore(_MOST_HANDSHAKES)
         self._refused, self._reported_at = 0, -_REFUSAL_EVERY_S
         super().__init__(address, _Handler)

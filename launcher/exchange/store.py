@@ -6,6 +6,7 @@ is all that sites need to agree on anything, and a site that repeats its steps a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.client
 import os
@@ -13,6 +14,7 @@ import re
 import shutil
 import ssl
 import threading
+import time
 import uuid
 from pathlib import Path
 from typing import Protocol
@@ -28,8 +30,6 @@ _PARTIAL = ".partial"  # directory of values that are being written; no name sta
 IDLE_S = 60.0
 MAX_VALUE_GIB = 64
 _STATUSES = (http.client.OK, http.client.CREATED, http.client.NOT_FOUND, http.client.CONFLICT)
-
-
 _SMALL = 1 << 14  # bytes that are sent at once: to ask first takes as long
 
 
@@ -62,8 +62,20 @@ class DirectoryStore:
     """Store in a directory. Values are durable, and appear whole or not at all."""
 
     def __init__(self, root: Path) -> None:
+        """Make the directory. Raises OSError if it cannot be written, or has no hard links."""
         self.root = root
         (root / _PARTIAL).mkdir(parents=True, exist_ok=True)
+        file, link = self.new_partial(), self.new_partial()
+        try:
+            file.touch()
+            os.link(file, link)
+        except OSError as error:
+            raise OSError(
+                error.errno, f"no values can be kept there ({error.strerror}): they need hard links"
+            ) from None
+        finally:
+            file.unlink(missing_ok=True)
+            link.unlink(missing_ok=True)
 
     def path(self, name: str) -> Path:
         """Return the file of a value."""
@@ -74,6 +86,13 @@ class DirectoryStore:
     def new_partial(self) -> Path:
         """Return a new file for a value that is being written."""
         return self.root / _PARTIAL / uuid.uuid4().hex
+
+    def remove_partial(self, older_s: float) -> None:
+        """Remove what was never completed and was last written ``older_s`` seconds ago or before."""
+        for file in (self.root / _PARTIAL).iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - file.stat().st_mtime > older_s:
+                    file.unlink()
 
     def post(self, name: str, value: bytes) -> bool:
         if self.path(name).exists():

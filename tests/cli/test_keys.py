@@ -45,7 +45,7 @@ class Mine:
             in each layer.
     """
 
-    def __init__(self, width: int = 3, *, name: str | None = None) -> None: ...
+    def __init__(self, width: int = 3, dropout=0.1, *, name: str | None = None) -> None: ...
 '''
 
 
@@ -77,9 +77,8 @@ def test_the_keys_of_a_task_are_the_arguments_of_its_class(task: str) -> None:
 def test_the_keys_of_a_class_of_the_users(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     done = launch("keys", "task._target_=mine.Mine")
-    assert done.stdout == "task.width = 3\n    integer. hidden units, in each layer.\ntask.name\n    text.\n", (
-        done.stderr
-    )
+    lines = ["task.width = 3", "    integer. hidden units, in each layer.", "task.dropout = 0.1", "    number."]
+    assert done.stdout.splitlines() == [*lines, "task.name", "    text."], done.stderr
 
 
 def test_the_arguments_of_an_optimizer_are_without_its_parameters(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ reach."""
 from __future__ import annotations
 
 import http.client
+import os
 import socket
 import ssl
 import subprocess
@@ -171,6 +172,27 @@ def test_a_full_disk_is_an_error_of_the_store(server: StoreServer, key: Path, mo
         client(server, key).post("a", b"1")
     monkeypatch.undo()
     assert client(server, key).post("a", b"1")
+
+
+def test_what_a_killed_server_has_left_is_removed(tmp_path: Path, key: Path) -> None:
+    partial = DirectoryStore(tmp_path).new_partial()
+    new = partial.with_name("new")
+    for file in (partial, new):
+        file.write_bytes(b"half of a value")
+    os.utime(partial, (0, 0))
+    StoreServer(("127.0.0.1", 0), tmp_path, server_context(key, "--key")).server_close()
+    assert not partial.exists()
+    assert new.exists(), "a site may be writing it"
+
+
+def test_a_directory_without_hard_links_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(*_: object) -> None:
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(OSError, match="they need hard links"):
+        DirectoryStore(tmp_path)
+    assert [*tmp_path.rglob("*.*")] == [tmp_path / ".partial"]
 
 
 @pytest.mark.parametrize(
