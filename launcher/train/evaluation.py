@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, default_collate
 
-from launcher.errors import DataError, LauncherError, TaskError
+from launcher.errors import DataError, EngineMisuse, LauncherError, TaskError
 from launcher.heartbeat import HEARTBEAT, Phase, Wait
 from launcher.loss import Loss, as_losses, has_window_loss, window_loss_of
 from launcher.plan.run_plan import RunPlan
@@ -213,8 +213,11 @@ class EvaluatingEngine(Engine):
             loss: (model, batch) -> (loss_sum, items), (loss_sum, items, metrics), Loss or a list of several.
 
         Raises:
+            EngineMisuse: a window is open.
             ReplicasDiffer: the ranks have different models.
         """
+        if self._current.window is not None:
+            raise EngineMisuse("engine.evaluate() must be called between two windows: after engine.step().")
         ReplicaCheck(self).require_same()
         with self.callbacks.around_evaluation(self):
             return Evaluation(self, cast("Task", LoopTask(loss, collate)), sets_by_name(data)).run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from launcher.errors import EngineMisuse
 from launcher.train.engine.engine import Engine
+from launcher.train.evaluation import EvaluatingEngine
 from tests.helpers import make_plan
 
 
@@ -29,12 +31,15 @@ class Broken(torch.utils.data.Dataset[Tensor]):
         return torch.full((3,), index / 64)
 
 
-def engine_of(model: nn.Module) -> Engine:
+E = TypeVar("E", bound=Engine)
+
+
+def engine_of(model: nn.Module, kind: type[E] = Engine) -> E:
     plan = make_plan(
         "cluster.workers_per_node=1", "batch.global_size=8", "batch.micro_size=2", "train.loader_workers=0",
         "train.steps=4", "precision=bf16", samples=64,
     )  # fmt: skip
-    return Engine(model, torch.optim.SGD(model.parameters(), 0.1), plan)
+    return kind(model, torch.optim.SGD(model.parameters(), 0.1), plan)
 
 
 def caught(engine: Engine, data: Broken, fails: Callable[[int], bool] = lambda _: False) -> None:
@@ -75,3 +80,16 @@ def test_a_break_leaves_no_context() -> None:
         assert torch.is_autocast_enabled("cpu")
         break
     assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_evaluation_within_a_window_is_refused() -> None:
+    model, data = nn.Linear(3, 2), Broken(0)
+    engine = engine_of(model, EvaluatingEngine)
+    windows = engine.windows(data)
+    for batch in next(windows):
+        with pytest.raises(EngineMisuse, match="between two windows"):
+            engine.evaluate(data, lambda model, batch: (model(batch).float().sum(), len(batch)))
+        engine.backward(engine.model(batch).float().sum(), len(batch))
+    engine.step()
+    assert "eval/loss" in engine.evaluate(data, lambda model, batch: (model(batch).float().sum(), len(batch)))
