@@ -122,7 +122,7 @@ class Engine(EngineProgress):
         self.position, self.stream, self._finished = BEGINNING, StreamCheckpoint(), False
         self.context = ContextSource(self.device, plan.train.seed, *self.world.in_job, progress=self._step_and_epoch)
         self.context.activate()
-        self.owner, (self.sites, outer) = owner, outer_parts(plan, self.world)
+        self.owner, (self.sites, outer) = owner, outer_parts(plan, self.world, self._stop)
         listed = callbacks_of(plan) if callbacks is None else callbacks
         self.callbacks = CallbackSet([*outer, *listed])
         self.callbacks.call("on_setup", self)

@@ -1,8 +1,8 @@
 """Sites that are jobs of their own and exchange through a store. Rank 0 of each site talks to the store.
 
 An exchange is closed by the first site that posts the list of its members: all sites that it waited for, or those that
-were there when its patience ended. That list is never changed, so that all sites, also those that read it much later,
-average the same values.
+were there when its patience ended or it was asked to stop. That list is never changed, so that all sites, also those
+that read it much later, average the same values.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ class StoreSites(Sites):
         left_out: steps that this site has left out to catch up.
     """
 
-    def __init__(self, world: World, plan: RunPlan) -> None:
+    def __init__(self, world: World, plan: RunPlan, stop: Callable[[], bool]) -> None:
+        """``stop``: whether this rank was asked to stop; it does not wait for other sites then."""
         super().__init__(dataclasses.replace(world, sites=1))
+        self._stop = stop
         assert plan.outer is not None
         self._plan, self._paths, self.number = plan.outer, plan.paths, world.sites
         self._is_first = world.rank == 0
@@ -113,7 +115,7 @@ class StoreSites(Sites):
                 if hello is not None:
                     missing.discard(site)
                     wanted |= dict.fromkeys(json.loads(hello))
-            if not missing or not in_time:
+            if not missing or not in_time or self._stop():
                 break
         if not missing:
             return [*wanted]
@@ -193,7 +195,7 @@ class StoreSites(Sites):
             own.finish()
             absent = {*range(self.number)} - present
             awaited = {site for site in absent if self._is_awaited(site, exchange)}
-            if not awaited or not in_time:
+            if not awaited or not in_time or self._stop():
                 saved = {str(site): header_of(self._fetched[exchange, site])["saved"] for site in present - {self.site}}
                 saved = {**self.newest.saved, **saved, str(self.site): self._safe_step()}
                 closed = Closed(exchange, sorted(present), saved)

@@ -9,7 +9,7 @@ are left out.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -285,12 +285,16 @@ class StoreOuterSteps(OuterSteps):
         self._stores.load_state_dict(state["stores"])
 
 
-def outer_parts(plan: RunPlan, world: World) -> tuple[Sites, list[OuterSteps]]:
-    """Return the sites of a job, and the callback that takes the outer steps, if the plan has any."""
+def outer_parts(plan: RunPlan, world: World, stop: Callable[[], bool]) -> tuple[Sites, list[OuterSteps]]:
+    """Return the sites of a job, and the callback that takes the outer steps, if the plan has any.
+
+    Args:
+        stop: whether this rank was asked to stop.
+    """
     if plan.outer is None:
         return Sites(world, plan.train.hang_timeout), []
     if plan.outer.whole_job_is_site:
-        stores = StoreSites(world, plan)
+        stores = StoreSites(world, plan, stop)
         return stores, [StoreOuterSteps(plan.outer, stores)]
     sites = Sites(world, plan.train.hang_timeout)
     return sites, [OuterSteps(plan.outer, sites)]

@@ -97,6 +97,25 @@ def test_a_site_that_stops_saves_without_the_store(project: Path, key: Path) -> 
     jobs[0].kill()
 
 
+def test_a_site_that_waits_for_another_one_stops_at_once(project: Path) -> None:
+    """Much earlier than its patience ends: a cluster would kill it meanwhile, without a checkpoint."""
+    more = [*PACE, "outer.every=8", "+task.pause_s=0.1", "outer.patience_s=3600", "train.steps=20"]
+    waiting, late = (JobOfSite(project, site, 2, *more).start() for site in range(2))
+    wait_for_steps(late.run, 4)
+    suspended = Suspended(late)
+    wait_for(lambda: (project / "store" / "exchange" / "00000008.0" / "site0").exists(), "the part of the first site")
+    waiting.process.send_signal(signal.SIGTERM)
+    waiting.process.communicate(timeout=patience(60))
+    assert members(project, 8) == [0]
+    assert any((waiting.run / "checkpoints").glob("step_*"))
+    suspended.end()
+    waiting.start("resume", "r")
+    for job in (waiting, late):
+        job.finish()
+    assert members(project, 20) == [0, 1]
+    assert_equal(waiting.model(20), late.model(20))
+
+
 def test_another_sites_checkpoint_has_averages_under_way(project: Path) -> None:
     """The site that loads it applies them, too."""
     more = [
