@@ -49,7 +49,7 @@ class Tunnel(ABC, threading.Thread):
         super().__init__(daemon=True, name="tunnel")
         self._loop = asyncio.new_event_loop()
         self._over = asyncio.Event()
-        self._tasks = set[asyncio.Task[None]]()
+        self._tasks, self._acceptors = set[asyncio.Task[None]](), set[asyncio.Task[None]]()
         self.store_socket = self.listen(AGENTS)
         self.place = dataclasses.replace(place, store=f"{self.host}:{self.port(AGENTS)}")
 
@@ -79,9 +79,11 @@ class Tunnel(ABC, threading.Thread):
     async def _serve(self) -> None:
         await self._over.wait()
         await self._turns()  # forward what a store's client sent last: it is in this host's buffers already
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for tasks in (self._acceptors, self._tasks):
+            for task in tasks:
+                task.cancel()
+            # each task of an accepted connection has begun then, so that it closes the connection
+            await asyncio.gather(*tasks, return_exceptions=True)
         await self._turns()  # for the sockets of closed connections
 
     async def _turns(self) -> None:
@@ -94,17 +96,31 @@ class Tunnel(ABC, threading.Thread):
         task.add_done_callback(self._tasks.discard)
         return task
 
+    def _listen_in(self, coroutine: Coroutine[Any, Any, None], listening: socket.socket) -> asyncio.Task[None]:
+        """Start a task that accepts connections of ``listening``."""
+        task = self._loop.create_task(coroutine)
+        self._acceptors.add(task)
+        task.add_done_callback(self._acceptors.discard)
+        task.add_done_callback(lambda _: listening.close())  # one that is cancelled at once never runs
+        return task
+
     async def _arrivals(self, listening: socket.socket) -> AsyncIterator[tuple[socket.socket, str]]:
         """Yield every new connection, with the address that it comes from."""
         listening.setblocking(False)
-        with listening:
-            while True:
-                try:
-                    connection, (address, _) = await self._loop.sock_accept(listening)
-                except OSError:  # too many open files, or a connection that is gone again
-                    await asyncio.sleep(0.1)
-                else:
-                    yield connection, address
+        while True:
+            arrived = asyncio.Event()
+            self._loop.add_reader(listening, arrived.set)
+            try:
+                await arrived.wait()
+            finally:
+                self._loop.remove_reader(listening)
+            try:  # not by sock_accept, which loses a connection if it is cancelled just then
+                connection, (address, _) = listening.accept()
+            except OSError:  # too many open files, or a connection that is gone again
+                await asyncio.sleep(0.1)
+            else:
+                connection.setblocking(False)
+                yield connection, address
 
     async def _streams(self, connection: socket.socket, context: ssl.SSLContext | None = None) -> Streams:
         """Return the streams of an accepted connection, after the TLS handshake if there is a ``context``."""
@@ -142,7 +158,7 @@ class TunnelServer(Tunnel):
         return self._ports[number]
 
     async def _serve(self) -> None:
-        self._begin(self._accept())
+        self._listen_in(self._accept(), self._listening)
         await super()._serve()
 
     async def _accept(self) -> None:
@@ -202,8 +218,7 @@ class TunnelClient(Tunnel):
         """Accept connections to the store ``number``, and no more to that of earlier workers."""
         if self._of_workers is not None:
             self._of_workers.cancel()
-        task = self._begin(self._accept(listening, number))
-        task.add_done_callback(lambda _: listening.close())  # a task that is cancelled at once never runs
+        task = self._listen_in(self._accept(listening, number), listening)
         self._of_workers = task if number else None
 
     async def _accept(self, listening: socket.socket, number: int) -> None:

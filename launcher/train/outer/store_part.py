@@ -11,19 +11,19 @@ from launcher.quantities import count
 from launcher.train.outer.store_client import OuterExchange
 
 
-def part_of(header: dict[str, Any], payload: Tensor) -> bytes:
+def make_part(header: dict[str, Any], payload: Tensor) -> bytes:
     """Return a part. ``payload``: bytes in host memory."""
     text = json.dumps(header).encode()
     return b"%d\n%b%b" % (len(text), text, payload.numpy().tobytes())
 
 
-def header_of(value: bytes) -> dict[str, Any]:
+def part_header(value: bytes) -> dict[str, Any]:
     """Return what a site says of its part."""
     length, _, rest = value.partition(b"\n")
     return json.loads(rest[: int(length)])
 
 
-def problem_of(
+def part_problem(
     value: bytes | None, site: int, exchange: OuterExchange, norm: float, history: str, size: int
 ) -> str | None:  # fmt: skip
     """Return why a member's part of an exchange cannot be used; None if it can."""
@@ -33,7 +33,7 @@ def problem_of(
             f"{which} is not there any more, because all sites have saved checkpoints since.\n"
             "  Resume from a newer checkpoint: copy one of another site."
         )
-    header = header_of(value)
+    header = part_header(value)
     first = value.partition(b"\n")[0]
     expected = len(first) + 1 + int(first) + 8 * sum(header["buffers"].values()) + size
     if len(value) != expected:

@@ -25,7 +25,7 @@ from launcher.quantities import count
 from launcher.rundir.files import read_json, write_json
 from launcher.train.outer.sites import Sites
 from launcher.train.outer.store_client import BEFORE_ALL, Closed, OuterExchange, PatientStore, Sending
-from launcher.train.outer.store_part import header_of, part_of, problem_of
+from launcher.train.outer.store_part import make_part, part_header, part_problem
 from launcher.train.world import World
 
 T = TypeVar("T")
@@ -158,7 +158,7 @@ class StoreSites(Sites):
         if not self._is_first:
             return
         said = {"norm": norm, "history": self._histories.get(exchange.fragment, ""), "saved": self._safe_step()}
-        part = part_of({**said, "buffers": buffers}, payload)
+        part = make_part({**said, "buffers": buffers}, payload)
         self._sending[exchange] = Sending(self._store, f"{exchange.name}/site{self.site}", part)
 
     def close(self, exchange: OuterExchange) -> Closed:
@@ -196,7 +196,9 @@ class StoreSites(Sites):
             absent = {*range(self.number)} - present
             awaited = {site for site in absent if self._is_awaited(site, exchange)}
             if not awaited or not in_time or self._stop():
-                saved = {str(site): header_of(self._fetched[exchange, site])["saved"] for site in present - {self.site}}
+                saved = {
+                    str(site): part_header(self._fetched[exchange, site])["saved"] for site in present - {self.site}
+                }
                 saved = {**self.newest.saved, **saved, str(self.site): self._safe_step()}
                 closed = Closed(exchange, sorted(present), saved)
                 document = json.dumps({"members": closed.members, "saved": saved}).encode()
@@ -226,8 +228,8 @@ class StoreSites(Sites):
             value = self._part(closed.exchange, site) if self._is_first else None
             problem, buffers = self._of_first(
                 lambda value=value, site=site: (
-                    problem_of(value, site, closed.exchange, norm, history, size),
-                    {} if value is None else header_of(value)["buffers"],
+                    part_problem(value, site, closed.exchange, norm, history, size),
+                    {} if value is None else part_header(value)["buffers"],
                 )
             )
             if problem is not None:
