@@ -64,7 +64,8 @@ class RankOutput:
 
 
 class LiveDisplay(MessageDisplay):
-    """Rank 0's output with one progress line below it; without a terminal, occasional plain lines."""
+    """Rank 0's output, and a line for each evaluation, with one progress line below; without a terminal, occasional
+    plain lines."""
 
     def __init__(self, plan: LaunchPlan, console: Console) -> None:
         super().__init__(console)
@@ -78,7 +79,7 @@ class LiveDisplay(MessageDisplay):
         self._steps = plan.train.steps if isinstance(plan, RunPlan) else None
         self._warned = set[str]()
         self._last: dict[str, Any] | None = None
-        self._printed_at = -PLAIN_LINE_EVERY_S
+        self._printed_at, self._said_step = -PLAIN_LINE_EVERY_S, -1
         self._first: dict[str, Any] | None = None  # record from which steps are timed
         self._announced = False
         self._progress: Progress | None = None
@@ -114,6 +115,11 @@ class LiveDisplay(MessageDisplay):
             self._last = records[-1]
             self._first = self._first or records[0]
             self._announce(records[-1])
+            for record in records:
+                if (
+                    record.get("eval/loss") is not None and record["step"] != self._steps
+                ):  # the last step is shown anyway
+                    self._say_step(record)
             self._show(records[-1])
         for tracker, kind in TRACKER_KINDS.items():
             status = {} if tracker in self._warned else read_json(self._paths.tracker_status(tracker)) or {}
@@ -124,7 +130,7 @@ class LiveDisplay(MessageDisplay):
     def _restart_from(self, record: dict[str, Any] | None) -> None:
         """Reset the progress to ``record``, the last record kept, which has been displayed before."""
         step = 0 if record is None else min(record["step"], self._paths.newest_step())  # new steps may follow already
-        self._last, self._first = record, None
+        self._last, self._first, self._said_step = record, None, -1
         if self._progress is not None:
             self._progress.update(self._bar, completed=step)
         self.say(f"--- resumed after step {step} ---")
@@ -135,10 +141,16 @@ class LiveDisplay(MessageDisplay):
                 self._bar, completed=record["step"], description=_step_text(record, self._steps), rate=_rate(record)
             )
         elif time.monotonic() - self._printed_at >= PLAIN_LINE_EVERY_S or record["step"] == self._steps:
-            self._printed_at = time.monotonic()
-            left = self._seconds_left(record)
-            until = "" if not left else f"  {duration_text(left)} left"
-            self.say(f"{_step_text(record, self._steps)}  {_rate(record)}{until}")
+            self._say_step(record)
+
+    def _say_step(self, record: dict[str, Any]) -> None:
+        """Print a line of its own for a record, once."""
+        if record["step"] == self._said_step:
+            return
+        self._said_step, self._printed_at = record["step"], time.monotonic()
+        left = self._seconds_left(record)
+        until = "" if not left else f"  {duration_text(left)} left"
+        self.say(f"{_step_text(record, self._steps)}  {_rate(record)}{until}")
 
     def _announce(self, record: dict[str, Any]) -> None:
         """Print once how long the run will take, as soon as a few steps have been timed."""
@@ -157,7 +169,7 @@ class LiveDisplay(MessageDisplay):
         if self._progress is not None:
             self._progress.stop()
             if self._last is not None:
-                self.say(f"{_step_text(self._last, self._steps)}  {_rate(self._last)}")
+                self._say_step(self._last)
 
 
 def run_display(plan: LaunchPlan, console: Console) -> Silence:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -362,9 +363,27 @@ def test_the_live_display_follows_the_files(tmp_path: Path) -> None:
         "first [not markup]",
         "step 1/9  loss 5.5000  1,234 samples/s",
         "half a line",
+        "step 2/9  loss 5.2500  held-out 5.0000  1,000 samples/s",  # each evaluation has its line
         "step 9/9  loss -  1,000 samples/s",
         "W&B: no server",
     ]
+
+
+def test_a_terminal_keeps_a_line_for_each_evaluation(tmp_path: Path) -> None:
+    plan = make_plan("train.steps=9", run_dir=str(tmp_path))
+    out = io.StringIO()
+    display = LiveDisplay(plan, Console(file=out, width=80, force_terminal=True))
+    for step in range(1, 6):
+        record = {"step": step, "train/loss": 1, "throughput/samples_per_s": 1, "time/total_s": step}
+        record |= {"eval/loss": step / 8} if step % 2 == 0 else {}
+        with plan.paths.metrics.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        display.refresh()
+    display.close()
+    lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line).strip() for line in re.split(r"[\r\n]+", out.getvalue())]
+    for step, held_out in ((2, "0.2500"), (4, "0.5000")):
+        assert sum(line.startswith(f"step {step}/9  loss 1.0000  held-out {held_out}") for line in lines) >= 1
+    assert lines[-2].startswith("step 5/9  loss 1.0000  1 samples/s"), lines[-3:]
 
 
 def test_plain_lines_say_how_long_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
