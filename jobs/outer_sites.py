@@ -78,7 +78,8 @@ class SimulatedSite(threading.Thread):
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
         self._data, self._late = data, late
         self._chance = random.Random(plan.outer.site)
-        self.sites = StoreSites(World(0, 1, 0, site=plan.outer.site, sites=plan.outer.sites, whole_job=True), plan)
+        world = World(0, 1, 0, site=plan.outer.site, sites=plan.outer.sites, whole_job=True)
+        self.sites = StoreSites(world, plan, lambda: False)
         self.outer = StoreOuterSteps(plan.outer, self.sites)
         self.error: BaseException | None = None
 

@@ -79,7 +79,8 @@ class LiveDisplay(MessageDisplay):
         self._steps = plan.train.steps if isinstance(plan, RunPlan) else None
         self._warned = set[str]()
         self._last: dict[str, Any] | None = None
-        self._printed_at, self._said_step = -PLAIN_LINE_EVERY_S, -1
+        self._printed_at = -PLAIN_LINE_EVERY_S
+        self._said_step: int | None = None
         self._first: dict[str, Any] | None = None  # record from which steps are timed
         self._announced = False
         self._progress: Progress | None = None
@@ -130,7 +131,7 @@ class LiveDisplay(MessageDisplay):
     def _restart_from(self, record: dict[str, Any] | None) -> None:
         """Reset the progress to ``record``, the last record kept, which has been displayed before."""
         step = 0 if record is None else min(record["step"], self._paths.newest_step())  # new steps may follow already
-        self._last, self._first, self._said_step = record, None, -1
+        self._last, self._first, self._said_step = record, None, None
         if self._progress is not None:
             self._progress.update(self._bar, completed=step)
         self.say(f"--- resumed after step {step} ---")

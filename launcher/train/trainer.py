@@ -35,7 +35,6 @@ from launcher.train.engine.build import FromModel
 from launcher.train.evaluation import EvaluatingEngine, Evaluation
 from launcher.train.optimizers import build_optimizer
 from launcher.train.outer.sites import own_site
-from launcher.train.outer.store_sites import StoreSites
 from launcher.train.schedules import MakeSchedule
 from launcher.train.training_loop import Saves, TrainingLoop
 from launcher.train.world import device_of, join
@@ -87,8 +86,8 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     samples, held_out = train_data(task, plan.train.seed), eval_sets(task, plan.train.seed)
     samples = arranged(samples, task, plan, world)
     named = {eval_set_text(name): data for name, data in held_out.items()} or {eval_set_text(""): None}
-    of_first = engine.sites.agree_once if isinstance(engine.sites, StoreSites) else None
-    require_same_data({"train_data()": samples, **named}, plan, engine.sites.whole_job(), engine.device, of_first)
+    sites = engine.sites
+    require_same_data({"train_data()": samples, **named}, plan, sites.whole_job(), engine.device, sites.of_first)
     HEARTBEAT.beat(Phase.starting, 4)
     seed_everything(plan.train.seed + 1 + world.rank_in_job)  # from here on each rank draws other numbers, for dropout
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+
+
+# takes a name and a JSON value; returns the value that the first of several sites gave for this name
+OfFirst = Callable[[str, Any], Any]
 
 
 class Everyone(Protocol):

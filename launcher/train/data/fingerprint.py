@@ -12,7 +12,7 @@ import enum
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,9 +27,8 @@ from launcher.train.data.loader import prefetch
 from launcher.train.data.randomness import Permutation, SampleRandom
 from launcher.train.data.sample_order import ArrangedData
 from launcher.train.data.stream_shards import own_shards
-from launcher.train.world import Everyone
+from launcher.train.world import Everyone, OfFirst
 
-OfFirst = Callable[[str, Any], Any]
 SAMPLES = 8
 # seconds after which a loader process reads no more samples: slow data must not delay the start
 BUDGET_S = 1.0
@@ -220,6 +219,10 @@ def require_same_data(
         trained_on = next(iter(datasets))
         kinds[trained_on] += f" of {own_shards(datasets[trained_on])} shards, divided into {plan.train.data_shards}"
     _require_same_kinds(world.of_all(kinds))
+    if of_first is not None and (theirs := of_first("data", kinds)) != kinds:
+        name = next(name for name in {**kinds, **theirs} if kinds.get(name) != theirs.get(name))
+        own, first = (each.get(name, _NO_DATA) for each in (kinds, theirs))
+        raise DataError(f"{name} is not that of the first site of outer.store: {own} here, {first} there.\n{_OF_SITES}")
     mapped = {name: data for name, data in datasets.items() if is_mapped(data) and len(data)}
     if not mapped or (world.size == 1 and len(mapped) == 1 and of_first is None):
         return
@@ -349,12 +352,14 @@ def _require_samples_of_first_site(
     for ((name, index, _), first), pair in zip(reads, pairs, strict=True):
         if None not in pair and _all_agree(pair) and not _all_agree((*pair, first)):
             raise DataError(
-                f"{name} is not that of the first site of outer.store: sample {index} differs.\n"
-                "  Every site must have the same samples in the same order, and takes its share: seed generators, and "
-                "sort file names.\n  If the first site is the wrong one, start all again with a new store."
+                f"{name} is not that of the first site of outer.store: sample {index} differs.\n{_OF_SITES}"
             )
 
 
+_OF_SITES = (
+    "  Every site must have the same samples in the same order, and takes its share: seed generators, and sort file\n"
+    "  names. If the first site is the wrong one, start all again with a new store."
+)
 _REMEDY = (
     "  Every rank must build the same data. While a task builds it, torch's, Python's and NumPy's global generators\n"
     "  are seeded alike on all ranks; a loop of your own must seed them before it builds data. Seed other generators,\n"

@@ -166,7 +166,7 @@ class Engine(EngineProgress):
             self._go_to_position()
             self._feed = feed = open_feed(
                 dataset, self.plan, self.world, self.device, collate, self.position, compare=compare_data,
-                checkpoint=self.stream,
+                of_first=None if self.steps else self.sites.of_first, checkpoint=self.stream,
             )  # fmt: skip
             compare_data = False
             try:

@@ -115,6 +115,9 @@ class OuterSteps:
 
     def on_start(self, engine: EngineOfSite) -> None:
         """Share the first site's model, or check that a checkpoint has restored the same one at all sites."""
+        everyone = self._sites.of_all(forms_of(engine.model))
+        for forms in everyone:
+            require_same_forms(forms, everyone[0])
         if not self._restored:
             self._sites.share([local(tensor) for tensor in (*engine.model.parameters(), *engine.model.buffers())])
             for shared, parameter in zip(*self._locals(engine, [*self.shared]), strict=True):
@@ -289,6 +292,25 @@ class OuterSteps:
         self._sites.rounds = state["rounds"]
         self._arrived = {int(number): due for number, due in state["arrived"].items()}
         self._restored = True
+
+
+def forms_of(model: nn.Module) -> list[str]:
+    """Return name, shape, format and kind of each parameter and buffer, in their order."""
+    parameters = [(name, each, ", trained" if each.requires_grad else "") for name, each in model.named_parameters()]
+    named = [*parameters, *((name, each, ", a buffer") for name, each in model.named_buffers())]
+    return [f"{name} {[*each.shape]} {str(each.dtype).removeprefix('torch.')}{kind}" for name, each, kind in named]
+
+
+def require_same_forms(own: list[str], first: list[str]) -> None:
+    """Raise ConfigError unless the models of two sites have the same ``forms_of``."""
+    if own == first:
+        return
+    ours, theirs = ([form for form in some if form not in others] for some, others in ((own, first), (first, own)))
+    differing = f"{first_names(ours)} here; {first_names(theirs)} there" if ours or theirs else "their order"
+    raise ConfigError(
+        "outer", "diloco", f"the model of this site is not that of the first site: {differing}.",
+        "model() must return the same at all sites: names in the same order, shapes, formats, and what is trained.",
+    )  # fmt: skip
 
 
 def _size_and_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from launcher.errors import SiteError
 from launcher.heartbeat import HEARTBEAT, Wait
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir.paths import RunPaths
-from launcher.train.world import Everyone, World, job_store, patience
+from launcher.train.world import Everyone, OfFirst, World, job_store, patience
 
 T = TypeVar("T")
 # Windows between a site's request to stop or to save and its effect at all sites. The exchange completes meanwhile, so
@@ -124,6 +124,11 @@ class Sites:
         padded[: len(data)] = data
         everyone = self.gather(padded).wait()
         return [pickle.loads(each[:n].numpy().tobytes()) for each, n in zip(everyone, lengths, strict=True)]
+
+    @property
+    def of_first(self) -> OfFirst | None:
+        """Return the function by which a site gets the first one's values; None: sites are no jobs of their own."""
+        return None
 
     def whole_job(self) -> Everyone:
         """Return all ranks of all sites."""

@@ -26,7 +26,7 @@ from launcher.rundir.files import read_json, write_json
 from launcher.train.outer.sites import Sites
 from launcher.train.outer.store_client import BEFORE_ALL, Closed, OuterExchange, PatientStore, Sending
 from launcher.train.outer.store_part import make_part, part_header, part_problem
-from launcher.train.world import World
+from launcher.train.world import OfFirst, World
 
 T = TypeVar("T")
 _LEAVE_S = 5.0  # most seconds to tell the other sites that this one stops
@@ -61,6 +61,10 @@ class StoreSites(Sites):
         self.missed = self.left_out = 0
 
     # the start
+
+    @property
+    def of_first(self) -> OfFirst:
+        return self.agree_once
 
     def agree_once(self, name: str, own: Any) -> Any:
         """Return the JSON value that the first of all sites gave for ``name``."""

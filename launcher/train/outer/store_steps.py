@@ -13,16 +13,22 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from launcher.config.choices import OuterCompress
-from launcher.errors import ConfigError, EngineMisuse
+from launcher.errors import ConfigError, EngineMisuse, SiteError
 from launcher.plan.outer import SENT_BYTES, OuterPlan
 from launcher.plan.run_plan import RunPlan
-from launcher.quantities import first_names
 from launcher.train.outer.codec import BLOCK, decode, encode
-from launcher.train.outer.outer_steps import EngineOfSite, OuterSteps, ResultOfSite, UnderWay
+from launcher.train.outer.outer_steps import (
+    EngineOfSite,
+    OuterSteps,
+    ResultOfSite,
+    UnderWay,
+    forms_of,
+    require_same_forms,
+)
 from launcher.train.outer.sites import Sites, digest_of
 from launcher.train.outer.store_client import BEFORE_ALL, Closed, OuterExchange
 from launcher.train.outer.store_sites import StoreSites
@@ -43,6 +49,7 @@ class StoreOuterSteps(OuterSteps):
         self._compresses = True  # a part that comes too late is kept like one that was not sent
         self._block = BLOCK[plan.compress]
         self._statistics: dict[str, Tensor] = {}  # means of the changing buffers
+        self._sent_buffers: dict[str, Tensor] = {}  # values of these that are under way
         self._send_again: dict[int, int] = {}  # fragments that were under way, and when they are due
         self._norms: dict[int, float] = {}
         self.applied = BEFORE_ALL
@@ -65,11 +72,10 @@ class StoreOuterSteps(OuterSteps):
         if not self._restored:
             self._share_model(engine)
         for fragment, due in self._send_again.items():
-            kept = [self._means[name] for name in self._fragments[fragment]]
-            if self._sites.joined:  # the other site sends them, and this one receives the average
-                kept = [torch.zeros_like(each) for each in kept]
+            if self._sites.joined:  # the other site sends the same: what is in no average of this one is in its
                 self._taken_over.add(fragment)
-            self._post(fragment, due, kept)
+            self._post(fragment, due, [self._means[name] for name in self._fragments[fragment]])
+        self._send_again = {}
         if self._continues_at > engine.steps:  # saved after it had caught up, before it continued there
             engine.skip_to(self._continues_at)
         self._catch_up(engine)
@@ -81,21 +87,15 @@ class StoreOuterSteps(OuterSteps):
             if first[name] != value:
                 raise ConfigError(
                     name, value, f"the first site of outer.store={self._plan.store} has {first[name]}.",
-                    "All sites must have the same job; a new job needs a new store.",
+                    "All sites must have the same job: start this one with that value, under another run.name. A new "
+                    "job needs a new store.",
                 )  # fmt: skip
         self._stores.compare_tasks(engine.plan.task.params)
-        forms = {name: f"{[*tensor.shape]} {tensor.dtype}" for name, tensor in _values_of(engine.model).items()}
-        of_first = self._stores.agree_once("model/forms", forms)
-        if of_first != forms:
-            differing = sorted({name for name, _ in of_first.items() ^ forms.items()})
-            raise ConfigError(
-                "outer.store", self._plan.store,
-                f"the models of the sites have other parameters: {first_names(differing)}.",
-                "All sites must have the same model, in the same formats.",
-            )  # fmt: skip
+        forms = forms_of(engine.model)
+        require_same_forms(forms, self._stores.agree_once("model/forms", forms))
 
     def _share_model(self, engine: EngineOfSite) -> None:
-        named = _values_of(engine.model)
+        named: dict[str, Tensor] = {**dict(engine.model.named_parameters()), **dict(engine.model.named_buffers())}
         digests = {name: digest_of(_whole(tensor.detach())).hex() for name, tensor in named.items()}
         first = self._stores.agree_once("model/digests", {"site": self._stores.site, "digests": digests})
         wanted = [name for name, digest in digests.items() if first["digests"][name] != digest]
@@ -117,12 +117,15 @@ class StoreOuterSteps(OuterSteps):
     def _exchange(self, fragment: int, due: int) -> OuterExchange:
         return OuterExchange(due - self._plan.delay, fragment)
 
-    def _send(self, engine: EngineOfSite, fragment: int, due: int) -> None:
+    def on_step(self, engine: EngineOfSite, result: ResultOfSite) -> None:
         if engine.parallel.frozen:
             raise EngineMisuse(
                 "engine.freeze() does not work with outer.store: a site that is late would freeze at another step.\n"
                 "  Freeze in model(), by requires_grad=False, for the whole run."
             )
+        super().on_step(engine, result)
+
+    def _send(self, engine: EngineOfSite, fragment: int, due: int) -> None:
         names = self._fragments[fragment]
         changes = zip(names, self._changes(engine, names), strict=True)
         self._post(fragment, due, [_like(self.shared[name], change) for name, change in changes])
@@ -130,7 +133,11 @@ class StoreOuterSteps(OuterSteps):
     def _post(self, fragment: int, due: int, changes: Sequence[Tensor]) -> None:
         """Start to send the outer gradients of a fragment, which are sharded as the parameters."""
         target = torch.cat([_whole(change).flatten() for change in changes])
-        buffers = self._changing_buffers(fragment)
+        if not target.isfinite().all():
+            raise SiteError(f"Outer gradients of site {self._stores.site} are inf or nan: they are not sent.")
+        if fragment == self._plan.fragments - 1 and fragment not in self._send_again:
+            self._sent_buffers = {name: _wide_copy(value) for name, value in self._changing_buffers().items()}
+        buffers = self._sent_buffers if fragment == self._plan.fragments - 1 else {}
         sizes = {name: buffer.numel() for name, buffer in buffers.items()}
         padded = torch.nn.functional.pad(target, (0, -target.numel() % self._block))
         payload = torch.cat([*map(_bytes, buffers.values()), encode(padded, self._plan.compress).cpu()])
@@ -142,9 +149,9 @@ class StoreOuterSteps(OuterSteps):
         closed = self._stores.close(self._exchange(fragment, under_way.due))
         means, own = self._means_of(closed)
         rest = under_way.target if own is None else under_way.target - own
-        if fragment in self._taken_over:
-            self._taken_over.discard(fragment)
+        if own is None and fragment in self._taken_over:
             rest = torch.zeros_like(rest)
+        self._taken_over.discard(fragment)
         self._keep_unsent(fragment, self._parts(fragment, rest))
         return means
 
@@ -173,9 +180,14 @@ class StoreOuterSteps(OuterSteps):
     def _take_step(self, engine: EngineOfSite, fragment: int, means: Sequence[Tensor], mixing: float) -> None:
         super()._take_step(engine, fragment, means, mixing)
         self._norms.pop(fragment, None)
-        buffers = dict(engine.model.named_buffers())
-        for name, mean in self._statistics.items():
-            buffers[name].copy_(mean.view_as(buffers[name]))
+        buffers, kept = dict(engine.model.named_buffers()), self._sent_buffers
+        for name, values in self._statistics.items():
+            mean, own = values.view_as(buffers[name]), _wide_copy(buffers[name])
+            if name in kept:  # with what it has changed by since it was sent
+                mean = torch.where(own == kept[name], mean, own + mean - kept[name])
+            buffers[name].copy_(mean)
+        if fragment == self._plan.fragments - 1:
+            self._sent_buffers = {}
 
     def _apply(self, engine: EngineOfSite, fragment: int, mixing: float) -> None:
         exchange = self._exchange(fragment, self._under_way[fragment].due)
@@ -254,12 +266,10 @@ class StoreOuterSteps(OuterSteps):
         split = numbers.split([tensor.numel() for tensor in like])
         return [_part(each.view(t.shape), t).flatten() for each, t in zip(split, like, strict=True)]
 
-    def _changing_buffers(self, fragment: int) -> dict[str, Tensor]:
+    def _changing_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that training changes, which are averaged with the last fragment."""
-        if fragment != self._plan.fragments - 1:
-            return {}
         buffers = dict(self._engine.model.named_buffers())
-        return {n: buffers[n] for n in sorted(self._engine.buffers.changing) if buffers[n].is_floating_point()}
+        return {n: buffers[n].detach() for n in sorted(self._engine.buffers.changing) if buffers[n].is_floating_point()}
 
     def _settle(self) -> None:
         """Keep what this site has sent, so that a checkpoint waits neither for the store nor for other sites."""
@@ -273,7 +283,7 @@ class StoreOuterSteps(OuterSteps):
         sent = {str(fragment): each.due for fragment, each in self._under_way.items()}
         return super().state_dict() | {
             "site": self._stores.site, "applied": self.applied, "sent": sent, "stores": self._stores.state_dict(),
-            "continues_at": self._continues_at,
+            "continues_at": self._continues_at, "sent_buffers": self._sent_buffers,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -282,6 +292,7 @@ class StoreOuterSteps(OuterSteps):
         self.applied = OuterExchange(*state["applied"])
         self._send_again = {int(number): due for number, due in state["sent"].items()}
         self._continues_at = state["continues_at"]
+        self._sent_buffers = dict(state.get("sent_buffers", {}))
         self._stores.load_state_dict(state["stores"])
 
 
@@ -318,10 +329,6 @@ def _contract(plan: RunPlan, outer: OuterPlan) -> dict[str, Any]:
     return json.loads(json.dumps(named))
 
 
-def _values_of(model: nn.Module) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
 def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -343,5 +350,9 @@ def _part(whole: Tensor, sharded: Tensor) -> Tensor:
     return distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None).to_local()
 
 
+def _wide_copy(buffer: Tensor) -> Tensor:
+    return buffer.detach().to("cpu", torch.float64, copy=True)
+
+
 def _bytes(buffer: Tensor) -> Tensor:
-    return buffer.detach().double().cpu().flatten().view(torch.uint8)
+    return buffer.flatten().view(torch.uint8)

@@ -297,3 +297,13 @@ def test_the_cost_of_a_synchronous_step_is_measured_and_changes_nothing(launch: 
     for name, value in finals[0][0].items():
         if name.startswith("model."):
             assert value.equal(finals[1][0][name])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_sites_whose_parameters_have_another_order_are_refused(launch: Launch, project: Path) -> None:
+    """They would share values by position."""
+    (project / "different").write_text("order of parameters on rank 1")
+    more = ["task._target_=speech.fitted.Different", "train.shuffle=true", "outer.every=3", "train.steps=3"]
+    done = launch("train", *JOB, *TWO_OF_ONE, *more)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "the model of this site is not that of the first site: their order." in done.stderr

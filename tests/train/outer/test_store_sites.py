@@ -7,18 +7,25 @@ import json
 import shutil
 import signal
 import time
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from launcher.errors import SiteError
+from launcher.errors import DataError, SiteError
 from launcher.exchange.store import HttpsStore
 from launcher.tls import client_context
+from launcher.train.engine.engine import Engine
+from launcher.train.outer.sites import Sites
 from tests.exchange.test_store import make_key
-from tests.helpers import patience
+from tests.helpers import make_plan, patience
 from tests.infra.checkpoints import tensors
 from tests.infra.runs import records, summary, wait_for, wait_for_steps
-from tests.infra.store_jobs import ONE, JobOfSite, Server, assert_equal
+from tests.infra.store_jobs import ONE, JobOfSite, Server, assert_equal, sent_in
+from tests.user_project.speech.fitted import Samples
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 PACE = ["train.steps=40", "batch.micro_size=12", "outer.patience_s=5", *ONE]
@@ -187,7 +194,7 @@ def test_a_model_of_another_size_is_refused(project: Path) -> None:
     first = JobOfSite(project, 0, 2, *more, "+task.width=16").start()
     wait_for(lambda: (project / "store" / "hello" / "site0").exists(), "the first site")
     other = JobOfSite(project, 1, 2, *more, "+task.width=24").start()
-    assert "the models of the sites have other parameters" in other.finish(2)
+    assert "the model of this site is not that of the first site: " in other.finish(2)
     first.finish()
 
 
@@ -229,15 +236,107 @@ def test_freezing_within_a_run_is_refused(project: Path) -> None:
     assert "engine.freeze() does not work with outer.store" in job.finish(1)
 
 
-def test_a_site_with_other_samples_is_refused_and_can_be_corrected(project: Path) -> None:
-    more = [*PACE, "outer.every=4", "train.steps=8", "task._target_=speech.fitted.Unsorted"]
+DIFFERENT = {
+    "samples": "train_data() is not that of the first site of outer.store: sample 0 differs.",
+    "order": "train_data() is not that of the first site of outer.store: 96 samples",
+    "held-out data": "eval_data()['other'] is not that of the first site of outer.store: 16 samples here, no data (None)",
+    "order of parameters": "the model of this site is not that of the first site: their order.",
+    "trained": "layers.0.weight [8, 8] float64, trained, layers.1.weight [8, 8] float64 here; ",
+}
+
+
+def test_sites_with_other_data_or_models_are_refused_and_can_be_corrected(project: Path) -> None:
+    more = [*PACE, "outer.every=4", "train.steps=400", "task._target_=speech.fitted.Different", "+task.pause_s=0.05"]
+    more += ["train.shuffle=true"]  # by the task's own order
     first = JobOfSite(project, 0, 2, *more).start()
-    wait_for(lambda: (project / "store" / "samples").exists(), "the samples of the first site")
-    wrong = JobOfSite(project, 1, 2, *more)
-    (wrong.directory / "unsorted").touch()
-    assert "train_data() is not that of the first site of outer.store: sample" in wrong.start().finish(1)
+    wait_for(lambda: (project / "store" / "hello").exists(), "the first site")
+    for what, message in DIFFERENT.items():
+        wrong = JobOfSite(project / what, 1, 2, *more, store=str(project / "store"))
+        (wrong.directory / "different").write_text(what)
+        wrong.start()
+        output, _ = wrong.process.communicate(timeout=patience(180))
+        assert wrong.process.returncode in (1, 2), output
+        assert message in output, output
     corrected = JobOfSite(project / "corrected", 1, 2, *more, store=str(project / "store")).start()
+    wait_for_steps(corrected.run, 1)
     for job in (first, corrected):
+        job.kill()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_loop_of_ones_own_compares_its_data_with_that_of_the_first_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    known: dict[str, str] = {}
+
+    def of_first(name: str, own: Any) -> Any:
+        return json.loads(known.setdefault(name, json.dumps(own)))
+
+    monkeypatch.setattr(Sites, "of_first", property(lambda _: of_first))
+    plan = make_plan("cluster.workers_per_node=1", "batch.global_size=8", "train.loader_workers=0", samples=64)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 3))
+    for each, alike in ((data, True), (torch.utils.data.TensorDataset(data.tensors[0].flip(0)), False)):
+        model = torch.nn.Linear(3, 1)
+        windows = Engine(model, torch.optim.SGD(model.parameters()), plan).windows(each)
+        with nullcontext() if alike else pytest.raises(DataError, match="not that of the first site"):
+            next(windows)
+
+
+def moving_after(step: int, site: int, sent_at: Sequence[int] = (), delay: int = 0) -> torch.Tensor:
+    """Return the buffer of `speech.fitted.Fit` at one of two sites, whose values of the steps ``sent_at`` are averaged
+    ``delay`` steps later."""
+    data = Samples(96)
+    now = [torch.zeros(8, dtype=torch.float64) for _ in range(2)]
+    sent = now
+    for each in range(1, step + 1):
+        for number in range(2):
+            first = (each - 1) * 24 % 96 + 12 * number
+            now[number] = 0.9 * now[number] + 0.1 * data.first[first : first + 12].mean(0)
+        if each in sent_at:
+            sent = list(now)
+        if each - delay in sent_at:
+            mean = (sent[0] + sent[1]) / 2
+            now = [value + mean - own for value, own in zip(now, sent, strict=True)]
+    return now[site]
+
+
+def test_buffers_keep_what_changes_while_their_average_is_under_way(project: Path) -> None:
+    more = [*PACE, "outer.every=4", "outer.delay=3", "train.steps=14", "+task.buffer=true", "outer.patience_s=60"]
+    jobs = [JobOfSite(project, site, 2, *more, "checkpoint.every=1").start() for site in range(2)]
+    for site, job in enumerate(jobs):
         job.finish()
-    assert members(project, 8) == [0, 1]
-    assert_equal(first.model(8), corrected.model(8))
+        for step in (3, 4, 6, 7, 8, 11, 13):
+            found = tensors(job.run / "checkpoints" / f"step_{step:06d}")
+            wanted = moving_after(step, site, (4, 8), 3)
+            torch.testing.assert_close(
+                found["model.moving"], wanted, rtol=1e-9, atol=1e-12, msg=f"step {step} of site {site}"
+            )
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_part_that_is_sent_again_is_what_it_was(copied: bool, project: Path) -> None:
+    """The store has lost the parts that were under way: each site sends its own once more, and one that has loaded
+    the checkpoint of another one sends what that site does."""
+    more = [
+        *PACE, "outer.every=4", "outer.delay=3", "train.steps=12", "+task.buffer=true", "outer.patience_s=60",
+        "checkpoint.every=5", "+task.pause_s=0.4",
+    ]  # fmt: skip
+    jobs = [JobOfSite(project, site, 2, *more).start() for site in range(2)]
+    for job in jobs:
+        wait_for(lambda job=job: (job.run / "checkpoints" / "step_000005").exists(), "a checkpoint")
+    for job in jobs:
+        job.kill()
+    exchange = project / "store" / "exchange" / "00000004.0"
+    before = [sent_in(exchange / f"site{site}") for site in range(2)]
+    shutil.rmtree(exchange.parent)
+    if copied:
+        own, other = (job.run / "checkpoints" for job in jobs)
+        shutil.rmtree(other)
+        shutil.copytree(own, other)
+    for job in jobs:
+        job.start("resume", "r")
+    for job in jobs:
+        job.finish()
+    assert members(project, 4) == [0, 1]
+    for site, sent in enumerate(before):
+        assert_equal([sent_in(exchange / f"site{site}")], [before[0] if copied else sent])
+    torch.testing.assert_close(before[1][:8], moving_after(4, 1), rtol=1e-9, atol=1e-12)
+    assert_equal(jobs[0].model(12), jobs[1].model(12))

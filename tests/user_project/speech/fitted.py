@@ -105,14 +105,34 @@ class Odd(Fit):
         return Loss((weights * error).sum().double(), weights.sum().double())
 
 
-class Unsorted(Fit):
-    """Has its samples in another order where there is a file ``unsorted``, as a directory's files may have."""
+class Different(Fit):
+    """Differs in what a file ``different`` names, on all ranks or on the one named there: samples and order as in a
+    directory whose files are not sorted."""
+
+    def differs_in(self, what):
+        file = Path("different")
+        return file.exists() and file.read_text() in (what, f"{what} on rank {os.environ.get('RANK')}")
+
+    def model(self):
+        model = super().model()
+        if self.differs_in("order of parameters"):
+            model.layers = nn.ModuleDict({str(number): model.layers[number] for number in (1, 0, 2, 3)})
+            model.forward = lambda first, second: Net.forward(model, first, second)
+        model.get_parameter(f"layers.{int(self.differs_in('trained'))}.weight").requires_grad_(False)
+        return model
 
     def train_data(self):
         data = super().train_data()
-        if Path("unsorted").exists():
+        if self.differs_in("samples"):
             data.wanted = data.wanted.flip(0)
         return data
+
+    def order(self, epoch, seed):  # noqa: ARG002 (the launcher passes them)
+        order = torch.arange(self.samples)
+        return order.flip(0) if self.differs_in("order") else order
+
+    def eval_data(self):
+        return {"other" if self.differs_in("held-out data") else "one": Samples(16)}
 
 
 class Freezer:
