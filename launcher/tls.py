@@ -38,11 +38,12 @@ def client_context(path: str | Path, name: str) -> ssl.SSLContext:
 def _context(protocol: int, path: Path, name: str) -> ssl.SSLContext:
     command = " ".join(MAKE_KEY).replace("FILE", str(path))
     make = f"Make a new one: {command}\n  Every side needs a copy of the same file."
+    missing = {"--key": "Add --make-key to make it.", "outer.key": "Copy the file of the server here."}.get(name, make)
     try:
         mode = path.stat().st_mode
         path.open("rb").close()
     except OSError as error:
-        raise ConfigError(name, str(path), f"cannot be read: {error.strerror}.", make) from None
+        raise ConfigError(name, str(path), f"cannot be read: {error.strerror}.", missing) from None
     if mode & 0o077:
         raise ConfigError(name, str(path), "others can read this private key.", f"chmod 600 {path}")
     context = ssl.SSLContext(protocol)

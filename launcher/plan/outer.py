@@ -230,7 +230,7 @@ def outer_notes(outer: OuterPlan | None, parameters: int | None) -> list[str]:
         return []
     notes = [
         f"outer=diloco is not the gradient of one global batch: each site takes {count(outer.every, 'step')} on its "
-        "own share before the sites average. Compare it with the synchronous job: jobs/outer.py."
+        "own share before the sites average. `launch report SYNCHRONOUS OUTER` compares it with a synchronous job."
     ]
     if parameters is not None:
         synchronous = 8 * (outer.sites - 1) / outer.sites * parameters

@@ -326,7 +326,10 @@ def _figures(record: _Record, global_size: int, smoothed: list[Point], minima: l
         "time/data_s": data_s,
         "time/compute_s": compute_s if compute_s is not None and compute_s >= 0 else None,
         "comm/exposed_s": exposed_s,
-        "throughput/samples_per_s": global_size / (step_s + (outer_s or 0.0)) if step_s else None,
+        # what sites that missed averages have trained is not known here
+        "throughput/samples_per_s": None
+        if not step_s or last.get("outer/missed")
+        else (global_size / (step_s + (outer_s or 0.0))),
         "outer/step_bytes": outer_bytes,
         "outer/step_s": outer_s,
         **{name: record.prediction.get(name) if record.global_size == global_size else None for name in PREDICTED},

@@ -45,6 +45,12 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
     if "outer/rounds" in summary:
         rounds = f"{count(summary['outer/rounds'], 'average')} of {summary['outer/sites']} sites"
         add("outer steps", f"{rounds}, {summary['outer/time_s'] * 1e3:,.1f} ms a step (mean)")
+        if missed := summary.get("outer/missed"):
+            add(
+                "", f"{count(missed, 'part')} missing: a site was late, stopped or never there, and its samples with it"
+            )
+        if left_out := summary.get("outer/left_out_steps"):
+            add("", f"this site left out {count(left_out, 'step')} to catch up with the others")
         if "outer/synchronous_s" in summary:
             took = f"{summary['outer/synchronous_s'] * 1e3:,.1f} ms a step"
             add("", f"the gradient of a synchronous job would take {took} between the sites, without overlap")

@@ -76,7 +76,8 @@ class StoreSites(Sites):
         first = self.agree_once("task", own)
         for key in sorted(first.keys() | own.keys()):
             if (theirs := first.get(key)) != (mine := own.get(key)):
-                self._say(f"Note: task.{key}={mine}, and the first site of outer.store has {theirs}.")
+                own_text, first_text = ("the default" if value is None else value for value in (mine, theirs))
+                self._say(f"Note: task.{key} is {own_text}; the first site of outer.store has {first_text}.")
 
     def require_own_store(self, *, restored: bool) -> None:
         """Check that the store is that of this run, and that nothing in it was left by another one.
@@ -112,19 +113,24 @@ class StoreSites(Sites):
         return self._of_first(self._await_others)
 
     def _await_others(self) -> list[str]:
-        wanted, missing = dict[str, None](), {*range(self.number)} - {self.site}
+        wanted, missing, which = dict[str, None](), {*range(self.number)} - {self.site}, ""
         for in_time in self._store.tries():
             for site in sorted(missing):
                 hello = self._store.get(f"hello/site{site}")
                 if hello is not None:
                     missing.discard(site)
                     wanted |= dict.fromkeys(json.loads(hello))
-            if not missing or not in_time or self._stop():
+            if not missing:
+                return [*wanted]
+            if not which:
+                self._say(f"Waiting for the other sites, at most outer.patience_s={self._plan.patience_s:g}.")
+            which = f"Site {', '.join(map(str, sorted(missing)))}"
+            if not in_time or self._stop():
                 break
-        if not missing:
-            return [*wanted]
-        which = ", ".join(map(str, sorted(missing)))
-        self._say(f"Site {which} has not started within outer.patience_s={self._plan.patience_s:g}: training starts.")
+        self._say(
+            f"{which} has not started: training starts without it.\n"
+            f"  It can still join, with outer.store={self._plan.store}; until then averages are of the others only."
+        )
         return [*wanted]
 
     def send_value(self, name: str, value: Tensor) -> None:
@@ -215,6 +221,8 @@ class StoreSites(Sites):
         """Return whether a site that has not sent its part yet may still do so in time."""
         if self._store.has(f"{exchange.name}/returned{site}"):
             return True
+        if not self._store.has(f"hello/site{site}"):
+            return False  # it has not started
         return site in self.newest.members and not self._store.has(f"{exchange.name}/left{site}")
 
     def receive(self, closed: Closed, norm: float, size: int) -> Iterator[tuple[int, dict[str, int], Tensor]]:

@@ -69,7 +69,9 @@ class StoreOuterSteps(OuterSteps):
     def on_start(self, engine: EngineOfSite) -> None:
         """Agree with the other sites on the job and on its first model, and catch up with them."""
         self._stores.require_own_store(restored=self._restored)
-        if not self._restored:
+        if self._restored:
+            self._stores.introduce([])
+        else:
             self._share_model(engine)
         for fragment, due in self._send_again.items():
             if self._sites.joined:  # the other site sends the same: what is in no average of this one is in its

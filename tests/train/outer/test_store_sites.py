@@ -239,7 +239,7 @@ def test_freezing_within_a_run_is_refused(project: Path) -> None:
 DIFFERENT = {
     "samples": "train_data() is not that of the first site of outer.store: sample 0 differs.",
     "order": "train_data() is not that of the first site of outer.store: 96 samples",
-    "held-out data": "eval_data()['other'] is not that of the first site of outer.store: 16 samples here, no data (None)",
+    "held-out data": "eval_data()['other'] is not that of the first site of outer.store: 16 samples here",
     "order of parameters": "the model of this site is not that of the first site: their order.",
     "trained": "layers.0.weight [8, 8] float64, trained, layers.1.weight [8, 8] float64 here; ",
 }

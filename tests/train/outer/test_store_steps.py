@@ -119,7 +119,7 @@ def test_odd_models_data_and_windows(dtype: str, project: Path) -> None:
     sharded = ["cluster.workers_per_node=3", "strategy=fsdp", "+task.samples=96"]
     jobs = [JobOfSite(project, site, 2, *own, *more).start() for site, own in enumerate([sharded, ONE])]
     outputs = [job.finish() for job in jobs]
-    assert sum("Note: task.samples=" in output for output in outputs) == 1, "the site that is not the first says it"
+    assert sum("Note: task.samples is" in output for output in outputs) == 1, "the site that is not the first says it"
     finals = [tensors(job.run / "checkpoints" / f"step_{len(SIZES):06d}") for job in jobs]
     model = Odd(dtype=dtype).model()
     start = events_of(jobs[0], "start")[0]
