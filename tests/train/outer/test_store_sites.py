@@ -20,6 +20,9 @@ from launcher.exchange.store import HttpsStore
 from launcher.tls import client_context
 from launcher.train.engine.engine import Engine
 from launcher.train.outer.sites import Sites
+from launcher.train.outer.store_client import OuterExchange
+from launcher.train.outer.store_sites import StoreSites
+from launcher.train.world import World
 from tests.exchange.test_store import make_key
 from tests.helpers import make_plan, patience
 from tests.infra.checkpoints import tensors
@@ -234,6 +237,26 @@ def test_freezing_within_a_run_is_refused(project: Path) -> None:
     freezer = "callbacks=[{_target_: speech.fitted.Freezer, after: 2}]"
     job = JobOfSite(project, 0, 2, *PACE, "outer.every=5", freezer).start()
     assert "engine.freeze() does not work with outer.store" in job.finish(1)
+
+
+def test_a_site_that_never_started_is_waited_for_once(tmp_path: Path) -> None:
+    """At the start, and at no average."""
+    plan = make_plan(
+        "outer=diloco", "outer.every=4", f"outer.store={tmp_path}", "outer.sites=2", "outer.site=0",
+        "outer.patience_s=3600", "cluster.workers_per_node=1", "schedule.warmup_steps=0", "batch.short_window=drop",
+    )  # fmt: skip
+    sites = [
+        StoreSites(World(0, 1, 0, site=number, sites=2, whole_job=True), plan, lambda: False) for number in range(2)
+    ]
+    payload = torch.zeros(4, dtype=torch.uint8)
+    sites[0].introduce([])
+    sites[0].send(OuterExchange(4, 0), 1.0, payload, {})
+    assert sites[0].close(OuterExchange(4, 0)).members == [0]
+    sites[1].introduce([])
+    sites[1].return_at(OuterExchange(8, 0))
+    for each in sites:
+        each.send(OuterExchange(8, 0), 1.0, payload, {})
+    assert sites[0].close(OuterExchange(8, 0)).members == [0, 1]
 
 
 DIFFERENT = {

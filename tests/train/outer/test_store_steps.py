@@ -184,6 +184,8 @@ def test_a_late_site_is_not_lost(project: Path) -> None:
     assert "site 1 took no part" in outputs[0]
     assert "site 1 takes part again" in outputs[0]
     assert "Site 1 continues after step" in outputs[1]
+    assert "this site left out" in outputs[1]
+    assert all("missing: a site was late" in output for output in outputs)
     assert_equal(first.model(40), late.model(40))
     start = parameters_in(next(each for each in events(first.directory, 0) if each["event"] == "start"))
     shared = shared_after(project / "store", start)
