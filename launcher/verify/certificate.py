@@ -233,7 +233,7 @@ def judge_windows(
         # a reference that was itself summed over batches cannot refute a suspicion
         if suspects and any(window.reference_batches > 1 for window in windows):
             return VerifyOutcome.differs, f"Because of: {suspects}. A window's reference is not one batch."
-        exact = "The accumulated gradient is that of one big batch, to rounding"
+        exact = "The accumulated gradient is that of one big batch, to the rounding of its formats"
         warning = f" With other micro-batches or another world it may not be: {suspects}." if suspects else ""
         return VerifyOutcome.exact, f"{exact}: {'; '.join(_largest(windows))}.{warning}"
     if named[Effect.blinds]:
