@@ -74,7 +74,7 @@ class StoreOuterSteps(OuterSteps):
         else:
             self._share_model(engine)
         for fragment, due in self._send_again.items():
-            if self._sites.joined:  # the other site sends the same: what is in no average of this one is in its
+            if self._sites.joined:  # the site whose checkpoint this one has loaded sends the same
                 self._taken_over.add(fragment)
             self._post(fragment, due, [self._means[name] for name in self._fragments[fragment]])
         self._send_again = {}
@@ -151,9 +151,9 @@ class StoreOuterSteps(OuterSteps):
         closed = self._stores.close(self._exchange(fragment, under_way.due))
         means, own = self._means_of(closed)
         rest = under_way.target if own is None else under_way.target - own
-        if own is None and fragment in self._taken_over:
+        if fragment in self._taken_over:  # what is in no average is that other site's
+            self._taken_over.discard(fragment)
             rest = torch.zeros_like(rest)
-        self._taken_over.discard(fragment)
         self._keep_unsent(fragment, self._parts(fragment, rest))
         return means
 
