@@ -248,6 +248,8 @@ def test_samples_are_compared_with_those_of_the_first_site() -> None:
 
     compare(Drawn(values, drawn=1))
     compare(Drawn(values.clone(), drawn=1))
-    compare(Drawn(values + 1e-9, drawn=1), eval_data=Drawn(values[:5], drawn=0))
+    compare(Drawn(values + 1e-9, drawn=1))
     with pytest.raises(DataError, match="not that of the first site"):
         compare(Drawn(values.flip(0), drawn=1))
+    with pytest.raises(DataError, match=r"eval_data is not that .* 5 samples here, no data"):
+        compare(Drawn(values, drawn=1), eval_data=Drawn(values[:5], drawn=0))

@@ -269,8 +269,8 @@ DIFFERENT = {
 
 
 def test_sites_with_other_data_or_models_are_refused_and_can_be_corrected(project: Path) -> None:
-    more = [*PACE, "outer.every=4", "train.steps=400", "task._target_=speech.fitted.Different", "+task.pause_s=0.05"]
-    more += ["train.shuffle=true"]  # by the task's own order
+    more = [*PACE, "outer.every=4", "train.steps=90000", "task._target_=speech.fitted.Different", "+task.pause_s=0.05"]
+    more += ["train.shuffle=true", "outer.patience_s=1"]  # shuffled by the task's own order
     first = JobOfSite(project, 0, 2, *more).start()
     wait_for(lambda: (project / "store" / "hello").exists(), "the first site")
     for what, message in DIFFERENT.items():
