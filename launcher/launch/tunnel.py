@@ -82,7 +82,7 @@ class Tunnel(ABC, threading.Thread):
         for tasks in (self._acceptors, self._tasks):
             for task in tasks:
                 task.cancel()
-            # each task of an accepted connection has begun then, so that it closes the connection
+            # the acceptors end first: then no task of a connection is new, and each one closes its connection
             await asyncio.gather(*tasks, return_exceptions=True)
         await self._turns()  # for the sockets of closed connections
 

@@ -219,7 +219,7 @@ def test_outlines_agree_where_only_the_host_differs(one: Any, other: Any) -> Non
 
 
 class Drawn(torch.utils.data.Dataset[torch.Tensor]):
-    """Samples that are read from a list, some of which are drawn anew at each reading."""
+    """Given values; instead of the first ``drawn`` ones, each read gives new random numbers."""
 
     def __init__(self, values: torch.Tensor, drawn: int) -> None:
         self.values, self.drawn = values, drawn

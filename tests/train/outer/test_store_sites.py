@@ -126,6 +126,20 @@ def test_a_site_that_waits_for_another_one_stops_at_once(project: Path) -> None:
     assert_equal(waiting.model(20), late.model(20))
 
 
+def kill_after_step_5(jobs: Sequence[JobOfSite]) -> None:
+    for job in jobs:
+        wait_for(lambda job=job: (job.run / "checkpoints" / "step_000005").exists(), "a checkpoint")
+    for job in jobs:
+        job.kill()
+
+
+def load_checkpoints_of_first(jobs: Sequence[JobOfSite]) -> None:
+    """Let the second site continue from the first one's checkpoints."""
+    own, other = (job.run / "checkpoints" for job in jobs)
+    shutil.rmtree(other)
+    shutil.copytree(own, other)
+
+
 def test_another_sites_checkpoint_has_averages_under_way(project: Path) -> None:
     """The site that loads it applies them, too."""
     more = [
@@ -133,13 +147,8 @@ def test_another_sites_checkpoint_has_averages_under_way(project: Path) -> None:
         "outer.patience_s=30",
     ]  # fmt: skip
     jobs = [JobOfSite(project, site, 2, *more).start() for site in range(2)]
-    for job in jobs:
-        wait_for(lambda job=job: (job.run / "checkpoints" / "step_000005").exists(), "a checkpoint")
-    for job in jobs:
-        job.kill()
-    own, other = (job.run / "checkpoints" for job in jobs)
-    shutil.rmtree(other)
-    shutil.copytree(own, other)
+    kill_after_step_5(jobs)
+    load_checkpoints_of_first(jobs)
     for job in jobs:
         job.start("resume", "r")
     for job in jobs:
@@ -233,8 +242,10 @@ def test_a_checkpoint_of_other_averages_is_refused(project: Path) -> None:
     assert "was computed after other averages than those of this site" in output, output
 
 
-def test_freezing_within_a_run_is_refused(project: Path) -> None:
-    freezer = "callbacks=[{_target_: speech.fitted.Freezer, after: 2}]"
+@pytest.mark.parametrize("until", ["null", "4"])
+def test_freezing_within_a_run_is_refused(until: str, project: Path) -> None:
+    """Also if the layer is trained again before anything is sent."""
+    freezer = f"callbacks=[{{_target_: speech.fitted.Freezer, after: 2, until: {until}}}]"
     job = JobOfSite(project, 0, 2, *PACE, "outer.every=5", freezer).start()
     assert "engine.freeze() does not work with outer.store" in job.finish(1)
 
@@ -343,17 +354,12 @@ def test_a_part_that_is_sent_again_is_what_it_was(copied: bool, project: Path) -
         "checkpoint.every=5", "+task.pause_s=0.4",
     ]  # fmt: skip
     jobs = [JobOfSite(project, site, 2, *more).start() for site in range(2)]
-    for job in jobs:
-        wait_for(lambda job=job: (job.run / "checkpoints" / "step_000005").exists(), "a checkpoint")
-    for job in jobs:
-        job.kill()
+    kill_after_step_5(jobs)
     exchange = project / "store" / "exchange" / "00000004.0"
     before = [sent_in(exchange / f"site{site}") for site in range(2)]
     shutil.rmtree(exchange.parent)
     if copied:
-        own, other = (job.run / "checkpoints" for job in jobs)
-        shutil.rmtree(other)
-        shutil.copytree(own, other)
+        load_checkpoints_of_first(jobs)
     for job in jobs:
         job.start("resume", "r")
     for job in jobs:

@@ -138,11 +138,13 @@ class Different(Fit):
 
 
 class Freezer:
-    """Callback that freezes a layer after a step."""
+    """Callback that freezes a layer after a step, and trains it again after a later one."""
 
-    def __init__(self, after):
-        self.after = after
+    def __init__(self, after, until=None):
+        self.after, self.until = after, until
 
     def on_step(self, engine, result):
         if result.step == self.after:
             engine.freeze("layers.1")
+        if result.step == self.until:
+            engine.unfreeze("layers.1")
