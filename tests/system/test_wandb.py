@@ -20,7 +20,7 @@ from tests.helpers import make_plan
 from tests.infra import warm
 from tests.infra.runs import wait_for
 from tests.report.mirrored import in_wandb, wandb_records
-from tests.report.test_live import shown
+from tests.report.test_tables import shown
 
 pytestmark = pytest.mark.slow
 SMALL = (

@@ -1,8 +1,8 @@
 """Sites that are jobs of their own and exchange through a store. Rank 0 of each site talks to the store.
 
 An exchange is closed by the first site that posts the list of its members: all sites that it waited for, or those that
-were there when its patience ended or it was asked to stop. That list is never changed, so that all sites, also those
-that read it much later, average the same values.
+were there when its patience ended, or a few seconds after it was asked to stop. That list is never changed, so that all
+sites, also those that read it much later, average the same values.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +32,7 @@ from launcher.train.world import OfFirst, World
 T = TypeVar("T")
 _LEAVE_S = 5.0  # most seconds to tell the other sites that this one stops
 _AT_ONCE_S = 60.0  # of waiting for other sites, between two collectives of this one
+_STOPPING_S = 5.0  # of waiting for other sites after this one was asked to stop: those without a part leave out steps
 
 
 class StoreSites(Sites):
@@ -191,7 +193,10 @@ class StoreSites(Sites):
     def _close(self, exchange: OuterExchange, tries: Iterator[bool], present: set[int]) -> Closed | None:
         """Close an exchange, or return None after a minute. ``present``: sites whose parts were received so far."""
         own, began = self._sending[exchange], time.monotonic()
+        until = math.inf
         for in_time in tries:
+            if self._stop():
+                until = min(until, time.monotonic() + _STOPPING_S)
             if time.monotonic() - began > _AT_ONCE_S:
                 return None
             if (closed := self._closed(exchange)) is not None:
@@ -205,7 +210,7 @@ class StoreSites(Sites):
             own.finish()
             absent = {*range(self.number)} - present
             awaited = {site for site in absent if self._is_awaited(site, exchange)}
-            if not awaited or not in_time or self._stop():
+            if not awaited or not in_time or time.monotonic() > until:
                 saved = {
                     str(site): part_header(self._fetched[exchange, site])["saved"] for site in present - {self.site}
                 }

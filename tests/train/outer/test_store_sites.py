@@ -7,7 +7,7 @@ import json
 import shutil
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -250,24 +250,46 @@ def test_freezing_within_a_run_is_refused(until: str, project: Path) -> None:
     assert "engine.freeze() does not work with outer.store" in job.finish(1)
 
 
-def test_a_site_that_never_started_is_waited_for_once(tmp_path: Path) -> None:
-    """At the start, and at no average."""
+def two_sites(store: Path, stop: Callable[[], bool] = lambda: False) -> list[StoreSites]:
+    """Return the sites of two jobs, in this process."""
     plan = make_plan(
-        "outer=diloco", "outer.every=4", f"outer.store={tmp_path}", "outer.sites=2", "outer.site=0",
+        "outer=diloco", "outer.every=4", f"outer.store={store}", "outer.sites=2", "outer.site=0",
         "outer.patience_s=3600", "cluster.workers_per_node=1", "schedule.warmup_steps=0", "batch.short_window=drop",
     )  # fmt: skip
-    sites = [
-        StoreSites(World(0, 1, 0, site=number, sites=2, whole_job=True), plan, lambda: False) for number in range(2)
-    ]
-    payload = torch.zeros(4, dtype=torch.uint8)
+    return [StoreSites(World(0, 1, 0, site=number, sites=2, whole_job=True), plan, stop) for number in range(2)]
+
+
+PAYLOAD = torch.zeros(4, dtype=torch.uint8)
+
+
+def test_a_site_that_never_started_is_waited_for_once(tmp_path: Path) -> None:
+    """At the start, and at no average."""
+    sites = two_sites(tmp_path)
     sites[0].introduce([])
-    sites[0].send(OuterExchange(4, 0), 1.0, payload, {})
+    sites[0].send(OuterExchange(4, 0), 1.0, PAYLOAD, {})
     assert sites[0].close(OuterExchange(4, 0)).members == [0]
     sites[1].introduce([])
     sites[1].return_at(OuterExchange(8, 0))
     for each in sites:
-        each.send(OuterExchange(8, 0), 1.0, payload, {})
+        each.send(OuterExchange(8, 0), 1.0, PAYLOAD, {})
     assert sites[0].close(OuterExchange(8, 0)).members == [0, 1]
+
+
+def test_a_site_that_stops_does_not_close_an_average_just_before_the_other_ones_part(tmp_path: Path) -> None:
+    asked = 0
+
+    def stop() -> bool:
+        nonlocal asked
+        asked += 1
+        if asked == 2:
+            sites[1].send(OuterExchange(4, 0), 1.0, PAYLOAD, {})
+        return True
+
+    sites = two_sites(tmp_path, stop)
+    for each in sites:
+        each.introduce([])
+    sites[0].send(OuterExchange(4, 0), 1.0, PAYLOAD, {})
+    assert sites[0].close(OuterExchange(4, 0)).members == [0, 1]
 
 
 DIFFERENT = {
