@@ -88,6 +88,7 @@ class StoreServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # a small value would wait for a round trip after its headers
 
     @property
     def _store(self) -> DirectoryStore:
@@ -98,7 +99,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._send_value(body=False)
 
     def do_GET(self) -> None:
-        self._send_value(body=True)
+        above = self.path.removeprefix("/").removesuffix("/")
+        if self.path.endswith("/") and valid_name(above):
+            self._answer(HTTPStatus.OK, "\n".join(self._store.names(above)))
+        else:
+            self._send_value(body=True)
 
     def do_PUT(self) -> None:
         name, length = self._name(), self.headers.get("Content-Length", "")

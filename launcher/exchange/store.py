@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import ssl
-import threading
 import time
 import uuid
 from pathlib import Path
@@ -42,6 +41,10 @@ class ExchangeStore(Protocol):
 
     def get(self, name: str) -> bytes | None:
         """Return a value; None: there is none."""
+        ...
+
+    def names(self, above: str) -> set[str]:
+        """Return the last words of the values' names that are ``above`` and one word more."""
         ...
 
     def remove(self, name: str) -> None:
@@ -127,6 +130,12 @@ class DirectoryStore:
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             return None
 
+    def names(self, above: str) -> set[str]:
+        try:
+            return {path.name for path in self.path(above).iterdir()}
+        except (FileNotFoundError, NotADirectoryError):
+            return set()
+
     def remove(self, name: str) -> None:
         path = self.path(name)
         if path.is_dir():
@@ -139,15 +148,13 @@ class DirectoryStore:
 
 
 class HttpsStore:
-    """Store of a server (``launch store``). The thread that made it keeps a connection; others connect each time."""
+    """Store of a server (``launch store``). Connections are kept between requests, also of several threads."""
 
     def __init__(self, address: str, port: int, context: ssl.SSLContext) -> None:
-        self._owner, self._kept = threading.get_ident(), self._connection(address, port, context)
-        self._new = functools.partial(self._connection, address, port, context)
-
-    @staticmethod
-    def _connection(address: str, port: int, context: ssl.SSLContext) -> http.client.HTTPSConnection:
-        return http.client.HTTPSConnection(address, port, timeout=IDLE_S, context=context)
+        self._connect = functools.partial(
+            http.client.HTTPSConnection, address, port, timeout=IDLE_S, context=context
+        )  # fmt: skip
+        self._idle: list[http.client.HTTPSConnection] = []
 
     def post(self, name: str, value: bytes) -> bool:
         if len(value) > MAX_VALUE_GIB << 30:
@@ -163,12 +170,17 @@ class HttpsStore:
         status, value = self._request("GET", name)
         return value if status == http.client.OK else None
 
+    def names(self, above: str) -> set[str]:
+        return {*self._request("GET", f"{above}/")[1].decode().split()}
+
     def remove(self, name: str) -> None:
         self._request("DELETE", name)
 
     def close(self) -> None:
-        """Close the connection. The next request opens it again."""
-        self._kept.close()
+        """Close the connections. The next request opens one again."""
+        while self._idle:
+            with contextlib.suppress(IndexError):  # another thread has taken the last one
+                self._idle.pop().close()
 
     def _request(self, method: str, name: str, body: bytes | None = None) -> tuple[int, bytes]:
         """Return status and body of a request.
@@ -178,8 +190,11 @@ class HttpsStore:
             OSError: the server cannot be reached, or it cannot keep the value.
             SiteError: it refuses the request, such as a value that is too large.
         """
-        keeps = threading.get_ident() == self._owner
-        connection, done = self._kept if keeps else self._new(), False
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connection = self._connect()
+        done = False
         try:
             connection.request(method, f"/{name}", body)
             answer = connection.getresponse()
@@ -195,8 +210,11 @@ class HttpsStore:
                 "Copy the same file to all sites and to the server.",
             ) from None  # fmt: skip
         finally:
-            if not (keeps and done):
+            if done:
+                self._idle.append(connection)
+            else:
                 connection.close()
+                self.close()  # the server may have closed all of them
         if answer.status not in _STATUSES:
             text = f"the server answered {answer.status}: {value[:200].decode(errors='replace')}"
             if answer.status < http.client.INTERNAL_SERVER_ERROR:  # repeating the request would change nothing

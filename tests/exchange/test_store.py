@@ -89,6 +89,15 @@ def test_removed_values_can_be_removed_again(store: ExchangeStore) -> None:
     assert store.get("exchange/1/site1") is None
 
 
+def test_the_names_of_an_exchange(store: ExchangeStore) -> None:
+    assert store.names("exchange/1") == set()
+    for name in ("site0", "left1", "more/below"):
+        store.post(f"exchange/1/{name}", b"")
+    store.post("exchange/10", b"")
+    assert store.names("exchange/1") == {"site0", "left1", "more"}
+    assert store.names("exchange/10") == set()
+
+
 def test_large_values_pass_whole(server: StoreServer, key: Path) -> None:
     value = bytes(range(256)) * 50_000
     assert client(server, key).post("large", value)
@@ -109,7 +118,17 @@ def test_a_value_whose_transfer_breaks_is_not_there(server: StoreServer, key: Pa
 
 @pytest.mark.parametrize(
     "request_line",
-    [b"GET /../key.pem", b"GET /.partial/x", b"PUT /a//b", b"DELETE /", b"GET /a%2e", b"PUT /big", b"POST /a"],
+    [
+        b"GET /../key.pem",
+        b"GET /.partial/x",
+        b"GET /.partial/",
+        b"GET /",
+        b"PUT /a//b",
+        b"DELETE /",
+        b"GET /a%2e",
+        b"PUT /big",
+        b"POST /a",
+    ],
 )
 def test_requests_for_anything_else_are_refused(request_line: bytes, server: StoreServer, key: Path) -> None:
     context = client_context(key, "outer.key")

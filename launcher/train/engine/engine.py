@@ -301,7 +301,7 @@ class Engine(EngineProgress):
         )  # fmt: skip
         self.callbacks.call("on_step", self, result)
         if result.last:
-            self.sites.leave(stopped=stopped)
+            self.sites.leave()
         return result
 
     def shrinks(self, error: BaseException) -> bool:

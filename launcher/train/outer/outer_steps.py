@@ -156,11 +156,11 @@ class OuterSteps:
         for fragment, due in waiting.items():
             if step >= due or ends:
                 self._apply(engine, fragment, self._plan.mixing)
-        for fragment, offset in enumerate(self._offsets()):
-            if step % every != offset and not ends:
-                continue
+        sent = [fragment for fragment, offset in enumerate(self._offsets()) if step % every == offset or ends]
+        for fragment in sent:
             self._send(engine, fragment, step + self._plan.delay)
-            if ends or not self._plan.delay:  # after the last step all sites have one model
+        if ends or not self._plan.delay:  # after the last step all sites have one model
+            for fragment in sent:
                 self._apply(engine, fragment, 0.0)
         self._exchanged(engine, result)
         self._sites.add_time(time.perf_counter() - started)

@@ -217,8 +217,8 @@ class Sites:
         """Return metrics of the whole run beside the number of rounds and their time."""
         return {} if self.synchronous_s is None else {"outer/synchronous_s": self.synchronous_s}
 
-    def leave(self, *, stopped: bool) -> None:  # noqa: ARG002 (sites of one job stop together)
-        """Wait until no other site needs an answer from this one. ``stopped``: steps of the plan are left."""
+    def leave(self) -> None:
+        """Wait until no other site needs an answer from this one."""
         while self._flags:
             Gathering([], self._flags.popleft()[1]).wait()
         self.of_all(None)

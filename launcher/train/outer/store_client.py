@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -81,8 +82,16 @@ class PatientStore:
     def get(self, name: str) -> bytes | None:
         return self._patiently(lambda: self._store.get(name))
 
+    def names(self, above: str) -> set[str]:
+        return self._patiently(lambda: self._store.names(above))
+
     def remove(self, name: str) -> None:
         self._patiently(lambda: self._store.remove(name))
+
+    def closed(self, exchange: OuterExchange) -> Closed | None:
+        """Return the list of members of an exchange; None: it is still open."""
+        found = self.get(f"{exchange.name}/members")
+        return None if found is None else Closed(exchange, **json.loads(found))
 
     def close(self) -> None:
         self._store.close()
@@ -97,13 +106,17 @@ class PatientStore:
         value = self.get(name)
         return own if value is None else value
 
-    def tries(self) -> Iterator[bool]:
-        """Yield whether outer.patience_s has not ended yet, for ever, with pauses that become longer."""
+    def tries(self, wait: Callable[[float], object] = time.sleep) -> Iterator[bool]:
+        """Yield whether outer.patience_s has not ended yet, for ever, with pauses that become longer.
+
+        Args:
+            wait: waits for so many seconds, or less.
+        """
         began, (pause, longest) = time.monotonic(), _POLL_S
         while True:
             yield time.monotonic() - began < self._patience_s
             _beat()
-            time.sleep(pause)
+            wait(pause)
             pause = min(longest, 1.2 * pause)
 
     def wait_for(self, name: str) -> bytes | None:
@@ -139,33 +152,6 @@ class PatientStore:
                     print(f"outer.store={self._name} is there again.", flush=True)
                 self._reached = True
                 return value
-
-
-class Sending(threading.Thread):
-    """Value that is being posted. The thread does not keep the process alive.
-
-    Attributes:
-        stored: it was stored, and is not the value of an earlier process of this site.
-    """
-
-    def __init__(self, store: PatientStore, name: str, value: bytes) -> None:
-        super().__init__(name="outer", daemon=True)
-        self.value, self._store, self._name = value, store, name
-        self.stored = False
-        self._error: Exception | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self.stored = self._store.post(self._name, self.value)
-        except Exception as error:
-            self._error = error
-
-    def finish(self) -> None:
-        """Wait until it is stored."""
-        self.join()
-        if self._error is not None:
-            raise self._error
 
 
 def _beat() -> None:

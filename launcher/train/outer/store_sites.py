@@ -11,9 +11,11 @@ import dataclasses
 import hashlib
 import json
 import math
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -24,8 +26,9 @@ from launcher.errors import ConfigError, SiteError
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import count
 from launcher.rundir.files import read_json, write_json
+from launcher.train.outer.part_collector import PartCollector
 from launcher.train.outer.sites import Sites
-from launcher.train.outer.store_client import BEFORE_ALL, Closed, OuterExchange, PatientStore, Sending
+from launcher.train.outer.store_client import BEFORE_ALL, Closed, OuterExchange, PatientStore
 from launcher.train.outer.store_part import make_part, part_header, part_problem
 from launcher.train.world import OfFirst, World
 
@@ -54,8 +57,8 @@ class StoreSites(Sites):
         self._plan, self._paths, self.number = plan.outer, plan.paths, world.sites
         self._is_first = world.rank == 0
         self._opened = PatientStore(plan.outer) if self._is_first else None
-        self._sending: dict[OuterExchange, Sending] = {}
-        self._fetched: dict[tuple[OuterExchange, int], bytes] = {}
+        self._under_way: dict[OuterExchange, PartCollector] = {}
+        self._started = {self.site}  # sites that are known to have started
         self._received_bytes = 0
         self._removed_until = 0
         self._histories: dict[int, str] = {}  # by fragment: digest of all averages so far, with their members
@@ -171,64 +174,56 @@ class StoreSites(Sites):
             return
         said = {"norm": norm, "history": self._histories.get(exchange.fragment, ""), "saved": self._safe_step()}
         part = make_part({**said, "buffers": buffers}, payload)
-        self._sending[exchange] = Sending(self._store, f"{exchange.name}/site{self.site}", part)
+        self._under_way[exchange] = PartCollector(
+            self._store, exchange, self.site, self.number, part, self.newest.saved
+        )  # fmt: skip
 
     def close(self, exchange: OuterExchange) -> Closed:
         """Wait for the other sites' parts of an exchange, and return the list of its members."""
-        tries, present = self._store.tries() if self._is_first else iter(()), {self.site}
+        tries = self._store.tries(self._under_way[exchange].join) if self._is_first else iter(())
         closed: Closed | None = None
         while closed is None:
             # the ranks of this site meet every minute: a collective may not take as long as an upload
-            closed = self._of_first(lambda: self._close(exchange, tries, present))
+            closed = self._of_first(lambda: self._close(exchange, tries))
         return closed
 
     def closed(self, exchange: OuterExchange) -> Closed | None:
         """Return the list of members of an exchange that was closed before; None: it is still open."""
-        return self._of_first(lambda: self._closed(exchange))
+        return self._of_first(lambda: self._store.closed(exchange))
 
-    def _closed(self, exchange: OuterExchange) -> Closed | None:
-        found = self._store.get(f"{exchange.name}/members")
-        return None if found is None else Closed(exchange, **json.loads(found))
-
-    def _close(self, exchange: OuterExchange, tries: Iterator[bool], present: set[int]) -> Closed | None:
-        """Close an exchange, or return None after a minute. ``present``: sites whose parts were received so far."""
-        own, began = self._sending[exchange], time.monotonic()
-        until = math.inf
+    def _close(self, exchange: OuterExchange, tries: Iterator[bool]) -> Closed | None:
+        """Return the members of an exchange, or None after a minute in which it was not closed."""
+        under_way, began, until = self._under_way[exchange], time.monotonic(), math.inf
         for in_time in tries:
+            if under_way.closed is not None:
+                if under_way.closed_here:
+                    self._remove_old(under_way.closed.saved, exchange)
+                return under_way.closed
+            under_way.require_no_error()
             if self._stop():
                 until = min(until, time.monotonic() + _STOPPING_S)
             if time.monotonic() - began > _AT_ONCE_S:
                 return None
-            if (closed := self._closed(exchange)) is not None:
-                return closed
-            for site in {*range(self.number)} - present:
-                if (value := self._store.get(f"{exchange.name}/site{site}")) is not None:
-                    self._fetched[exchange, site] = value
-                    present.add(site)
-            if own.is_alive():
-                continue  # the others may go on without this site, which does not go on without its own part
-            own.finish()
-            absent = {*range(self.number)} - present
-            awaited = {site for site in absent if self._is_awaited(site, exchange)}
-            if not awaited or not in_time or time.monotonic() > until:
-                saved = {
-                    str(site): part_header(self._fetched[exchange, site])["saved"] for site in present - {self.site}
-                }
-                saved = {**self.newest.saved, **saved, str(self.site): self._safe_step()}
-                closed = Closed(exchange, sorted(present), saved)
-                document = json.dumps({"members": closed.members, "saved": saved}).encode()
-                if self._store.decide(f"{exchange.name}/members", document) == document:
-                    self._remove_old(saved, exchange)
+            if not under_way.sent:
+                # the others may go on without this site, which does not go on without its own part
+                if (closed := self._store.closed(exchange)) is not None:
                     return closed
+            elif not in_time or time.monotonic() > until or not self._awaits_others(under_way):
+                under_way.close_now()
         raise AssertionError("the loop has no end")
 
-    def _is_awaited(self, site: int, exchange: OuterExchange) -> bool:
+    def _awaits_others(self, under_way: PartCollector) -> bool:
         """Return whether a site that has not sent its part yet may still do so in time."""
-        if self._store.has(f"{exchange.name}/returned{site}"):
-            return True
-        if not self._store.has(f"hello/site{site}"):
-            return False  # it has not started
-        return site in self.newest.members and not self._store.has(f"{exchange.name}/left{site}")
+        for site in {*range(self.number)} - under_way.parts.keys() - {self.site}:
+            left = f"left{site}" in under_way.names or site not in self.newest.members
+            if f"returned{site}" in under_way.names or (self._has_started(site) and not left):
+                return True
+        return False
+
+    def _has_started(self, site: int) -> bool:
+        if site not in self._started and self._store.has(f"hello/site{site}"):
+            self._started.add(site)
+        return site in self._started
 
     def receive(self, closed: Closed, norm: float, size: int) -> Iterator[tuple[int, dict[str, int], Tensor]]:
         """Yield the number, the lengths of the buffers, and the payload in host memory of each member of an exchange.
@@ -256,10 +251,10 @@ class StoreSites(Sites):
         self._note(closed)
 
     def _part(self, exchange: OuterExchange, site: int) -> bytes | None:
-        own = self._sending.get(exchange)
-        if site == self.site and own is not None and not own.is_alive() and own.stored:
-            return own.value
-        value = self._fetched.pop((exchange, site), None)
+        under_way = self._under_way.get(exchange)
+        if site == self.site and under_way is not None and under_way.stored:
+            return under_way.own
+        value = None if under_way is None else under_way.parts.get(site)
         value = self._store.get(f"{exchange.name}/site{site}") if value is None else value
         self._received_bytes += 0 if value is None else len(value)
         return value
@@ -270,8 +265,7 @@ class StoreSites(Sites):
         self._histories[fragment] = hashlib.blake2b(history.encode(), digest_size=16).hexdigest()
         before, self.newest = self.newest.members, closed
         self.missed += self.number - len(closed.members)
-        self._fetched = {key: value for key, value in self._fetched.items() if key[0] > closed.exchange}
-        self._sending.pop(closed.exchange, None)
+        self._under_way.pop(closed.exchange, None)
         if not self._is_first:
             return
         for site in range(self.number):
@@ -292,7 +286,13 @@ class StoreSites(Sites):
         """Tell the other sites not to wait for this one, which stops before an exchange. It does not wait for the store
         either: a checkpoint follows, and there may be little time for it."""
         if self._is_first:
-            Sending(self._store, f"{exchange.name}/left{self.site}", b"1").join(_LEAVE_S)
+            leaving = threading.Thread(target=self._leave_before, args=(exchange,), daemon=True)
+            leaving.start()
+            leaving.join(_LEAVE_S)
+
+    def _leave_before(self, exchange: OuterExchange) -> None:
+        with suppress(ConfigError, SiteError):
+            self._store.post(f"{exchange.name}/left{self.site}", b"1")
 
     def note_left_out(self, steps: int, step: int, samples: int) -> None:
         """Count steps that this site leaves out to continue after ``step``. ``samples``: of all of them."""
@@ -314,10 +314,7 @@ class StoreSites(Sites):
         self.missed, self.left_out = state["missed"], state["left_out"]
         self._histories = {int(fragment): history for fragment, history in state["histories"].items()}
 
-    def leave(self, *, stopped: bool) -> None:
-        if not stopped:  # otherwise a resumed job sends it again
-            for sending in self._sending.values():
-                sending.finish()
+    def leave(self) -> None:
         if self._is_first:
             self._store.close()
 
