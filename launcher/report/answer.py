@@ -10,8 +10,9 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from launcher.quantities import NO_INTERVAL, Interval, count, first_names, interval
+from launcher.quantities import NO_INTERVAL, Interval, bytes_text, count, first_names, interval
 from launcher.report import compare
 from launcher.report.compare import Row, TaskGroup
 
@@ -42,7 +43,8 @@ def findings(group: TaskGroup) -> list[Finding]:
     settings = compare.repeats(done)
     found = [
         _fastest(group, settings), *_cheapest(group, settings), _best_loss(group, settings), _scaling(group, done),
-        _accumulation(group, done), _policy(group, done), _predictions(done), _limits(group, settings),
+        _accumulation(group, done), _policy(group, done), _outer_steps(group, settings), _predictions(done),
+        _limits(group, settings),
     ]  # fmt: skip
     return [finding for finding in found if finding is not None]
 
@@ -273,6 +275,38 @@ def _policy(group: TaskGroup, rows: Sequence[Row]) -> Finding | None:
     bytes_saved = f"{best['comm/saved_fraction']:.1%} fewer bytes on the wire"
     text = f"{best['sync']} instead of every: {gain}, with {bytes_saved}."
     return Finding("Sync policy", text, f" This is {group.describe(best)}, compared within the run.")
+
+
+def _outer_steps(group: TaskGroup, settings: Sequence[Sequence[Row]]) -> Finding | None:
+    """Return what outer steps cost and save beside synchronous runs that saw the same samples, for the pair in which
+    they reach the lowest held-out loss."""
+    keys = [key for key in compare.axes(group.rows, (compare.SEED,)) if not key.startswith("outer.")]
+
+    def mean(rows: Sequence[Row], figure: str) -> float:
+        return statistics.mean(row[figure] for row in rows)
+
+    def job(rows: Sequence[Row]) -> tuple[Any, ...]:
+        return (*(rows[0].varied[key] for key in keys), *sorted({row["progress/samples"] for row in rows}))
+
+    evaluated = [rows for rows in settings if all(row["eval/loss"] is not None and row["time/step_s"] for row in rows)]
+    synchronous = {job(rows): rows for rows in evaluated if rows[0].varied.get("outer.kind") == "none"}
+    pairs = [
+        (rows, synchronous[job(rows)])
+        for rows in evaluated
+        if rows[0]["outer/step_s"] is not None and job(rows) in synchronous
+    ]
+    if not pairs:
+        return None
+    rows, others = min(pairs, key=lambda pair: mean(pair[0], "eval/loss"))
+    losses, seconds = ([mean(each, figure) for each in (rows, others)] for figure in ("eval/loss", "time/total_s"))
+    text = (
+        f"a held-out loss of {losses[0]:.4f} instead of {losses[1]:.4f} after the same "
+        f"{rows[0]['progress/samples']:,} samples, in {seconds[0] / seconds[1]:.2f} times the time. A site sent "
+        f"{bytes_text(mean(rows, 'outer/step_bytes'))} a step to the others, a rank of the synchronous job "
+        f"{bytes_text(mean(others, 'comm/wire_bytes'))}."
+    )
+    more = f" This is {_name(group, rows)}, beside {_name(group, others)}. They do not learn the same."
+    return Finding("Outer steps", text, more)
 
 
 def _predictions(rows: Sequence[Row]) -> Finding | None:
