@@ -48,6 +48,12 @@ class OuterPlan(OuterConfig):
         """Return whether the other sites are jobs of their own."""
         return self.store is not None
 
+    def fragments_after(self, step: int) -> list[int]:
+        """Return the fragments that are sent after a step, in turn within each round of ``every`` steps: the last one
+        after all of them."""
+        offsets = [self.every * (number + 1) // self.fragments % self.every for number in range(self.fragments)]
+        return [fragment for fragment, offset in enumerate(offsets) if step % self.every == offset]
+
     def wire_bytes(self, parameters: int) -> float:
         """Return the bytes that a site sends per optimizer step, on average, to average ``parameters`` parameters."""
         copies = 1 if self.whole_job_is_site else self.sites - 1

@@ -145,8 +145,7 @@ class OuterSteps:
 
     @torch.no_grad()
     def on_step(self, engine: EngineOfSite, result: ResultOfSite) -> None:
-        started, step = time.perf_counter(), result.step
-        every, ends = self._plan.every, result.last and not result.stopped
+        started, step, ends = time.perf_counter(), result.step, result.last and not result.stopped
         if result.skipped:
             raise DataError(
                 f"The window of step {step + 1} holds no item at site {self._sites.site}: it cannot take a step that "
@@ -156,7 +155,7 @@ class OuterSteps:
         for fragment, due in waiting.items():
             if step >= due or ends:
                 self._apply(engine, fragment, self._plan.mixing)
-        sent = [fragment for fragment, offset in enumerate(self._offsets()) if step % every == offset or ends]
+        sent = [*range(self._plan.fragments)] if ends else self._plan.fragments_after(step)
         for fragment in sent:
             self._send(engine, fragment, step + self._plan.delay)
         if ends or not self._plan.delay:  # after the last step all sites have one model
@@ -169,12 +168,6 @@ class OuterSteps:
         """Do what follows the exchanges of a step."""
         if result.step % self._plan.every == 0 or (result.last and not result.stopped):
             self._average_buffers(engine)
-
-    def _offsets(self) -> list[int]:
-        """Return, for each fragment, the step within a round of H steps after which it is sent; the last one after all
-        of them."""
-        every, fragments = self._plan.every, self._plan.fragments
-        return [every * (number + 1) // fragments % every for number in range(fragments)]
 
     def _send(self, engine: EngineOfSite, fragment: int, due: int) -> None:
         """Start the exchange of a fragment's outer gradients."""

@@ -19,6 +19,7 @@ from launcher.tls import client_context
 T = TypeVar("T")
 _POLL_S = (0.05, 1.0)  # the shortest and the longest time between two looks into the store
 _REPORT_S, _GIVE_UP_S = 30.0, 1200.0  # of a store that cannot be reached
+_GIVE_UP_STOPPING_S = 3.0
 
 
 class OuterExchange(NamedTuple):
@@ -70,11 +71,15 @@ def open_store(plan: OuterPlan) -> ExchangeStore:
 
 
 class PatientStore:
-    """Store that repeats what failed because the store could not be reached."""
+    """Store that repeats what failed because the store could not be reached.
 
-    def __init__(self, plan: OuterPlan) -> None:
+    Args:
+        stop: whether the job was asked to stop; then it gives up within seconds.
+    """
+
+    def __init__(self, plan: OuterPlan, stop: Callable[[], bool] = lambda: False) -> None:
         self._name, self._patience_s, self._store = plan.store, plan.patience_s, open_store(plan)
-        self._reached = False
+        self._stop, self._reached = stop, False
 
     def post(self, name: str, value: bytes) -> bool:
         return self._patiently(lambda: self._store.post(name, value))
@@ -131,7 +136,7 @@ class PatientStore:
         """Return what ``call`` returns, which is repeated while the store cannot be reached.
 
         Raises:
-            SiteError: it could not be reached for twenty minutes.
+            SiteError: it could not be reached for twenty minutes, or until the job was asked to stop.
         """
         began, reported, pause = time.monotonic(), False, 0.2
         while True:
@@ -139,7 +144,7 @@ class PatientStore:
                 value = call()
             except OSError as error:
                 waited = time.monotonic() - began
-                if waited > _GIVE_UP_S:
+                if waited > (_GIVE_UP_STOPPING_S if self._stop() else _GIVE_UP_S):
                     raise SiteError(f"outer.store={self._name} cannot be reached: {error}.") from None
                 if not reported and (waited > _REPORT_S or not self._reached):
                     reported = True

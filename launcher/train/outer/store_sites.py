@@ -1,8 +1,8 @@
 """Sites that are jobs of their own and exchange through a store. Rank 0 of each site talks to the store.
 
-An exchange is closed by the first site that posts the list of its members: all sites that it waited for, or those that
-were there when its patience ended, or a few seconds after it was asked to stop. That list is never changed, so that all
-sites, also those that read it much later, average the same values.
+An exchange is closed by the first site that posts the list of its members: all sites, or those that were there when its
+patience ended. That list is never changed, so that all sites, also those that read it much later, average the same
+values.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import threading
 import time
 import uuid
@@ -35,7 +34,6 @@ from launcher.train.world import OfFirst, World
 T = TypeVar("T")
 _LEAVE_S = 5.0  # most seconds to tell the other sites that this one stops
 _AT_ONCE_S = 60.0  # of waiting for other sites, between two collectives of this one
-_STOPPING_S = 5.0  # of waiting for other sites after this one was asked to stop: those without a part leave out steps
 
 
 class StoreSites(Sites):
@@ -56,11 +54,10 @@ class StoreSites(Sites):
         assert plan.outer is not None
         self._plan, self._paths, self.number = plan.outer, plan.paths, world.sites
         self._is_first = world.rank == 0
-        self._opened = PatientStore(plan.outer) if self._is_first else None
+        self._opened = PatientStore(plan.outer, stop) if self._is_first else None
         self._under_way: dict[OuterExchange, PartCollector] = {}
         self._started = {self.site}  # sites that are known to have started
-        self._received_bytes = 0
-        self._removed_until = 0
+        self._received_bytes = self._removed_until = 0
         self._histories: dict[int, str] = {}  # by fragment: digest of all averages so far, with their members
         self.newest = Closed(BEFORE_ALL, [*range(self.number)])
         self.missed = self.left_out = 0
@@ -178,37 +175,48 @@ class StoreSites(Sites):
             self._store, exchange, self.site, self.number, part, self.newest.saved
         )  # fmt: skip
 
-    def close(self, exchange: OuterExchange) -> Closed:
-        """Wait for the other sites' parts of an exchange, and return the list of its members."""
+    def close(self, exchange: OuterExchange, *, unless_stopped: bool = False) -> Closed | None:
+        """Wait for the other sites' parts of an exchange, and return the list of its members.
+
+        Args:
+            unless_stopped: return None when this site is asked to stop; the exchange stays open then.
+        """
         tries = self._store.tries(self._under_way[exchange].join) if self._is_first else iter(())
-        closed: Closed | None = None
-        while closed is None:
+        while True:
             # the ranks of this site meet every minute: a collective may not take as long as an upload
-            closed = self._of_first(lambda: self._close(exchange, tries))
-        return closed
+            found = self._of_first(
+                lambda: self._close(exchange, tries, unless_stopped=unless_stopped), unless_stopped=unless_stopped
+            )
+            closed, waits = found or (None, False)
+            if not waits:
+                return closed
 
     def closed(self, exchange: OuterExchange) -> Closed | None:
-        """Return the list of members of an exchange that was closed before; None: it is still open."""
-        return self._of_first(lambda: self._store.closed(exchange))
+        """Return the list of members of an exchange that was closed before; None: it is still open, or this site was
+        asked to stop and the store cannot be reached."""
+        return self._of_first(lambda: self._store.closed(exchange), unless_stopped=True)
 
-    def _close(self, exchange: OuterExchange, tries: Iterator[bool]) -> Closed | None:
-        """Return the members of an exchange, or None after a minute in which it was not closed."""
-        under_way, began, until = self._under_way[exchange], time.monotonic(), math.inf
+    def _close(
+        self, exchange: OuterExchange, tries: Iterator[bool], *, unless_stopped: bool
+    ) -> tuple[Closed | None, bool]:
+        """Return the members of an exchange that is closed, and whether to wait on: after a minute, but not if this
+        site is to stop."""
+        under_way, began = self._under_way[exchange], time.monotonic()
         for in_time in tries:
             if under_way.closed is not None:
                 if under_way.closed_here:
                     self._remove_old(under_way.closed.saved, exchange)
-                return under_way.closed
+                return under_way.closed, False
+            if unless_stopped and self._stop():
+                return None, False
             under_way.require_no_error()
-            if self._stop():
-                until = min(until, time.monotonic() + _STOPPING_S)
             if time.monotonic() - began > _AT_ONCE_S:
-                return None
+                return None, True
             if not under_way.sent:
                 # the others may go on without this site, which does not go on without its own part
                 if (closed := self._store.closed(exchange)) is not None:
-                    return closed
-            elif not in_time or time.monotonic() > until or not self._awaits_others(under_way):
+                    return closed, False
+            elif not in_time or not self._awaits_others(under_way):
                 under_way.close_now()
         raise AssertionError("the loop has no end")
 
@@ -276,7 +284,7 @@ class StoreSites(Sites):
     def return_at(self, exchange: OuterExchange) -> None:
         """Ask the other sites to wait for this one at an exchange, if they would not: it was no member of the last one,
         or has said that it stops."""
-        self._of_first(lambda: self._return_at(exchange))
+        self._of_first(lambda: self._return_at(exchange), unless_stopped=True)
 
     def _return_at(self, exchange: OuterExchange) -> None:
         if self.site not in self.newest.members or self._store.has(f"{exchange.name}/left{self.site}"):
@@ -343,14 +351,18 @@ class StoreSites(Sites):
         assert self._opened is not None, "rank 0 talks to the store"
         return self._opened
 
-    def _of_first(self, call: Callable[[], T]) -> T:
-        """Return what ``call`` returns on rank 0. An error of the user there is raised on all ranks."""
+    def _of_first(self, call: Callable[[], T], *, unless_stopped: bool = False) -> T:
+        """Return what ``call`` returns on rank 0. An error of the user there is raised on all ranks.
+
+        Args:
+            unless_stopped: return None if the store cannot be reached and this site was asked to stop.
+        """
         result: tuple[T | None, Exception | None] = (None, None)
         if self._is_first:
             try:
                 result = call(), None
             except (ConfigError, SiteError) as error:
-                result = None, error
+                result = None, None if unless_stopped and self._stop() else error
         value, error = self._world.of_rank_0(result)
         if error is not None:
             raise error
@@ -375,13 +387,10 @@ class StoreSites(Sites):
         # the site that closed the exchange before has removed what was not needed then
         first = max(self._removed_until, self._not_needed_until(self.newest.saved))
         self._removed_until = max(first, self._not_needed_until(saved))
-        every, fragments = self._plan.every, self._plan.fragments
         for step in range(first + 1, min(self._removed_until, until.step - 1) + 1):
-            for fragment in range(fragments):
-                if step % every == every * (fragment + 1) // fragments % every:
-                    for site in range(self.number):
-                        name = f"{OuterExchange(step, fragment).name}/site{site}"
-                        self._store.remove(name)
+            for fragment in self._plan.fragments_after(step):
+                for site in range(self.number):
+                    self._store.remove(f"{OuterExchange(step, fragment).name}/site{site}")
 
     def _not_needed_until(self, saved: Mapping[str, int]) -> int:
         return min(saved.get(str(site), 0) for site in range(self.number)) - self._plan.every

@@ -3,7 +3,7 @@
 The parts of an exchange are of whole parameters, so that sites may differ in number of ranks and in strategy. A site
 that was no member of an exchange adds its whole outer gradient to what it has not sent yet. One that finds further
 exchanges closed without it applies them in order, and continues at the step of the last one; its own windows until then
-are left out.
+are left out. One that is asked to stop while it waits leaves the exchange open, and applies it when it is resumed.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class StoreOuterSteps(OuterSteps):
         self._sent_buffers: dict[str, Tensor] = {}  # values of these that are under way
         self._send_again: dict[int, int] = {}  # fragments that were under way, and when they are due
         self._norms: dict[int, float] = {}
+        self._closed: Closed | None = None  # the exchange that is applied
         self.applied = BEFORE_ALL
         self._caught_up_after = BEFORE_ALL
         self._continues_at = 0  # step after which this site continues, when it has left out others
@@ -59,6 +60,7 @@ class StoreOuterSteps(OuterSteps):
 
     def on_setup(self, engine: EngineOfSite) -> None:
         super().on_setup(engine)
+        self._means = {name: torch.zeros_like(t) for name, t in self.shared.items()}
         self._engine, steps = engine, engine.plan.train.steps
         assert steps is not None
         self._total = steps
@@ -128,6 +130,8 @@ class StoreOuterSteps(OuterSteps):
         super().on_step(engine, result)
 
     def _send(self, engine: EngineOfSite, fragment: int, due: int) -> None:
+        if fragment in self._under_way:  # this site stops before that is applied: it misses the next one
+            return
         names = self._fragments[fragment]
         changes = zip(names, self._changes(engine, names), strict=True)
         self._post(fragment, due, [_like(self.shared[name], change) for name, change in changes])
@@ -147,8 +151,8 @@ class StoreOuterSteps(OuterSteps):
         self._under_way[fragment] = UnderWay(target, due)
 
     def _receive(self, fragment: int) -> list[Tensor]:
-        under_way = self._under_way.pop(fragment)
-        closed = self._stores.close(self._exchange(fragment, under_way.due))
+        under_way, closed = self._under_way.pop(fragment), self._closed
+        assert closed is not None
         means, own = self._means_of(closed)
         rest = under_way.target if own is None else under_way.target - own
         if fragment in self._taken_over:  # what is in no average is that other site's
@@ -192,8 +196,21 @@ class StoreOuterSteps(OuterSteps):
             self._sent_buffers = {}
 
     def _apply(self, engine: EngineOfSite, fragment: int, mixing: float) -> None:
-        exchange = self._exchange(fragment, self._under_way[fragment].due)
+        """Take the outer step of a fragment that was sent, unless this site is asked to stop before all parts are
+        there; after the last step it waits for them in any case."""
+        names, under_way = self._fragments[fragment], self._under_way[fragment]
+        exchange = self._exchange(fragment, under_way.due)
+        self._closed = self._stores.close(exchange, unless_stopped=engine.steps < self._total)
+        if self._closed is None:
+            return
+        # after a stop: without mixing the outer step would undo the steps since it was due
+        late = engine.steps > under_way.due and not mixing
+        changes = self._changes(engine, names) if late else []
         super()._apply(engine, fragment, mixing)
+        if late:
+            for name, change, sent in zip(names, changes, self._parts(fragment, under_way.target), strict=True):
+                unsent = local(self._unsent[name])
+                unsent.add_((change - sent).view_as(unsent))
         self.applied = max(self.applied, exchange)
 
     def _exchanged(self, engine: EngineOfSite, result: ResultOfSite) -> None:
@@ -207,9 +224,10 @@ class StoreOuterSteps(OuterSteps):
     def _following(self, exchange: OuterExchange) -> Iterator[OuterExchange]:
         """Yield the exchanges after one, in order."""
         for step in range(exchange.step, self._total + 1):
-            for fragment, offset in enumerate(self._offsets()):
+            last = step == self._total
+            for fragment in range(self._plan.fragments) if last else self._plan.fragments_after(step):
                 following = OuterExchange(step, fragment)
-                if following > exchange and step and (step % self._plan.every == offset or step == self._total):
+                if following > exchange and step:
                     yield following
 
     def _newest(self) -> OuterExchange:
@@ -233,6 +251,8 @@ class StoreOuterSteps(OuterSteps):
                 break
             for fragment in [*self._under_way]:
                 self._apply(engine, fragment, self._plan.mixing)
+            if self._under_way:  # this site stops, and catches up when it is resumed
+                break
             self._apply_missed(engine, closed)
             goal = exchange.step
         if exchange > self._newest():

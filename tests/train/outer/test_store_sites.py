@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from launcher.errors import DataError, SiteError
 from launcher.exchange.store import HttpsStore
@@ -27,7 +28,8 @@ from tests.exchange.test_store import make_key
 from tests.helpers import make_plan, patience
 from tests.infra.checkpoints import tensors
 from tests.infra.runs import records, summary, wait_for, wait_for_steps
-from tests.infra.store_jobs import ONE, JobOfSite, Server, assert_equal, sent_in
+from tests.infra.store_jobs import ONE, JobOfSite, Server, assert_equal, sent_in, shared_after
+from tests.train.outer.test_outer_steps import RECORDER, Site, events, parameters_in
 from tests.user_project.speech.fitted import Samples
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -39,8 +41,8 @@ def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_key(tmp_path_factory.mktemp("key") / "key.pem")
 
 
-def members(project: Path, step: int, fragment: int = 0) -> list[int]:
-    return json.loads((project / "store" / "exchange" / f"{step:08d}.{fragment}" / "members").read_text())["members"]
+def members(project: Path, step: int, fragment: int = 0, store: str = "store") -> list[int]:
+    return json.loads((project / store / "exchange" / f"{step:08d}.{fragment}" / "members").read_text())["members"]
 
 
 class Suspended:
@@ -107,23 +109,55 @@ def test_a_site_that_stops_saves_without_the_store(project: Path, key: Path) -> 
     jobs[0].kill()
 
 
-def test_a_site_that_waits_for_another_one_stops_at_once(project: Path) -> None:
-    """Much earlier than its patience ends: a cluster would kill it meanwhile, without a checkpoint."""
-    more = [*PACE, "outer.every=8", "+task.pause_s=0.1", "outer.patience_s=3600", "train.steps=20"]
-    waiting, late = (JobOfSite(project, site, 2, *more).start() for site in range(2))
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_site_that_is_to_stop_while_it_waits_leaves_the_average_open(lost: bool, project: Path, key: Path) -> None:
+    """Neither it nor the late site leaves out a step: it applies the average when it is resumed, two steps later, and
+    what it has learned meanwhile is part of the next one. It saves its checkpoint also if the store is lost."""
+    server = Server(project / "store", key) if lost else None
+    more = [
+        *PACE, "outer.every=8", "+task.pause_s=0.1", "outer.patience_s=3600", "train.steps=20", RECORDER,
+        "optimizer=sgd", "optimizer.momentum=0", *([f"outer.key={key}"] if lost else []),
+    ]  # fmt: skip
+    store = server.address if server else None
+    waiting, late = (JobOfSite(project, site, 2, *more, store=store).start() for site in range(2))
     wait_for_steps(late.run, 4)
     suspended = Suspended(late)
-    wait_for(lambda: (project / "store" / "exchange" / "00000008.0" / "site0").exists(), "the part of the first site")
+    exchanges = project / "store" / "exchange"
+    wait_for(lambda: (exchanges / "00000008.0" / "site0").exists(), "the part of the first site")
+    if server:
+        server.kill()
+        time.sleep(2)  # in which it looks for the other part
     waiting.process.send_signal(signal.SIGTERM)
     waiting.process.communicate(timeout=patience(60))
-    assert members(project, 8) == [0]
-    assert any((waiting.run / "checkpoints").glob("step_*"))
+    assert summary(waiting.run)["verdict"] == "stopped"
+    assert (waiting.run / "checkpoints" / "step_000009").exists()
+    assert not (exchanges / "00000008.0" / "members").exists()
+    if server:
+        server.start()
     suspended.end()
     waiting.start("resume", "r")
     for job in (waiting, late):
         job.finish()
-    assert members(project, 20) == [0, 1]
-    assert_equal(waiting.model(20), late.model(20))
+        assert [each["step"] for each in records(job.run)] == [*range(1, 21)]
+    if server:
+        server.kill()
+    assert [members(project, step) for step in (8, 16, 20)] == [[0, 1]] * 3
+    start = parameters_in(next(each for each in events(waiting.directory, 0) if each["event"] == "start"))
+    shared = shared_after(project / "store", start)
+    for job in (waiting, late):
+        assert_equal(job.model(20), shared[20])
+    own = waiting.steps()[8]
+    progress = progress_of_first(own, range(9, 11)) + progress_of_first(shared[8], range(11, 17))
+    torch.testing.assert_close(sent_in(exchanges / "00000016.0" / "site0"), progress, rtol=1e-9, atol=1e-11)
+
+
+def progress_of_first(start: list[Tensor], steps: range) -> Tensor:
+    """Return by how much the first of two sites moves from ``start`` in steps of SGD, negated."""
+    site, data = Site(start, "sgd"), Samples(96)
+    for step in steps:
+        first = (step - 1) * 24 % 96
+        site.step(data, range(first, first + 12))
+    return torch.cat([(a - b).detach().flatten() for a, b in zip(start, site.parameters, strict=True)])
 
 
 def kill_after_step_5(jobs: Sequence[JobOfSite]) -> None:
@@ -267,29 +301,28 @@ def test_a_site_that_never_started_is_waited_for_once(tmp_path: Path) -> None:
     sites = two_sites(tmp_path)
     sites[0].introduce([])
     sites[0].send(OuterExchange(4, 0), 1.0, PAYLOAD, {})
-    assert sites[0].close(OuterExchange(4, 0)).members == [0]
+    assert sites[0].close(OuterExchange(4, 0)) is not None
+    assert members(tmp_path.parent, 4, store=tmp_path.name) == [0]
     sites[1].introduce([])
     sites[1].return_at(OuterExchange(8, 0))
     for each in sites:
         each.send(OuterExchange(8, 0), 1.0, PAYLOAD, {})
-    assert sites[0].close(OuterExchange(8, 0)).members == [0, 1]
+    assert sites[0].close(OuterExchange(8, 0)) is not None
+    assert members(tmp_path.parent, 8, store=tmp_path.name) == [0, 1]
 
 
-def test_a_site_that_stops_does_not_close_an_average_just_before_the_other_ones_part(tmp_path: Path) -> None:
-    asked = 0
-
-    def stop() -> bool:
-        nonlocal asked
-        asked += 1
-        if asked == 2:
-            sites[1].send(OuterExchange(4, 0), 1.0, PAYLOAD, {})
-        return True
-
-    sites = two_sites(tmp_path, stop)
+def test_a_site_that_is_to_stop_waits_for_the_last_average(tmp_path: Path) -> None:
+    """An average that it needs later is left open."""
+    sites = two_sites(tmp_path, lambda: True)
     for each in sites:
         each.introduce([])
     sites[0].send(OuterExchange(4, 0), 1.0, PAYLOAD, {})
-    assert sites[0].close(OuterExchange(4, 0)).members == [0, 1]
+    assert sites[0].close(OuterExchange(4, 0), unless_stopped=True) is None
+    assert not (tmp_path / "exchange" / "00000004.0" / "members").exists()
+    sites[1].send(OuterExchange(4, 0), 1.0, PAYLOAD, {})
+    closed = sites[0].close(OuterExchange(4, 0))
+    assert closed is not None
+    assert closed.members == [0, 1]
 
 
 DIFFERENT = {
