@@ -89,17 +89,19 @@ bench-forecast: $(VENV)/.installed-dev tools
 	PYTHONPATH=. $(BIN)/python jobs/bench_forecast.py measure --out build/forecast.jsonl
 	PYTHONPATH=. $(BIN)/python jobs/bench_forecast.py report --results build/forecast.jsonl --to docs/explanations
 
-# Outer steps beside the synchronous job: here, and of the default model on the same hosts: docs/guides/outer.md. 40 minutes.
+# Outer steps beside the synchronous job: here, and of the default model on the same hosts: docs/guides/outer.md. An hour.
 OUTER = $(BIN)/python jobs/outer.py --out build/outer.jsonl
-FAR = --tasks bytes_gpt --ways synchronous streaming
-OF_FAR = -- train.steps=60 task.width=128 task.seq_len=128 task.eval_samples=512
+FAR = --tasks bytes_gpt --rates 10mbit
+OF_FAR = -- task.width=128 task.seq_len=128 task.eval_samples=512
 bench-outer: $(VENV)/.installed-dev tools
 	mkdir -p build && rm -f build/outer.jsonl
 	$(OUTER) --seeds 3
-	$(OUTER) $(FAR) --rates 1gbit 100mbit 10mbit $(OF_FAR)
-	$(OUTER) $(FAR) --rates 10mbit --round-trip-ms 50 --loss 0.01 $(OF_FAR)
-	$(OUTER) --tasks bytes_gpt --ways synchronous streaming store --sites 3 --rates 100mbit 10mbit $(OF_FAR) batch.global_size=48
-	$(OUTER) --tasks bytes_gpt --ways store --rates 10mbit --round-trip-ms 50 --loss 0.01 $(OF_FAR)
+	$(OUTER) $(FAR) --ways synchronous streaming $(OF_FAR) train.steps=60
+	$(OUTER) $(FAR) --ways streaming --rates 1gbit 100mbit $(OF_FAR) train.steps=60
+	$(OUTER) $(FAR) --ways synchronous streaming --round-trip-ms 50 --loss 0.01 $(OF_FAR) train.steps=60
+	$(OUTER) $(FAR) --ways streaming store $(OF_FAR)
+	$(OUTER) $(FAR) --ways store --round-trip-ms 50 --loss 0.01 $(OF_FAR) outer.delay=4
+	$(OUTER) $(FAR) --ways streaming store --sites 3 $(OF_FAR) batch.global_size=48 outer.delay=8
 	$(BIN)/python jobs/outer_sites.py
 
 # The system tests make hosts of their own, and a Slurm cluster of them; where these are missing they skip, and say so.
