@@ -57,7 +57,7 @@ class StoreSites(Sites):
         self._opened = PatientStore(plan.outer, stop) if self._is_first else None
         self._under_way: dict[OuterExchange, PartCollector] = {}
         self._started = {self.site}  # sites that are known to have started
-        self._received_bytes = self._removed_until = 0
+        self._received_bytes = 0
         self._histories: dict[int, str] = {}  # by fragment: digest of all averages so far, with their members
         self.newest = Closed(BEFORE_ALL, [*range(self.number)])
         self.missed = self.left_out = 0
@@ -171,9 +171,7 @@ class StoreSites(Sites):
             return
         said = {"norm": norm, "history": self._histories.get(exchange.fragment, ""), "saved": self._safe_step()}
         part = make_part({**said, "buffers": buffers}, payload)
-        self._under_way[exchange] = PartCollector(
-            self._store, exchange, self.site, self.number, part, self.newest.saved
-        )  # fmt: skip
+        self._under_way[exchange] = PartCollector(self._store, self._plan, exchange, part, self.newest.saved)
 
     def close(self, exchange: OuterExchange, *, unless_stopped: bool = False) -> Closed | None:
         """Wait for the other sites' parts of an exchange, and return the list of its members.
@@ -181,7 +179,10 @@ class StoreSites(Sites):
         Args:
             unless_stopped: return None when this site is asked to stop; the exchange stays open then.
         """
-        tries = self._store.tries(self._under_way[exchange].join) if self._is_first else iter(())
+        tries: Iterator[bool] = iter(())
+        if self._is_first:
+            under_way = self._under_way[exchange] = self._under_way[exchange].again()
+            tries = self._store.tries(under_way.join)
         while True:
             # the ranks of this site meet every minute: a collective may not take as long as an upload
             found = self._of_first(
@@ -204,8 +205,6 @@ class StoreSites(Sites):
         under_way, began = self._under_way[exchange], time.monotonic()
         for in_time in tries:
             if under_way.closed is not None:
-                if under_way.closed_here:
-                    self._remove_old(under_way.closed.saved, exchange)
                 return under_way.closed, False
             if unless_stopped and self._stop():
                 return None, False
@@ -380,20 +379,6 @@ class StoreSites(Sites):
         """Return the step of the checkpoint before this site's newest one, which may be damaged; 0 without any."""
         steps = [int(path.name.removeprefix("step_")) for path in self._paths.committed_checkpoints()[:2]]
         return min(steps, default=0)
-
-    def _remove_old(self, saved: Mapping[str, int], until: OuterExchange) -> None:
-        """Remove values that no site needs to resume from its newest checkpoint, or from the one before. The lists of
-        members stay, so that a site that resumes from an even older one notices it."""
-        # the site that closed the exchange before has removed what was not needed then
-        first = max(self._removed_until, self._not_needed_until(self.newest.saved))
-        self._removed_until = max(first, self._not_needed_until(saved))
-        for step in range(first + 1, min(self._removed_until, until.step - 1) + 1):
-            for fragment in self._plan.fragments_after(step):
-                for site in range(self.number):
-                    self._store.remove(f"{OuterExchange(step, fragment).name}/site{site}")
-
-    def _not_needed_until(self, saved: Mapping[str, int]) -> int:
-        return min(saved.get(str(site), 0) for site in range(self.number)) - self._plan.every
 
 
 def _bytes_of(tensor: Tensor) -> bytes:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from launcher.errors import SiteError
+from launcher.plan.outer import OuterPlan
 from launcher.train.outer.part_collector import PartCollector
 from launcher.train.outer.store_client import OuterExchange, PatientStore
 from launcher.train.outer.store_part import make_part
@@ -19,38 +20,41 @@ from tests.infra.runs import wait_for
 EXCHANGE = OuterExchange(4, 0)
 
 
-def collect(store: PatientStore, site: int, sites: int = 2, **header: Any) -> PartCollector:
-    part = make_part({"saved": 10 * site, **header}, torch.full((4,), site, dtype=torch.uint8))
-    return PartCollector(store, EXCHANGE, site, sites, part, {"0": 3, "1": 4})
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> PatientStore:
+def plan_of(store: Path, site: int, sites: int = 2) -> OuterPlan:
     plan = make_plan(
-        "outer=diloco", "outer.every=4", f"outer.store={tmp_path}", "outer.sites=2", "outer.site=0",
+        "outer=diloco", "outer.every=4", f"outer.store={store}", f"outer.sites={sites}", f"outer.site={site}",
         "outer.patience_s=0.1", "cluster.workers_per_node=1", "schedule.warmup_steps=0", "batch.short_window=drop",
+        "batch.global_size=48",
     )  # fmt: skip
     assert plan.outer is not None
-    return PatientStore(plan.outer)
+    return plan.outer
 
 
-def test_an_exchange_is_closed_while_its_sites_take_further_steps(store: PatientStore, tmp_path: Path) -> None:
+def collect(
+    root: Path, site: int, sites: int = 2, store: PatientStore | None = None, exchange: OuterExchange = EXCHANGE,
+    **header: Any,
+) -> PartCollector:  # fmt: skip
+    plan = plan_of(root, site, sites)
+    part = make_part({"saved": 10 * site, **header}, torch.full((4,), site, dtype=torch.uint8))
+    return PartCollector(store or PatientStore(plan), plan, exchange, part, {"0": 3, "1": 4})
+
+
+def test_an_exchange_is_closed_while_its_sites_take_further_steps(tmp_path: Path) -> None:
     """Nobody waits for it; each site has the other one's part then."""
-    collectors = [collect(store, site) for site in range(2)]
+    collectors = [collect(tmp_path, site) for site in range(2)]
     for each in collectors:
         each.join(60)
     members = json.loads((tmp_path / EXCHANGE.name / "members").read_text())
     assert members == {"members": [0, 1], "saved": {"0": 0, "1": 10}}
-    assert any(each.closed_here for each in collectors)
     for each, other in zip(collectors, reversed(collectors), strict=True):
         assert each.closed is not None
         assert each.closed.members == [0, 1]
         assert [*each.parts.values()] == [other.own]
 
 
-def test_without_all_parts_it_is_closed_when_that_is_asked_for(store: PatientStore) -> None:
+def test_without_all_parts_it_is_closed_when_that_is_asked_for(tmp_path: Path) -> None:
     """Also after outer.patience_s: how long to wait for a site is decided at the step that needs the average."""
-    collector, other = (collect(store, site, sites=3) for site in (1, 0))
+    collector, other = (collect(tmp_path, site, sites=3) for site in (1, 0))
     wait_for(lambda: len(collector.parts) == len(other.parts) == 1, "the parts")
     assert collector.closed is other.closed is None
     collector.close_now()
@@ -59,8 +63,8 @@ def test_without_all_parts_it_is_closed_when_that_is_asked_for(store: PatientSto
     assert collector.closed.members == [0, 1]
 
 
-def test_the_part_of_an_earlier_process_stays(store: PatientStore) -> None:
-    first, again = collect(store, 1), collect(store, 1, norm=2.0)
+def test_the_part_of_an_earlier_process_stays(tmp_path: Path) -> None:
+    first, again = collect(tmp_path, 1), collect(tmp_path, 1, norm=2.0)
     wait_for(lambda: first.sent and again.sent, "the parts")
     assert [first.stored, again.stored].count(True) == 1
     for each in (first, again):
@@ -69,12 +73,35 @@ def test_the_part_of_an_earlier_process_stays(store: PatientStore) -> None:
         assert each.closed is not None
 
 
-def test_an_error_is_raised_by_the_site(store: PatientStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_failed_is_tried_again_when_it_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = PatientStore(plan_of(tmp_path, 0))
+
     def fails(*_: object) -> bool:
         raise SiteError("full")
 
-    monkeypatch.setattr(store, "post", fails)
-    collector = collect(store, 0)
-    collector.join(60)
-    with pytest.raises(SiteError, match="full"):
-        collector.require_no_error()
+    with monkeypatch.context() as broken:
+        broken.setattr(store, "post", fails)
+        collector = collect(tmp_path, 0, store=store)
+        collector.join(60)
+        with pytest.raises(SiteError, match="full"):
+            collector.require_no_error()
+    again = collector.again()
+    wait_for(lambda: again.sent, "the part")
+    assert again.again() is again
+    again.close_now()
+    again.join(60)
+    assert again.closed is not None
+
+
+def test_parts_that_no_checkpoint_needs_are_removed(tmp_path: Path) -> None:
+    """The newest exchanges that are needed are those of the round before the older checkpoint."""
+    store = PatientStore(plan_of(tmp_path, 0))
+    for step in (4, 8, 12, 16):
+        for name in ("site0", "site1", "members"):
+            store.post(f"{OuterExchange(step, 0).name}/{name}", b"")
+    collectors = [collect(tmp_path, site, exchange=OuterExchange(20, 0), saved=13 + site) for site in range(2)]
+    for each in collectors:
+        each.join(60)
+    left = {step: store.names(OuterExchange(step, 0).name) for step in (4, 8, 12, 16)}
+    whole = {"site0", "site1", "members"}
+    assert left == {4: {"members"}, 8: {"members"}, 12: whole, 16: whole}
