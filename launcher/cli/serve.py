@@ -11,6 +11,7 @@ from pathlib import Path
 from launcher.cli.names import Parser
 from launcher.errors import EXIT_DONE, ConfigError, UserError
 from launcher.exchange.server import StoreServer
+from launcher.exchange.store import DirectoryStore
 from launcher.tls import MAKE_KEY, server_context
 
 _DEFAULT_LISTEN = "0.0.0.0:29800"
@@ -36,7 +37,11 @@ def launch_store(arguments: list[str]) -> int:
     address = _address(options.listen)
     context = server_context(options.key, "--key")
     try:
-        server = StoreServer(address, options.directory, context)
+        store = DirectoryStore(options.directory)
+    except OSError as error:
+        raise ConfigError("DIRECTORY", options.directory, f"{error.strerror}.", "Choose another one.") from None
+    try:
+        server = StoreServer(address, store, context)
     except OSError as error:
         raise ConfigError("--listen", options.listen, f"{error.strerror}.", "Choose another HOST:PORT.") from None
 

@@ -14,7 +14,6 @@ import threading
 import time
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 from launcher.exchange.store import IDLE_S, MAX_VALUE_GIB, DirectoryStore, valid_name
@@ -22,7 +21,6 @@ from launcher.exchange.store import IDLE_S, MAX_VALUE_GIB, DirectoryStore, valid
 _HANDSHAKE_S = 10.0
 _MOST_HANDSHAKES = 64  # at a time; further connections wait in the listen queue
 _CHUNK = 1 << 20
-_KEEPS_PARTIAL_S = 3600.0
 _REFUSAL_EVERY_S = 10.0  # at most one line about refused connections in this time
 
 
@@ -31,17 +29,17 @@ class StoreServer(ThreadingHTTPServer):
 
     Args:
         address: (host, port) to listen at.
+        store: what it serves.
         context: of the server side; it requires the clients' certificates.
     """
 
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, address: tuple[str, int], root: Path, context: ssl.SSLContext) -> None:
+    def __init__(self, address: tuple[str, int], store: DirectoryStore, context: ssl.SSLContext) -> None:
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
-        self.store, self._context = DirectoryStore(root), context
-        self.store.remove_partial(_KEEPS_PARTIAL_S)  # of a server that was killed
+        self.store, self._context = store, context
         self._handshakes = threading.BoundedSemaphore(_MOST_HANDSHAKES)
         self._refused, self._reported_at = 0, -_REFUSAL_EVERY_S
         super().__init__(address, _Handler)

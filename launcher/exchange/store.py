@@ -29,7 +29,8 @@ _PARTIAL = ".partial"  # directory of values that are being written; no name sta
 IDLE_S = 60.0
 MAX_VALUE_GIB = 64
 _STATUSES = (http.client.OK, http.client.CREATED, http.client.NOT_FOUND, http.client.CONFLICT)
-_SMALL = 1 << 14  # bytes that are sent at once: to ask first takes as long
+_SMALL = 1 << 14  # bytes of the largest value that is sent without a HEAD before: asking takes as long
+_KEEPS_PARTIAL_S = 3600.0
 
 
 class ExchangeStore(Protocol):
@@ -44,7 +45,7 @@ class ExchangeStore(Protocol):
         ...
 
     def names(self, above: str) -> set[str]:
-        """Return the last words of the values' names that are ``above`` and one word more."""
+        """Return the last component of each name directly below ``above``."""
         ...
 
     def remove(self, name: str) -> None:
@@ -79,6 +80,7 @@ class DirectoryStore:
         finally:
             file.unlink(missing_ok=True)
             link.unlink(missing_ok=True)
+        self._remove_partial()
 
     def path(self, name: str) -> Path:
         """Return the file of a value."""
@@ -90,11 +92,11 @@ class DirectoryStore:
         """Return a new file for a value that is being written."""
         return self.root / _PARTIAL / uuid.uuid4().hex
 
-    def remove_partial(self, older_s: float) -> None:
-        """Remove what was never completed and was last written ``older_s`` seconds ago or before."""
+    def _remove_partial(self) -> None:
+        """Remove partial files that nobody has written to for an hour: their writer was killed."""
         for file in (self.root / _PARTIAL).iterdir():
             with contextlib.suppress(FileNotFoundError):
-                if time.time() - file.stat().st_mtime > older_s:
+                if time.time() - file.stat().st_mtime > _KEEPS_PARTIAL_S:
                     file.unlink()
 
     def post(self, name: str, value: bytes) -> bool:

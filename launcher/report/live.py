@@ -80,7 +80,7 @@ class LiveDisplay(MessageDisplay):
         self._warned = set[str]()
         self._last: dict[str, Any] | None = None
         self._printed_at = -PLAIN_LINE_EVERY_S
-        self._said_step: int | None = None
+        self._printed_step: int | None = None
         self._first: dict[str, Any] | None = None  # record from which steps are timed
         self._announced = False
         self._progress: Progress | None = None
@@ -120,7 +120,7 @@ class LiveDisplay(MessageDisplay):
                 if (
                     record.get("eval/loss") is not None and record["step"] != self._steps
                 ):  # the last step is shown anyway
-                    self._say_step(record)
+                    self._print_step(record)
             self._show(records[-1])
         for tracker, kind in TRACKER_KINDS.items():
             status = {} if tracker in self._warned else read_json(self._paths.tracker_status(tracker)) or {}
@@ -131,7 +131,7 @@ class LiveDisplay(MessageDisplay):
     def _restart_from(self, record: dict[str, Any] | None) -> None:
         """Reset the progress to ``record``, the last record kept, which has been displayed before."""
         step = 0 if record is None else min(record["step"], self._paths.newest_step())  # new steps may follow already
-        self._last, self._first, self._said_step = record, None, None
+        self._last, self._first, self._printed_step = record, None, None
         if self._progress is not None:
             self._progress.update(self._bar, completed=step)
         self.say(f"--- resumed after step {step} ---")
@@ -142,13 +142,13 @@ class LiveDisplay(MessageDisplay):
                 self._bar, completed=record["step"], description=_step_text(record, self._steps), rate=_rate(record)
             )
         elif time.monotonic() - self._printed_at >= PLAIN_LINE_EVERY_S or record["step"] == self._steps:
-            self._say_step(record)
+            self._print_step(record)
 
-    def _say_step(self, record: dict[str, Any]) -> None:
+    def _print_step(self, record: dict[str, Any]) -> None:
         """Print a line of its own for a record, once."""
-        if record["step"] == self._said_step:
+        if record["step"] == self._printed_step:
             return
-        self._said_step, self._printed_at = record["step"], time.monotonic()
+        self._printed_step, self._printed_at = record["step"], time.monotonic()
         left = self._seconds_left(record)
         until = "" if not left else f"  {duration_text(left)} left"
         self.say(f"{_step_text(record, self._steps)}  {_rate(record)}{until}")
@@ -170,7 +170,7 @@ class LiveDisplay(MessageDisplay):
         if self._progress is not None:
             self._progress.stop()
             if self._last is not None:
-                self._say_step(self._last)
+                self._print_step(self._last)
 
 
 def run_display(plan: LaunchPlan, console: Console) -> Silence:

@@ -46,9 +46,7 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
         rounds = f"{count(summary['outer/rounds'], 'average')} of {summary['outer/sites']} sites"
         add("outer steps", f"{rounds}, {summary['outer/time_s'] * 1e3:,.1f} ms a step (mean)")
         if missed := summary.get("outer/missed"):
-            add(
-                "", f"{count(missed, 'part')} missing: a site was late, stopped or never there, and its samples with it"
-            )
+            add("", f"{count(missed, 'part')} missing: a site was late, stopped, or had not started")
         if left_out := summary.get("outer/left_out_steps"):
             add("", f"this site left out {count(left_out, 'step')} to catch up with the others")
         if "outer/synchronous_s" in summary:

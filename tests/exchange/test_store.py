@@ -38,7 +38,7 @@ def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(tmp_path: Path, key: Path) -> Iterator[StoreServer]:
-    with StoreServer(("127.0.0.1", 0), tmp_path / "served", server_context(key, "--key")) as server:
+    with StoreServer(("127.0.0.1", 0), DirectoryStore(tmp_path / "served"), server_context(key, "--key")) as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
         yield server
         server.shutdown()
@@ -171,7 +171,9 @@ def test_strangers_are_refused_and_others_served(
 
 
 def test_a_client_refuses_a_server_with_another_key(tmp_path: Path) -> None:
-    other = StoreServer(("127.0.0.1", 0), tmp_path / "o", server_context(make_key(tmp_path / "k.pem"), "--key"))
+    other = StoreServer(
+        ("127.0.0.1", 0), DirectoryStore(tmp_path / "o"), server_context(make_key(tmp_path / "k.pem"), "--key")
+    )
     threading.Thread(target=other.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
     try:
         with pytest.raises(ConfigError, match="has another key"):
@@ -193,13 +195,13 @@ def test_a_full_disk_is_an_error_of_the_store(server: StoreServer, key: Path, mo
     assert client(server, key).post("a", b"1")
 
 
-def test_what_a_killed_server_has_left_is_removed(tmp_path: Path, key: Path) -> None:
+def test_what_a_killed_process_has_left_is_removed(tmp_path: Path) -> None:
     partial = DirectoryStore(tmp_path).new_partial()
     new = partial.with_name("new")
     for file in (partial, new):
         file.write_bytes(b"half of a value")
     os.utime(partial, (0, 0))
-    StoreServer(("127.0.0.1", 0), tmp_path, server_context(key, "--key")).server_close()
+    DirectoryStore(tmp_path)
     assert not partial.exists()
     assert new.exists(), "a site may be writing it"
 

@@ -20,6 +20,7 @@ from tests.infra.runs import PROJECT
 from tests.train.outer.test_outer_steps import JOB, events, parameters_in
 
 ONE = ["cluster.workers_per_node=1"]
+PACE = ["train.steps=40", "batch.micro_size=12", "outer.patience_s=5", *ONE]
 
 
 class JobOfSite:
@@ -115,3 +116,20 @@ class Server:
     def kill(self) -> None:
         self.process.kill()
         self.process.communicate()
+
+
+def members(project: Path, step: int, fragment: int = 0, store: str = "store") -> list[int]:
+    return json.loads((project / store / "exchange" / f"{step:08d}.{fragment}" / "members").read_text())["members"]
+
+
+class Suspended:
+    """Processes of a job that do nothing, as on a host that does not answer."""
+
+    def __init__(self, job: JobOfSite) -> None:
+        self._processes = job.processes()
+        for process in self._processes:
+            process.suspend()
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.resume()

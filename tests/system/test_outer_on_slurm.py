@@ -52,6 +52,7 @@ def test_a_requeued_site_is_back_while_the_other_continues(by_cgroup: Cluster, p
     for name, value in models[0].items():
         if name.startswith("model."):
             assert value.equal(models[1][name]), name
+    assert [record["step"] for record in records(sites[0].run)] == [*range(1, 121)]
     for site in sites:
         assert len(records(site.run)) + summary(site.run)["outer/left_out_steps"] == 120
         site.nothing_is_left()

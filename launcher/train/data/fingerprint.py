@@ -30,6 +30,7 @@ from launcher.train.data.stream_shards import own_shards
 from launcher.train.world import Everyone, OfFirst
 
 SAMPLES = 8
+_REREADS = 16  # of a sample that differs: a random flip is the same in two reads by chance
 # seconds after which a loader process reads no more samples: slow data must not delay the start
 BUDGET_S = 1.0
 # tolerance for rounding on different CPUs, relative to the spread of a tensor's elements or to a single number
@@ -203,7 +204,7 @@ def require_same_data(
     """Compare the data sets of all ranks: the kind, the length, and a few samples of each. All ranks call it.
 
     Samples are read as in training: in loader processes, if there are any, with random numbers of their own. Samples
-    that differ between two reads on one rank (an augmentation with its own generator) are ignored. The samples of a
+    that differ between reads on one rank (an augmentation with its own generator) are ignored. The samples of a
     stream are compared when it is read (stream.py). If two data sets start with the same samples, a warning is
     printed.
 
@@ -230,7 +231,7 @@ def require_same_data(
     own = [outlines[0] for outlines in _outlines(mapped, reads, plan, device)]
     everyone = world.of_all(own)
     suspects = [
-        read._replace(times=2)
+        read._replace(times=_REREADS)
         for number, read in enumerate(reads)
         if not _all_agree(of_rank[number] for of_rank in everyone)
     ]
@@ -241,12 +242,13 @@ def require_same_data(
         found = of_first("samples", dict(zip(keys, own, strict=True)))
         theirs = [None if (each := found.get(key)) is None else Outline(*each) for key in keys]
         suspects = [
-            (read._replace(times=2), first)
+            (read._replace(times=_REREADS), first)
             for read, mine, first in zip(reads, own, theirs, strict=True)
             if not _all_agree((mine, first))
         ]
         pairs = _outlines(mapped, [read for read, _ in suspects], plan, device) if suspects else []
-        _require_samples_of_first_site(suspects, pairs)
+        for problem in filter(None, world.of_all(_problem_with_first_site(suspects, pairs))):
+            raise DataError(problem)
     first_outlines: dict[str, list[Outline | None]] = {}
     for read, each in zip(reads, own, strict=True):
         first_outlines.setdefault(read.name, []).append(each)
@@ -328,32 +330,31 @@ def _all_agree(outlines: Iterable[Outline | None]) -> bool:
 
 
 def _require_stable_samples_agree(reads: list[_Read], everyone: list[list[list[Outline | None]]]) -> None:
-    """Raise DataError for the first sample that is the same in both reads on each rank and differs between ranks.
+    """Raise DataError for the first sample that is the same in all reads on each rank and differs between ranks.
 
     Args:
-        everyone: by rank, the two outlines of each sample.
+        everyone: by rank, the outlines of each sample.
     """
     for number, (name, index, _) in enumerate(reads):
         by_rank = [of_rank[number] for of_rank in everyone]
         if any(None in pair or not _all_agree(pair) for pair in by_rank):
             continue
-        for rank, (outline, _) in enumerate(by_rank):
-            if not _all_agree([by_rank[0][0], outline]):
+        for rank, outlines in enumerate(by_rank):
+            if not _all_agree([by_rank[0][0], outlines[0]]):
                 raise DataError(
                     f"{name} differs between ranks: sample {index} on rank {rank} is not sample {index} on rank 0.\n"
                     f"{_REMEDY}"
                 )
 
 
-def _require_samples_of_first_site(
-    reads: Sequence[tuple[_Read, Outline | None]], pairs: Sequence[Sequence[Outline | None]]
-) -> None:
-    """Raise DataError for the first sample that is the same in both reads and is not the one of the first site."""
-    for ((name, index, _), first), pair in zip(reads, pairs, strict=True):
-        if None not in pair and _all_agree(pair) and not _all_agree((*pair, first)):
-            raise DataError(
-                f"{name} is not that of the first site of outer.store: sample {index} differs.\n{_OF_SITES}"
-            )
+def _problem_with_first_site(
+    reads: Sequence[tuple[_Read, Outline | None]], outlines: Sequence[Sequence[Outline | None]]
+) -> str | None:
+    """Return a message about the first sample that is the same in all reads and not the first site's; None: none is."""
+    for ((name, index, _), first), own in zip(reads, outlines, strict=True):
+        if None not in own and _all_agree(own) and not _all_agree((*own, first)):
+            return f"{name} is not that of the first site of outer.store: sample {index} differs.\n{_OF_SITES}"
+    return None
 
 
 _OF_SITES = (

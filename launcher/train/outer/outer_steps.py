@@ -116,8 +116,8 @@ class OuterSteps:
     def on_start(self, engine: EngineOfSite) -> None:
         """Share the first site's model, or check that a checkpoint has restored the same one at all sites."""
         everyone = self._sites.of_all(forms_of(engine.model))
-        for forms in everyone:
-            require_same_forms(forms, everyone[0])
+        for site, forms in enumerate(everyone):
+            require_same_forms(forms, everyone[0], site)
         if not self._restored:
             self._sites.share([local(tensor) for tensor in (*engine.model.parameters(), *engine.model.buffers())])
             for shared, parameter in zip(*self._locals(engine, [*self.shared]), strict=True):
@@ -294,14 +294,15 @@ def forms_of(model: nn.Module) -> list[str]:
     return [f"{name} {[*each.shape]} {str(each.dtype).removeprefix('torch.')}{kind}" for name, each, kind in named]
 
 
-def require_same_forms(own: list[str], first: list[str]) -> None:
-    """Raise ConfigError unless the models of two sites have the same ``forms_of``."""
-    if own == first:
+def require_same_forms(forms: list[str], first: list[str], site: int) -> None:
+    """Raise ConfigError unless ``forms_of`` the model of a site are those of the first site."""
+    if forms == first:
         return
-    ours, theirs = ([form for form in some if form not in others] for some, others in ((own, first), (first, own)))
-    differing = f"{first_names(ours)} here; {first_names(theirs)} there" if ours or theirs else "their order"
+    own, others = ([form for form in some if form not in more] for some, more in ((forms, first), (first, forms)))
+    differing = f"{first_names(own) or 'nothing'}; the first site has {first_names(others) or 'nothing'}"
+    differing = differing if own or others else "the same values in another order"
     raise ConfigError(
-        "outer", "diloco", f"the model of this site is not that of the first site: {differing}.",
+        "outer", "diloco", f"the model of site {site} is not that of the first site. It has {differing}.",
         "model() must return the same at all sites: names in the same order, shapes, formats, and what is trained.",
     )  # fmt: skip
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import NamedTuple, TypeVar
 
 from launcher.errors import SiteError
 from launcher.exchange.store import DirectoryStore, ExchangeStore, HttpsStore, server_address
-from launcher.heartbeat import HEARTBEAT, Phase
 from launcher.plan.outer import OuterPlan
 from launcher.tls import client_context
 
@@ -112,7 +110,7 @@ class PatientStore:
         return own if value is None else value
 
     def tries(self, wait: Callable[[float], object] = time.sleep) -> Iterator[bool]:
-        """Yield whether outer.patience_s has not ended yet, for ever, with pauses that become longer.
+        """Yield True until outer.patience_s has passed, then False, without end, with pauses that become longer.
 
         Args:
             wait: waits for so many seconds, or less.
@@ -120,7 +118,6 @@ class PatientStore:
         began, (pause, longest) = time.monotonic(), _POLL_S
         while True:
             yield time.monotonic() - began < self._patience_s
-            _beat()
             wait(pause)
             pause = min(longest, 1.2 * pause)
 
@@ -149,7 +146,6 @@ class PatientStore:
                 if not reported and (waited > _REPORT_S or not self._reached):
                     reported = True
                     print(f"outer.store={self._name} cannot be reached: {error}. Trying again.", flush=True)
-                _beat()
                 time.sleep(pause)
                 pause = min(5.0, 2 * pause)
             else:
@@ -157,9 +153,3 @@ class PatientStore:
                     print(f"outer.store={self._name} is there again.", flush=True)
                 self._reached = True
                 return value
-
-
-def _beat() -> None:
-    """Tell the agent that this rank waits for other sites and does not hang."""
-    if threading.current_thread() is threading.main_thread():
-        HEARTBEAT.beat(Phase.waiting)

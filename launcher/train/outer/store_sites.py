@@ -8,32 +8,29 @@ values.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from launcher.errors import ConfigError, SiteError
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import count
 from launcher.rundir.files import read_json, write_json
-from launcher.train.outer.part_collector import PartCollector
+from launcher.train.outer.part_collector import PartCollector, make_part, part_header, part_problem
+from launcher.train.outer.rank_zero import RankZero
 from launcher.train.outer.sites import Sites
 from launcher.train.outer.store_client import BEFORE_ALL, Closed, OuterExchange, PatientStore
-from launcher.train.outer.store_part import make_part, part_header, part_problem
 from launcher.train.world import OfFirst, World
 
-T = TypeVar("T")
 _LEAVE_S = 5.0  # most seconds to tell the other sites that this one stops
-_AT_ONCE_S = 60.0  # of waiting for other sites, between two collectives of this one
 
 
 class StoreSites(Sites):
@@ -42,6 +39,7 @@ class StoreSites(Sites):
 
     Attributes:
         number: number of sites.
+        rank_0: of this site, the only one that talks to the store.
         newest: the newest exchange that was received.
         missed: how often a site was no member, over all exchanges so far.
         left_out: steps that this site has left out to catch up.
@@ -53,14 +51,17 @@ class StoreSites(Sites):
         self._stop = stop
         assert plan.outer is not None
         self._plan, self._paths, self.number = plan.outer, plan.paths, world.sites
-        self._is_first = world.rank == 0
+        self._is_first, self.rank_0 = world.rank == 0, RankZero(world, stop)
         self._opened = PatientStore(plan.outer, stop) if self._is_first else None
-        self._under_way: dict[OuterExchange, PartCollector] = {}
+        self._collectors: dict[OuterExchange, PartCollector] = {}
+        self._obsolete: PartCollector | None = None  # one whose exchange was closed without this site
         self._started = {self.site}  # sites that are known to have started
         self._received_bytes = 0
         self._histories: dict[int, str] = {}  # by fragment: digest of all averages so far, with their members
         self.newest = Closed(BEFORE_ALL, [*range(self.number)])
         self.missed = self.left_out = 0
+        # Until then a resumed site also waits for those that have stopped: all may have been stopped together
+        self._first_step_alone = 0
 
     # the start
 
@@ -70,7 +71,7 @@ class StoreSites(Sites):
 
     def agree_once(self, name: str, own: Any) -> Any:
         """Return the JSON value that the first of all sites gave for ``name``."""
-        return self._of_first(lambda: json.loads(self._store.decide(name, json.dumps(own).encode())))
+        return self.rank_0.call(lambda: json.loads(self._store.decide(name, json.dumps(own).encode())))
 
     def compare_tasks(self, own: Mapping[str, Any]) -> None:
         """Tell the user which parameters of the task are not those of the first site: paths may differ, for example."""
@@ -87,7 +88,7 @@ class StoreSites(Sites):
         Raises:
             SiteError: it is not.
         """
-        problem = self._of_first(lambda: self._store_problem(restored=restored))
+        problem = self.rank_0.call(lambda: self._store_problem(restored=restored))
         if problem is not None:
             raise SiteError(f"outer.store={self._plan.store}: {problem}")
 
@@ -108,14 +109,14 @@ class StoreSites(Sites):
 
     def introduce(self, wanted: list[str]) -> None:
         """Tell the other sites that this one is there, and which values of the first site's model it needs."""
-        self._of_first(lambda: self._store.decide(f"hello/site{self.site}", json.dumps(wanted).encode()))
+        self.rank_0.call(lambda: self._store.decide(f"hello/site{self.site}", json.dumps(wanted).encode()))
 
     def wanted_by_others(self) -> list[str]:
         """Wait for the other sites, and return the values of the model that they need."""
-        return self._of_first(self._await_others)
+        return self.rank_0.call(self._await_others)
 
     def _await_others(self) -> list[str]:
-        wanted, missing, which = dict[str, None](), {*range(self.number)} - {self.site}, ""
+        wanted, missing, announced = dict[str, None](), {*range(self.number)} - {self.site}, False
         for in_time in self._store.tries():
             for site in sorted(missing):
                 hello = self._store.get(f"hello/site{site}")
@@ -124,13 +125,16 @@ class StoreSites(Sites):
                     wanted |= dict.fromkeys(json.loads(hello))
             if not missing:
                 return [*wanted]
-            if not which:
-                self._say(f"Waiting for the other sites, at most outer.patience_s={self._plan.patience_s:g}.")
-            which = f"Site {', '.join(map(str, sorted(missing)))}"
-            if not in_time or self._stop():
+            if self._stop():
+                return [*wanted]
+            if not in_time:
                 break
+            if not announced:
+                announced = True
+                self._say(f"Waiting for the other sites, at most outer.patience_s={self._plan.patience_s:g}.")
+        which, have, them = ("Site", "has", "it") if len(missing) == 1 else ("Sites", "have", "them")
         self._say(
-            f"{which} has not started: training starts without it.\n"
+            f"{which} {', '.join(map(str, sorted(missing)))} {have} not started: training starts without {them}.\n"
             f"  It can still join, with outer.store={self._plan.store}; until then averages are of the others only."
         )
         return [*wanted]
@@ -138,7 +142,7 @@ class StoreSites(Sites):
     def send_value(self, name: str, value: Tensor) -> None:
         """Send a value of the model to all sites."""
         data = _bytes_of(value) if self._is_first else b""
-        self._of_first(lambda: self._store.decide(f"model/{name}", data) and None)
+        self.rank_0.call(lambda: self._store.decide(f"model/{name}", data) and None)
 
     def receive_value(self, name: str, like: Tensor) -> Tensor:
         """Return a value of the first site's model, in host memory.
@@ -146,15 +150,20 @@ class StoreSites(Sites):
         Raises:
             SiteError: nobody has sent it.
         """
-        value = self._store.wait_for(f"model/{name}") if self._is_first else None
-        if self._of_first(lambda: value is None):
+        received: list[bytes | None] = []
+
+        def is_missing() -> bool:
+            received.append(self._store.wait_for(f"model/{name}"))
+            return received[0] is None
+
+        if self.rank_0.call(is_missing):
             raise SiteError(
                 f"The model of site {self.site} begins with other values than that of the first site ({name}), which "
                 f"did not send them within outer.patience_s={self._plan.patience_s:g}.\n"
                 "  Make model() use the seed, or start the sites together; or copy a checkpoint of another site into "
                 f"{self._paths.checkpoints}."
             )
-        return self._broadcast(value, like.nbytes).view(like.dtype).view(like.shape)
+        return self.rank_0.broadcast(received, like.nbytes).view(like.dtype).view(like.shape)
 
     # exchanges
 
@@ -171,7 +180,9 @@ class StoreSites(Sites):
             return
         said = {"norm": norm, "history": self._histories.get(exchange.fragment, ""), "saved": self._safe_step()}
         part = make_part({**said, "buffers": buffers}, payload)
-        self._under_way[exchange] = PartCollector(self._store, self._plan, exchange, part, self.newest.saved)
+        self._collectors[exchange] = PartCollector(
+            self._store, self._plan, exchange, part, self.newest.saved, self._obsolete
+        )
 
     def close(self, exchange: OuterExchange, *, unless_stopped: bool = False) -> Closed | None:
         """Wait for the other sites' parts of an exchange, and return the list of its members.
@@ -179,51 +190,38 @@ class StoreSites(Sites):
         Args:
             unless_stopped: return None when this site is asked to stop; the exchange stays open then.
         """
-        tries: Iterator[bool] = iter(())
-        if self._is_first:
-            under_way = self._under_way[exchange] = self._under_way[exchange].again()
-            tries = self._store.tries(under_way.join)
-        while True:
-            # the ranks of this site meet every minute: a collective may not take as long as an upload
-            found = self._of_first(
-                lambda: self._close(exchange, tries, unless_stopped=unless_stopped), unless_stopped=unless_stopped
-            )
-            closed, waits = found or (None, False)
-            if not waits:
-                return closed
+        call = functools.partial(self._close, exchange, unless_stopped=unless_stopped)
+        return self.rank_0.call(call, unless_stopped=unless_stopped)
 
     def closed(self, exchange: OuterExchange) -> Closed | None:
         """Return the list of members of an exchange that was closed before; None: it is still open, or this site was
         asked to stop and the store cannot be reached."""
-        return self._of_first(lambda: self._store.closed(exchange), unless_stopped=True)
+        return self.rank_0.call(lambda: self._store.closed(exchange), unless_stopped=True)
 
-    def _close(
-        self, exchange: OuterExchange, tries: Iterator[bool], *, unless_stopped: bool
-    ) -> tuple[Closed | None, bool]:
-        """Return the members of an exchange that is closed, and whether to wait on: after a minute, but not if this
-        site is to stop."""
-        under_way, began = self._under_way[exchange], time.monotonic()
-        for in_time in tries:
-            if under_way.closed is not None:
-                return under_way.closed, False
+    def _close(self, exchange: OuterExchange, *, unless_stopped: bool) -> Closed | None:
+        collector = self._collectors[exchange] = self._collectors[exchange].again()
+        for in_time in self._store.tries(collector.join):
+            if collector.closed is not None:
+                return collector.closed
             if unless_stopped and self._stop():
-                return None, False
-            under_way.require_no_error()
-            if time.monotonic() - began > _AT_ONCE_S:
-                return None, True
-            if not under_way.sent:
+                return None
+            collector.require_no_error()
+            if not collector.sent:
                 # the others may go on without this site, which does not go on without its own part
                 if (closed := self._store.closed(exchange)) is not None:
-                    return closed, False
-            elif not in_time or not self._awaits_others(under_way):
-                under_way.close_now()
+                    return closed
+            elif not in_time or not self._awaits_others(exchange, collector):
+                collector.close_now()
         raise AssertionError("the loop has no end")
 
-    def _awaits_others(self, under_way: PartCollector) -> bool:
-        """Return whether a site that has not sent its part yet may still do so in time."""
-        for site in {*range(self.number)} - under_way.parts.keys() - {self.site}:
-            left = f"left{site}" in under_way.names or site not in self.newest.members
-            if f"returned{site}" in under_way.names or (self._has_started(site) and not left):
+    def _awaits_others(self, exchange: OuterExchange, collector: PartCollector) -> bool:
+        """Return whether a site whose part is not here yet may still send it in time."""
+        if (names := collector.names) is None:
+            return True
+        for site in {*range(self.number)} - collector.parts.keys() - {self.site}:
+            left = f"left{site}" in names and exchange.step > self._first_step_alone
+            absent = left or site not in self.newest.members or not self._has_started(site)
+            if {f"site{site}", f"returned{site}"} & names or not absent:
                 return True
         return False
 
@@ -244,24 +242,25 @@ class StoreSites(Sites):
         """
         history = self._histories.get(closed.exchange.fragment, "")
         for site in closed.members:
-            value = self._part(closed.exchange, site) if self._is_first else None
-            problem, buffers = self._of_first(
-                lambda value=value, site=site: (
-                    part_problem(value, site, closed.exchange, norm, history, size),
-                    {} if value is None else part_header(value)["buffers"],
-                )
-            )
+            parts: list[bytes | None] = []
+
+            def receive(site: int = site, parts: list[bytes | None] = parts) -> tuple[str | None, dict[str, int]]:
+                parts.append(value := self._part(closed.exchange, site))
+                buffers = {} if value is None else part_header(value)["buffers"]
+                return part_problem(value, site, closed.exchange, norm, history, size), buffers
+
+            problem, buffers = self.rank_0.call(receive)
             if problem is not None:
                 raise SiteError(f"outer.store={self._plan.store}: {problem}")
             length = size + 8 * sum(buffers.values())
-            yield site, buffers, self._broadcast(value and value[-length:], length)
+            yield site, buffers, self.rank_0.broadcast(parts, length)
         self._note(closed)
 
     def _part(self, exchange: OuterExchange, site: int) -> bytes | None:
-        under_way = self._under_way.get(exchange)
-        if site == self.site and under_way is not None and under_way.stored:
-            return under_way.own
-        value = None if under_way is None else under_way.parts.get(site)
+        collector = self._collectors.get(exchange)
+        if site == self.site and collector is not None and collector.stored:
+            return collector.own
+        value = None if collector is None else collector.parts.get(site)
         value = self._store.get(f"{exchange.name}/site{site}") if value is None else value
         self._received_bytes += 0 if value is None else len(value)
         return value
@@ -272,7 +271,10 @@ class StoreSites(Sites):
         self._histories[fragment] = hashlib.blake2b(history.encode(), digest_size=16).hexdigest()
         before, self.newest = self.newest.members, closed
         self.missed += self.number - len(closed.members)
-        self._under_way.pop(closed.exchange, None)
+        collector = self._collectors.pop(closed.exchange, None)
+        if collector is not None and self.site not in closed.members:
+            collector.abandon()
+            self._obsolete = collector
         if not self._is_first:
             return
         for site in range(self.number):
@@ -283,23 +285,25 @@ class StoreSites(Sites):
     def return_at(self, exchange: OuterExchange) -> None:
         """Ask the other sites to wait for this one at an exchange, if they would not: it was no member of the last one,
         or has said that it stops."""
-        self._of_first(lambda: self._return_at(exchange), unless_stopped=True)
+        self.rank_0.call(lambda: self._return_at(exchange), unless_stopped=True)
 
     def _return_at(self, exchange: OuterExchange) -> None:
         if self.site not in self.newest.members or self._store.has(f"{exchange.name}/left{self.site}"):
             self._store.decide(f"{exchange.name}/returned{self.site}", b"1")
 
     def leave_before(self, exchange: OuterExchange) -> None:
-        """Tell the other sites not to wait for this one, which stops before an exchange. It does not wait for the store
-        either: a checkpoint follows, and there may be little time for it."""
+        """Tell the other sites not to wait for this one, which stops before an exchange, and before its parts of others
+        are sent. It does not wait for the store either: a checkpoint follows, and there may be little time for it."""
         if self._is_first:
-            leaving = threading.Thread(target=self._leave_before, args=(exchange,), daemon=True)
+            unsent = [each for each, collector in self._collectors.items() if not collector.sent]
+            leaving = threading.Thread(target=self._leave_before, args=([exchange, *unsent],), daemon=True)
             leaving.start()
             leaving.join(_LEAVE_S)
 
-    def _leave_before(self, exchange: OuterExchange) -> None:
+    def _leave_before(self, exchanges: list[OuterExchange]) -> None:
         with suppress(ConfigError, SiteError):
-            self._store.post(f"{exchange.name}/left{self.site}", b"1")
+            for each in exchanges:
+                self._store.post(f"{each.name}/left{self.site}", b"1")
 
     def note_left_out(self, steps: int, step: int, samples: int) -> None:
         """Count steps that this site leaves out to continue after ``step``. ``samples``: of all of them."""
@@ -319,6 +323,7 @@ class StoreSites(Sites):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.newest = Closed(OuterExchange(*state["newest"]), state["members"], state["saved"])
         self.missed, self.left_out = state["missed"], state["left_out"]
+        self._first_step_alone = self.newest.exchange.step + 2 * self._plan.every
         self._histories = {int(fragment): history for fragment, history in state["histories"].items()}
 
     def leave(self) -> None:
@@ -349,31 +354,6 @@ class StoreSites(Sites):
     def _store(self) -> PatientStore:
         assert self._opened is not None, "rank 0 talks to the store"
         return self._opened
-
-    def _of_first(self, call: Callable[[], T], *, unless_stopped: bool = False) -> T:
-        """Return what ``call`` returns on rank 0. An error of the user there is raised on all ranks.
-
-        Args:
-            unless_stopped: return None if the store cannot be reached and this site was asked to stop.
-        """
-        result: tuple[T | None, Exception | None] = (None, None)
-        if self._is_first:
-            try:
-                result = call(), None
-            except (ConfigError, SiteError) as error:
-                result = None, None if unless_stopped and self._stop() else error
-        value, error = self._world.of_rank_0(result)
-        if error is not None:
-            raise error
-        return value  # pyright: ignore[reportReturnType]
-
-    def _broadcast(self, value: bytes | None, size: int) -> Tensor:
-        data = torch.empty(size, dtype=torch.uint8)
-        if value:
-            data = torch.frombuffer(bytearray(value), dtype=torch.uint8)
-        if self._world.size > 1:
-            dist.broadcast(data, 0)
-        return data
 
     def _safe_step(self) -> int:
         """Return the step of the checkpoint before this site's newest one, which may be damaged; 0 without any."""

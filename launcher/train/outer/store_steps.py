@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from launcher.config.choices import OuterCompress
-from launcher.errors import ConfigError, EngineMisuse, SiteError
+from launcher.errors import ConfigError, EngineMisuse, NotFinite
 from launcher.plan.outer import SENT_BYTES, OuterPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.train.outer.codec import BLOCK, decode, encode
@@ -64,7 +64,7 @@ class StoreOuterSteps(OuterSteps):
         self._engine, steps = engine, engine.plan.train.steps
         assert steps is not None
         self._total = steps
-        self._require_same_job(engine)  # before this run is that of its site: the user may correct it and try again
+        self._require_same_job(engine)  # before this run claims its site, so that a refused run can be corrected
 
     # the start
 
@@ -79,6 +79,7 @@ class StoreOuterSteps(OuterSteps):
             if self._sites.joined:  # the site whose checkpoint this one has loaded sends the same
                 self._taken_over.add(fragment)
             self._post(fragment, due, [self._means[name] for name in self._fragments[fragment]])
+            self._stores.return_at(self._exchange(fragment, due))
         self._send_again = {}
         if self._continues_at > engine.steps:  # saved after it had caught up, before it continued there
             engine.skip_to(self._continues_at)
@@ -87,16 +88,17 @@ class StoreOuterSteps(OuterSteps):
     def _require_same_job(self, engine: EngineOfSite) -> None:
         own = _contract(engine.plan, self._plan)
         first = self._stores.agree_once("contract", own)
-        for name, value in own.items():
-            if first[name] != value:
+        for name in {**own, **first}:
+            value, theirs = own.get(name), first.get(name)
+            if value != theirs:
                 raise ConfigError(
-                    name, value, f"the first site of outer.store={self._plan.store} has {first[name]}.",
+                    name, value, f"the first site of outer.store={self._plan.store} has {theirs}.",
                     "All sites must have the same job: start this one with that value, under another run.name. A new "
                     "job needs a new store.",
                 )  # fmt: skip
         self._stores.compare_tasks(engine.plan.task.params)
         forms = forms_of(engine.model)
-        require_same_forms(forms, self._stores.agree_once("model/forms", forms))
+        require_same_forms(forms, self._stores.agree_once("model/forms", forms), self._stores.site)
 
     def _share_model(self, engine: EngineOfSite) -> None:
         named: dict[str, Tensor] = {**dict(engine.model.named_parameters()), **dict(engine.model.named_buffers())}
@@ -130,8 +132,7 @@ class StoreOuterSteps(OuterSteps):
         super().on_step(engine, result)
 
     def _send(self, engine: EngineOfSite, fragment: int, due: int) -> None:
-        if fragment in self._under_way:  # this site stops before that is applied: it misses the next one
-            return
+        assert fragment not in self._under_way, "an average cannot be left out"
         names = self._fragments[fragment]
         changes = zip(names, self._changes(engine, names), strict=True)
         self._post(fragment, due, [_like(self.shared[name], change) for name, change in changes])
@@ -140,9 +141,13 @@ class StoreOuterSteps(OuterSteps):
         """Start to send the outer gradients of a fragment, which are sharded as the parameters."""
         target = torch.cat([_whole(change).flatten() for change in changes])
         if not target.isfinite().all():
-            raise SiteError(f"Outer gradients of site {self._stores.site} are inf or nan: they are not sent.")
+            raise NotFinite(
+                f"The outer gradient of site {self._stores.site} after step {due - self._plan.delay} has inf or nan "
+                "values, and was not sent.\n  Lower optimizer.lr, or resume from an earlier checkpoint."
+            )
         if fragment == self._plan.fragments - 1 and fragment not in self._send_again:
-            self._sent_buffers = {name: _wide_copy(value) for name, value in self._changing_buffers().items()}
+            own = {name: _wide_copy(value) for name, value in self._changing_buffers().items()}
+            self._sent_buffers = self._stores.rank_0.value(own)  # the other ranks take them over with the next window
         buffers = self._sent_buffers if fragment == self._plan.fragments - 1 else {}
         sizes = {name: buffer.numel() for name, buffer in buffers.items()}
         padded = torch.nn.functional.pad(target, (0, -target.numel() % self._block))
@@ -197,10 +202,11 @@ class StoreOuterSteps(OuterSteps):
 
     def _apply(self, engine: EngineOfSite, fragment: int, mixing: float) -> None:
         """Take the outer step of a fragment that was sent, unless this site is asked to stop before all parts are
-        there; after the last step it waits for them in any case."""
+        there: it takes one more step then. If the fragment is to be sent again after that one, it waits in any case."""
         names, under_way = self._fragments[fragment], self._under_way[fragment]
         exchange = self._exchange(fragment, under_way.due)
-        self._closed = self._stores.close(exchange, unless_stopped=engine.steps < self._total)
+        sent_next = engine.steps + 1 >= self._total or fragment in self._plan.fragments_after(engine.steps + 1)
+        self._closed = self._stores.close(exchange, unless_stopped=not sent_next)
         if self._closed is None:
             return
         # after a stop: without mixing the outer step would undo the steps since it was due

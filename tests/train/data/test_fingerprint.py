@@ -235,6 +235,20 @@ class Drawn(torch.utils.data.Dataset[torch.Tensor]):
         return self.values[index]
 
 
+class Flipped(torch.utils.data.Dataset):
+    """Samples of which each is flipped with a chance of one half, from a generator that nobody else has."""
+
+    def __init__(self, values: torch.Tensor, seed: int) -> None:
+        self.values, self.random = values, torch.Generator().manual_seed(seed)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        flips = torch.rand((), generator=self.random) < 0.5
+        return self.values[index].flip(0) if flips else self.values[index]
+
+
 def test_samples_are_compared_with_those_of_the_first_site() -> None:
     """An augmentation with a generator of its own is no difference; other samples are one."""
     plan, values = make_plan("train.loader_workers=0"), torch.randn(40, 3)
@@ -251,5 +265,7 @@ def test_samples_are_compared_with_those_of_the_first_site() -> None:
     compare(Drawn(values + 1e-9, drawn=1))
     with pytest.raises(DataError, match="not that of the first site"):
         compare(Drawn(values.flip(0), drawn=1))
+    for seed in range(8):
+        compare(Flipped(values, seed))
     with pytest.raises(DataError, match=r"eval_data is not that .* 5 samples here, no data"):
         compare(Drawn(values, drawn=1), eval_data=Drawn(values[:5], drawn=0))

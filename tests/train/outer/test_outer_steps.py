@@ -306,4 +306,13 @@ def test_sites_whose_parameters_have_another_order_are_refused(launch: Launch, p
     more = ["task._target_=speech.fitted.Different", "train.shuffle=true", "outer.every=3", "train.steps=3"]
     done = launch("train", *JOB, *TWO_OF_ONE, *more)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "the model of this site is not that of the first site: their order." in done.stderr
+    assert "is not that of the first site. It has the same values in another order." in done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.usefixtures("project")
+def test_more_fragments_than_parameters_are_one_message(launch: Launch) -> None:
+    done = launch("train", *JOB, *TWO_OF_ONE, "outer.every=9", "outer.fragments=5", "train.steps=9")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "rank 0 failed: outer.fragments=5: the model has 4 trained parameters to divide." in done.stderr
+    assert "Callback" not in done.stderr

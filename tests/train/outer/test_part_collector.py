@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,8 @@ import torch
 
 from launcher.errors import SiteError
 from launcher.plan.outer import OuterPlan
-from launcher.train.outer.part_collector import PartCollector
+from launcher.train.outer.part_collector import PartCollector, make_part
 from launcher.train.outer.store_client import OuterExchange, PatientStore
-from launcher.train.outer.store_part import make_part
 from tests.helpers import make_plan
 from tests.infra.runs import wait_for
 
@@ -105,3 +105,71 @@ def test_parts_that_no_checkpoint_needs_are_removed(tmp_path: Path) -> None:
     left = {step: store.names(OuterExchange(step, 0).name) for step in (4, 8, 12, 16)}
     whole = {"site0", "site1", "members"}
     assert left == {4: {"members"}, 8: {"members"}, 12: whole, 16: whole}
+
+
+class Uploads(PatientStore):
+    """Store to which parts are uploaded when the test lets them, one after the other."""
+
+    def __init__(self, plan: OuterPlan) -> None:
+        super().__init__(plan)
+        self.begun, self.fetched = [], []
+        self._may_end = threading.Semaphore(0)
+
+    def post(self, name: str, value: bytes) -> bool:
+        if name.endswith("/site0"):
+            self.begun.append(name)
+            self._may_end.acquire()
+        return super().post(name, value)
+
+    def get(self, name: str) -> bytes | None:
+        self.fetched.append(name)
+        return super().get(name)
+
+    def let_end(self) -> None:
+        self._may_end.release()
+
+
+def test_a_site_whose_upload_outlasts_the_exchange_sends_one_part_at_a_time(tmp_path: Path) -> None:
+    """And receives none of an exchange that was closed without it."""
+    plan = plan_of(tmp_path, 0)
+    store, part = Uploads(plan), make_part({"saved": 0}, torch.zeros(4, dtype=torch.uint8))
+    exchanges = [OuterExchange(step, 0) for step in (4, 8, 12)]
+    collectors: list[PartCollector] = []
+    for exchange in exchanges:
+        collectors.append(PartCollector(store, plan, exchange, part, {}, collectors[-1] if collectors else None))
+        other = collect(tmp_path, 1, exchange=exchange)
+        if exchange != exchanges[-1]:
+            other.close_now()
+            other.join(60)
+            assert other.closed is not None
+            assert other.closed.members == [1]
+            collectors[-1].abandon()
+    wait_for(lambda: len(store.begun) == 1, "the first upload")
+    for _ in range(2):
+        store.let_end()
+    collectors[-1].join(60)
+    assert store.begun == [f"{each.name}/site0" for each in (exchanges[0], exchanges[2])]
+    assert not [name for name in store.fetched if not name.startswith(exchanges[2].name)]
+    assert collectors[-1].closed is not None
+    assert collectors[-1].closed.members == [0, 1]
+
+
+def test_the_list_of_another_site_counts(tmp_path: Path) -> None:
+    """Also if this site has a part that is not on it, and if it was about to close the exchange itself."""
+    plan = plan_of(tmp_path, 0, sites=3)
+    store = PatientStore(plan)
+    store.post(f"{EXCHANGE.name}/site1", make_part({"saved": 0}, torch.zeros(4, dtype=torch.uint8)))
+    decide, others = store.decide, json.dumps({"members": [0, 2], "saved": {}}).encode()
+
+    def late(name: str, own: bytes) -> bytes:
+        store.post(f"{EXCHANGE.name}/site2", own)
+        store.post(name, others)
+        return decide(name, own)
+
+    store.decide = late  # pyright: ignore[reportAttributeAccessIssue]
+    collector = collect(tmp_path, 0, 3, store)
+    collector.close_now()
+    collector.join(60)
+    assert collector.closed is not None
+    assert collector.closed.members == [0, 2]
+    assert collector.parts.keys() == {1, 2}

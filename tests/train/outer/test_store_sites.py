@@ -1,11 +1,11 @@
-"""Sites that are jobs of their own, at the edges: late by less than a round, stopped without the store, back at once,
-with another site's checkpoint, or started with the wrong model or number."""
+"""Sites that are jobs of their own, at the edges: late by less than a round, back at once, with another site's
+checkpoint, or started with the wrong model or number."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -14,48 +14,29 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from launcher.errors import DataError, SiteError
-from launcher.exchange.store import HttpsStore
+from launcher.exchange.store import DirectoryStore, HttpsStore
 from launcher.tls import client_context
 from launcher.train.engine.engine import Engine
+from launcher.train.outer.part_collector import PartCollector
 from launcher.train.outer.sites import Sites
-from launcher.train.outer.store_client import OuterExchange
+from launcher.train.outer.store_client import Closed, OuterExchange
 from launcher.train.outer.store_sites import StoreSites
 from launcher.train.world import World
 from tests.exchange.test_store import make_key
 from tests.helpers import make_plan, patience
 from tests.infra.checkpoints import tensors
 from tests.infra.runs import records, summary, wait_for, wait_for_steps
-from tests.infra.store_jobs import ONE, JobOfSite, Server, assert_equal, sent_in, shared_after
-from tests.train.outer.test_outer_steps import RECORDER, Site, events, parameters_in
+from tests.infra.store_jobs import ONE, PACE, JobOfSite, Suspended, assert_equal, members, sent_in
 from tests.user_project.speech.fitted import Samples
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-PACE = ["train.steps=40", "batch.micro_size=12", "outer.patience_s=5", *ONE]
 
 
 @pytest.fixture(scope="module")
 def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_key(tmp_path_factory.mktemp("key") / "key.pem")
-
-
-def members(project: Path, step: int, fragment: int = 0, store: str = "store") -> list[int]:
-    return json.loads((project / store / "exchange" / f"{step:08d}.{fragment}" / "members").read_text())["members"]
-
-
-class Suspended:
-    """Processes of a job that do nothing, as on a host that does not answer."""
-
-    def __init__(self, job: JobOfSite) -> None:
-        self._processes = job.processes()
-        for process in self._processes:
-            process.suspend()
-
-    def end(self) -> None:
-        for process in self._processes:
-            process.resume()
 
 
 def test_a_site_that_is_late_by_less_than_a_round_is_waited_for_again(project: Path) -> None:
@@ -71,93 +52,6 @@ def test_a_site_that_is_late_by_less_than_a_round_is_waited_for_again(project: P
     assert [members(project, step) for step in (30, 40)] == [[0, 1], [0, 1]]
     assert_equal(first.model(40), late.model(40))
     assert summary(late.run)["outer/left_out_steps"] == 0
-
-
-def test_a_stopped_site_that_is_back_at_once_is_waited_for(project: Path) -> None:
-    more = [*PACE, "outer.every=20", "+task.pause_s=0.1", "outer.patience_s=60"]
-    first, back = (JobOfSite(project, site, 2, *more).start() for site in range(2))
-    wait_for_steps(back.run, 3)
-    suspended = Suspended(first)
-    back.process.send_signal(signal.SIGTERM)
-    back.process.communicate(timeout=patience(60))
-    assert (project / "store" / "exchange" / "00000020.0" / "left1").exists()
-    steps = max(each["step"] for each in records(back.run))
-    back.start("resume", "r")
-    wait_for(lambda: max(each["step"] for each in records(back.run)) > steps, "a step of the resumed site")
-    late = Suspended(back)
-    suspended.end()
-    wait_for(lambda: (project / "store" / "exchange" / "00000020.0" / "site0").exists(), "the first site's part")
-    time.sleep(1)  # in which it would close the average
-    late.end()
-    for job in (first, back):
-        job.finish()
-    assert [members(project, step) for step in (20, 40)] == [[0, 1], [0, 1]]
-    assert_equal(first.model(40), back.model(40))
-
-
-def test_a_site_that_stops_saves_without_the_store(project: Path, key: Path) -> None:
-    """It does not wait half an hour for it, which a cluster would not wait."""
-    server = Server(project / "store", key)
-    more = [*PACE, "outer.every=40", "+task.pause_s=0.3", f"outer.key={key}"]
-    jobs = [JobOfSite(project, site, 2, *more, store=server.address).start() for site in range(2)]
-    wait_for_steps(jobs[1].run, 3)
-    server.kill()
-    jobs[1].process.send_signal(signal.SIGTERM)
-    jobs[1].process.communicate(timeout=patience(60))
-    assert summary(jobs[1].run)["verdict"] == "stopped"
-    assert any((jobs[1].run / "checkpoints").glob("step_*"))
-    jobs[0].kill()
-
-
-@pytest.mark.parametrize("lost", [False, True])
-def test_a_site_that_is_to_stop_while_it_waits_leaves_the_average_open(lost: bool, project: Path, key: Path) -> None:
-    """Neither it nor the late site leaves out a step: it applies the average when it is resumed, two steps later, and
-    what it has learned meanwhile is part of the next one. It saves its checkpoint also if the store is lost."""
-    server = Server(project / "store", key) if lost else None
-    more = [
-        *PACE, "outer.every=8", "+task.pause_s=0.1", "outer.patience_s=3600", "train.steps=20", RECORDER,
-        "optimizer=sgd", "optimizer.momentum=0", *([f"outer.key={key}"] if lost else []),
-    ]  # fmt: skip
-    store = server.address if server else None
-    waiting, late = (JobOfSite(project, site, 2, *more, store=store).start() for site in range(2))
-    wait_for_steps(late.run, 4)
-    suspended = Suspended(late)
-    exchanges = project / "store" / "exchange"
-    wait_for(lambda: (exchanges / "00000008.0" / "site0").exists(), "the part of the first site")
-    if server:
-        server.kill()
-        time.sleep(2)  # in which it looks for the other part
-    waiting.process.send_signal(signal.SIGTERM)
-    waiting.process.communicate(timeout=patience(60))
-    assert summary(waiting.run)["verdict"] == "stopped"
-    assert (waiting.run / "checkpoints" / "step_000009").exists()
-    assert not (exchanges / "00000008.0" / "members").exists()
-    if server:
-        server.start()
-    suspended.end()
-    waiting.start("resume", "r")
-    for job in (waiting, late):
-        job.finish()
-        assert [each["step"] for each in records(job.run)] == [*range(1, 21)]
-    if server:
-        server.kill()
-    assert [members(project, step) for step in (8, 16, 20)] == [[0, 1]] * 3
-    start = parameters_in(next(each for each in events(waiting.directory, 0) if each["event"] == "start"))
-    shared = shared_after(project / "store", start)
-    for job in (waiting, late):
-        assert_equal(job.model(20), shared[20])
-    own = waiting.steps()[8]
-    progress = progress_of_first(own, range(9, 11)) + progress_of_first(shared[8], range(11, 17))
-    torch.testing.assert_close(sent_in(exchanges / "00000016.0" / "site0"), progress, rtol=1e-9, atol=1e-11)
-
-
-def progress_of_first(start: list[Tensor], steps: range) -> Tensor:
-    """Return by how much the first of two sites moves from ``start`` in steps of SGD, negated."""
-    site, data = Site(start, "sgd"), Samples(96)
-    for step in steps:
-        first = (step - 1) * 24 % 96
-        site.step(data, range(first, first + 12))
-    return torch.cat([(a - b).detach().flatten() for a, b in zip(start, site.parameters, strict=True)])
 
 
 def kill_after_step_5(jobs: Sequence[JobOfSite]) -> None:
@@ -240,7 +134,7 @@ def test_a_model_of_another_size_is_refused(project: Path) -> None:
     first = JobOfSite(project, 0, 2, *more, "+task.width=16").start()
     wait_for(lambda: (project / "store" / "hello" / "site0").exists(), "the first site")
     other = JobOfSite(project, 1, 2, *more, "+task.width=24").start()
-    assert "the model of this site is not that of the first site: " in other.finish(2)
+    assert "the model of site 1 is not that of the first site. It has " in other.finish(2)
     first.finish()
 
 
@@ -286,11 +180,14 @@ def test_freezing_within_a_run_is_refused(until: str, project: Path) -> None:
 
 def two_sites(store: Path, stop: Callable[[], bool] = lambda: False) -> list[StoreSites]:
     """Return the sites of two jobs, in this process."""
-    plan = make_plan(
-        "outer=diloco", "outer.every=4", f"outer.store={store}", "outer.sites=2", "outer.site=0",
-        "outer.patience_s=3600", "cluster.workers_per_node=1", "schedule.warmup_steps=0", "batch.short_window=drop",
-    )  # fmt: skip
-    return [StoreSites(World(0, 1, 0, site=number, sites=2, whole_job=True), plan, stop) for number in range(2)]
+    words = [
+        "outer=diloco", "outer.every=4", f"outer.store={store}", "outer.sites=2", "outer.patience_s=3600",
+        "cluster.workers_per_node=1", "schedule.warmup_steps=0", "batch.short_window=drop",
+    ]  # fmt: skip
+    return [
+        StoreSites(World(0, 1, 0, site=site, sites=2, whole_job=True), make_plan(*words, f"outer.site={site}"), stop)
+        for site in range(2)
+    ]
 
 
 PAYLOAD = torch.zeros(4, dtype=torch.uint8)
@@ -303,12 +200,54 @@ def test_a_site_that_never_started_is_waited_for_once(tmp_path: Path) -> None:
     sites[0].send(OuterExchange(4, 0), 1.0, PAYLOAD, {})
     assert sites[0].close(OuterExchange(4, 0)) is not None
     assert members(tmp_path.parent, 4, store=tmp_path.name) == [0]
-    sites[1].introduce([])
-    sites[1].return_at(OuterExchange(8, 0))
+
+
+@pytest.mark.parametrize("slow_s", [0, 0.1])
+def test_a_site_that_is_back_is_waited_for(slow_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the store is slow."""
+    for name in ("get", "names", "post"):
+        act = getattr(DirectoryStore, name)
+
+        def slow(store: DirectoryStore, *arguments: Any, act: Callable[..., Any] = act) -> Any:
+            time.sleep(slow_s)
+            return act(store, *arguments)
+
+        monkeypatch.setattr(DirectoryStore, name, slow)
+    sites = two_sites(tmp_path)
     for each in sites:
-        each.send(OuterExchange(8, 0), 1.0, PAYLOAD, {})
-    assert sites[0].close(OuterExchange(8, 0)) is not None
-    assert members(tmp_path.parent, 8, store=tmp_path.name) == [0, 1]
+        each.introduce([])
+    sites[1].leave_before(OuterExchange(4, 0))
+    sites[0].send(OuterExchange(4, 0), 1.0, PAYLOAD, {})
+    closed = sites[0].close(OuterExchange(4, 0))
+    assert closed is not None
+    for each in sites:
+        assert [site for site, _, _ in each.receive(closed, 1.0, len(PAYLOAD))] == [0]
+    sites[1].return_at(OuterExchange(8, 0))
+    sites[0].send(OuterExchange(8, 0), 1.0, PAYLOAD, {})
+    found: list[Closed | None] = []
+    closing = threading.Thread(target=lambda: found.append(sites[0].close(OuterExchange(8, 0))))
+    closing.start()
+    closing.join(2)  # in which it would close the average
+    sites[1].send(OuterExchange(8, 0), 1.0, PAYLOAD, {})
+    closing.join(60)
+    assert found[0] is not None
+    assert found[0].members == [0, 1]
+
+
+def test_a_site_that_stops_before_its_part_is_sent_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sites = two_sites(tmp_path)
+    for each in sites:
+        each.introduce([])
+    with monkeypatch.context() as uploading:
+        uploading.setattr(PartCollector, "run", lambda _: None)
+        sites[1].send(OuterExchange(4, 0), 1.0, PAYLOAD, {})
+    sites[1].leave_before(OuterExchange(8, 0))
+    sites[0].send(OuterExchange(4, 0), 1.0, PAYLOAD, {})
+    closed = sites[0].close(OuterExchange(4, 0))
+    assert closed is not None
+    assert closed.members == [0]
 
 
 def test_a_site_that_is_to_stop_waits_for_the_last_average(tmp_path: Path) -> None:
@@ -329,8 +268,8 @@ DIFFERENT = {
     "samples": "train_data() is not that of the first site of outer.store: sample 0 differs.",
     "order": "train_data() is not that of the first site of outer.store: 96 samples",
     "held-out data": "eval_data()['other'] is not that of the first site of outer.store: 16 samples here",
-    "order of parameters": "the model of this site is not that of the first site: their order.",
-    "trained": "layers.0.weight [8, 8] float64, trained, layers.1.weight [8, 8] float64 here; ",
+    "order of parameters": "site 1 is not that of the first site. It has the same values in another order.",
+    "trained": "It has layers.0.weight [8, 8] float64, trained, layers.1.weight [8, 8] float64; the first site has ",
 }
 
 
@@ -369,16 +308,22 @@ def test_a_loop_of_ones_own_compares_its_data_with_that_of_the_first_site(monkey
             next(windows)
 
 
-def moving_after(step: int, site: int, sent_at: Sequence[int] = (), delay: int = 0) -> torch.Tensor:
+def moving_after(
+    step: int, site: int, sent_at: Sequence[int] = (), delay: int = 0, of_first_ranks: Sequence[int] = (12, 12)
+) -> torch.Tensor:
     """Return the buffer of `speech.fitted.Fit` at one of two sites, whose values of the steps ``sent_at`` are averaged
-    ``delay`` steps later."""
+    ``delay`` steps later.
+
+    Args:
+        of_first_ranks: samples of a window that the first rank of each site has; it is its buffer that counts.
+    """
     data = Samples(96)
     now = [torch.zeros(8, dtype=torch.float64) for _ in range(2)]
     sent = now
     for each in range(1, step + 1):
         for number in range(2):
             first = (each - 1) * 24 % 96 + 12 * number
-            now[number] = 0.9 * now[number] + 0.1 * data.first[first : first + 12].mean(0)
+            now[number] = 0.9 * now[number] + 0.1 * data.first[first : first + of_first_ranks[number]].mean(0)
         if each in sent_at:
             sent = list(now)
         if each - delay in sent_at:
@@ -387,14 +332,16 @@ def moving_after(step: int, site: int, sent_at: Sequence[int] = (), delay: int =
     return now[site]
 
 
-def test_buffers_keep_what_changes_while_their_average_is_under_way(project: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_buffers_keep_what_changes_while_their_average_is_under_way(ranks: int, project: Path) -> None:
     more = [*PACE, "outer.every=4", "outer.delay=3", "train.steps=14", "+task.buffer=true", "outer.patience_s=60"]
-    jobs = [JobOfSite(project, site, 2, *more, "checkpoint.every=1").start() for site in range(2)]
+    own = ([f"cluster.workers_per_node={ranks}", f"batch.micro_size={12 // ranks}"], [])
+    jobs = [JobOfSite(project, site, 2, *more, *own[site], "checkpoint.every=1").start() for site in range(2)]
     for site, job in enumerate(jobs):
         job.finish()
         for step in (3, 4, 6, 7, 8, 11, 13):
             found = tensors(job.run / "checkpoints" / f"step_{step:06d}")
-            wanted = moving_after(step, site, (4, 8), 3)
+            wanted = moving_after(step, site, (4, 8), 3, (12 // ranks, 12))
             torch.testing.assert_close(
                 found["model.moving"], wanted, rtol=1e-9, atol=1e-12, msg=f"step {step} of site {site}"
             )
