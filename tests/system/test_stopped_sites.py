@@ -87,8 +87,10 @@ def test_a_site_that_is_to_stop_while_it_waits_leaves_the_average_open(lost: boo
     assert not (exchanges / "00000008.0" / "members").exists()
     if server:
         server.start()
-    suspended.end()
     waiting.start("resume", "r")
+    if not server:  # which was lost before it could be told that the site stops
+        wait_for(lambda: (exchanges / "00000016.0" / "returned0").exists(), "the site that is back")
+    suspended.end()
     for job in (waiting, late):
         job.finish()
         assert [each["step"] for each in records(job.run)] == [*range(1, 21)]
@@ -144,7 +146,7 @@ def test_an_average_is_not_left_out_if_the_next_one_follows_at_once(
 
 def test_sites_that_were_stopped_together_wait_for_each_other_when_they_are_back(project: Path) -> None:
     """One is back long before the other; neither leaves out a step."""
-    more = [*PACE, "outer.every=3", "+task.pause_s=0.1", "outer.patience_s=60", "train.steps=30"]
+    more = [*PACE, "outer.every=3", "+task.pause_s=0.1", "outer.patience_s=600", "train.steps=30"]
     jobs = [JobOfSite(project, site, 2, *more).start() for site in range(2)]
     for job in jobs:
         wait_for_steps(job.run, 4)
