@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from launcher.errors import CallbackFailed, ConfigError, LauncherError, NotFinite, SiteError, TaskError
+from launcher.errors import CallbackFailed, ConfigError, LauncherError, NotFinite, SiteError
 from launcher.plan.callback_plan import AROUND_EVALUATION, EVENTS, METHODS, TARGET, class_arguments
 from launcher.plan.run_plan import RunPlan
 from launcher.targets import find_target, require_arguments
@@ -272,7 +272,7 @@ def _named(name: str, event: str) -> Iterator[None]:
     process without a message (SystemExit)."""
     try:
         yield
-    except (ConfigError, SiteError, TaskError, NotFinite):
+    except (ConfigError, SiteError, NotFinite):
         raise  # it names the key, the place or the reason
     except LauncherError as error:
         raise CallbackFailed(f"Callback {name} failed in {event}: {error}") from error

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from launcher.config.choices import OuterCompress
-from launcher.errors import ConfigError, DataError, ReplicasDiffer, TaskError
+from launcher.errors import ConfigError, DataError, ReplicasDiffer
 from launcher.plan.outer import OuterPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import count, first_names
@@ -315,13 +315,13 @@ def _divided(sizes: dict[str, int], parts: int) -> list[list[str]]:
     """Return the names in ``parts`` lists of adjacent ones, of about equal sizes.
 
     Raises:
-        TaskError: there are fewer names than parts.
+        ConfigError: there are fewer names than parts.
     """
     if parts > len(sizes):
-        raise TaskError(
-            f"outer.fragments={parts}: the model has {count(len(sizes), 'trained parameter')} to divide.\n"
-            f"  Use outer.fragments={len(sizes)} or less."
-        )
+        raise ConfigError(
+            "outer.fragments", parts, f"the model has {count(len(sizes), 'trained parameter')} to divide.",
+            f"Use outer.fragments={len(sizes)} or less.",
+        )  # fmt: skip
     fragments: list[list[str]] = [[]]
     total, before = sum(sizes.values()), 0
     for position, (name, size) in enumerate(sizes.items()):
