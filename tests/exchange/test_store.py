@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.cli.serve import launch_store
 from launcher.errors import ConfigError
 from launcher.exchange.server import StoreServer
 from launcher.exchange.store import DirectoryStore, ExchangeStore, HttpsStore, server_address
@@ -228,3 +229,11 @@ def test_places_of_a_store(store: str, found: tuple[str, int] | None) -> None:
 def test_addresses_that_are_none(store: str) -> None:
     with pytest.raises(ConfigError, match="https://HOST:PORT"):
         server_address(store)
+
+
+def test_a_directory_that_cannot_be_served_is_named(tmp_path: Path, key: Path) -> None:
+    """It was taken for a mistake in --listen."""
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"DIRECTORY=.*file") as raised:
+        launch_store([str(tmp_path / "file"), "--key", str(key), "--listen", "127.0.0.1:0"])
+    assert "--listen" not in str(raised.value)
