@@ -288,7 +288,12 @@ def _outer_steps(group: TaskGroup, settings: Sequence[Sequence[Row]]) -> Finding
     def job(rows: Sequence[Row]) -> tuple[Any, ...]:
         return (*(rows[0].varied[key] for key in keys), *sorted({row["progress/samples"] for row in rows}))
 
-    evaluated = [rows for rows in settings if all(row["eval/loss"] is not None and row["time/step_s"] for row in rows)]
+    # a site that missed averages may have left out samples; such a run has no speed
+    evaluated = [
+        rows
+        for rows in settings
+        if all(row["eval/loss"] is not None and row["throughput/samples_per_s"] for row in rows)
+    ]
     synchronous = {job(rows): rows for rows in evaluated if rows[0].varied.get("outer.kind") == "none"}
     pairs = [
         (rows, synchronous[job(rows)])

@@ -210,9 +210,14 @@ def test_outer_steps_beside_the_synchronous_run_of_the_same_samples(tmp_path: Pa
     assert "from 2 runs. They do not learn the same." in found
 
 
-def test_without_a_synchronous_run_of_the_same_settings_outer_steps_are_not_compared(tmp_path: Path) -> None:
-    make_run(tmp_path, "other", workers(1))
-    paths = make_run(tmp_path, "outer", workers(2), **{"outer/sites": 2, "outer/wire_bytes": 3.0, "outer/time_s": 0.1})
+@pytest.mark.parametrize(("number", "missed"), [(1, 0), (2, 1)])
+def test_outer_steps_are_compared_with_the_same_settings_and_samples_only(
+    number: int, missed: int, tmp_path: Path
+) -> None:
+    """A site that missed an average may have left out samples."""
+    make_run(tmp_path, "other", workers(number))
+    outer = {"outer/sites": 2, "outer/wire_bytes": 3.0, "outer/time_s": 0.1, "outer/missed": missed}
+    paths = make_run(tmp_path, "outer", workers(2), **outer)
     config = json.loads(paths.config.read_text())
     config["outer"]["kind"] = "diloco"
     paths.config.write_text(json.dumps(config))

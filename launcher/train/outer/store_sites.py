@@ -60,7 +60,7 @@ class StoreSites(Sites):
         self._histories: dict[int, str] = {}  # by fragment: digest of all averages so far, with their members
         self.newest = Closed(BEFORE_ALL, [*range(self.number)])
         self.missed = self.left_out = 0
-        # Until then a resumed site also waits for those that have stopped: all may have been stopped together
+        # until this step a resumed site also waits for stopped ones: all may have been stopped together
         self._first_step_alone = 0
 
     # the start
@@ -80,7 +80,7 @@ class StoreSites(Sites):
         for key in sorted(first.keys() | own.keys()):
             if (theirs := first.get(key)) != (mine := own.get(key)):
                 own_text, first_text = ("the default" if value is None else value for value in (mine, theirs))
-                self._say(f"Note: task.{key} is {own_text}; the first site of outer.store has {first_text}.")
+                self._print(f"Note: task.{key} is {own_text}; the first site of outer.store has {first_text}.")
 
     def require_own_store(self, *, restored: bool) -> None:
         """Check that the store is that of this run, and that nothing in it was left by another one.
@@ -123,17 +123,15 @@ class StoreSites(Sites):
                 if hello is not None:
                     missing.discard(site)
                     wanted |= dict.fromkeys(json.loads(hello))
-            if not missing:
-                return [*wanted]
-            if self._stop():
+            if not missing or self._stop():
                 return [*wanted]
             if not in_time:
                 break
             if not announced:
                 announced = True
-                self._say(f"Waiting for the other sites, at most outer.patience_s={self._plan.patience_s:g}.")
+                self._print(f"Waiting for the other sites, at most outer.patience_s={self._plan.patience_s:g}.")
         which, have, them = ("Site", "has", "it") if len(missing) == 1 else ("Sites", "have", "them")
-        self._say(
+        self._print(
             f"{which} {', '.join(map(str, sorted(missing)))} {have} not started: training starts without {them}.\n"
             f"  It can still join, with outer.store={self._plan.store}; until then averages are of the others only."
         )
@@ -178,8 +176,8 @@ class StoreSites(Sites):
         self._payload_bytes += payload.nbytes
         if not self._is_first:
             return
-        said = {"norm": norm, "history": self._histories.get(exchange.fragment, ""), "saved": self._safe_step()}
-        part = make_part({**said, "buffers": buffers}, payload)
+        header = {"norm": norm, "history": self._histories.get(exchange.fragment, ""), "saved": self._safe_step()}
+        part = make_part({**header, "buffers": buffers}, payload)
         self._collectors[exchange] = PartCollector(
             self._store, self._plan, exchange, part, self.newest.saved, self._obsolete
         )
@@ -280,7 +278,7 @@ class StoreSites(Sites):
         for site in range(self.number):
             if (site in before) != (site in closed.members):
                 took = "takes part again" if site in closed.members else "took no part; the others continue without it"
-                self._say(f"Average after step {closed.exchange.step}: site {site} {took}.")
+                self._print(f"Average after step {closed.exchange.step}: site {site} {took}.")
 
     def return_at(self, exchange: OuterExchange) -> None:
         """Ask the other sites to wait for this one at an exchange, if they would not: it was no member of the last one,
@@ -308,7 +306,7 @@ class StoreSites(Sites):
     def note_left_out(self, steps: int, step: int, samples: int) -> None:
         """Count steps that this site leaves out to continue after ``step``. ``samples``: of all of them."""
         self.left_out += steps
-        self._say(
+        self._print(
             f"Site {self.site} continues after step {step}, where the other sites are: it leaves out "
             f"{count(steps, 'step')}, with {count(samples, 'sample')} of its share."
         )
@@ -346,7 +344,7 @@ class StoreSites(Sites):
     def totals(self) -> dict[str, float]:
         return {"outer/missed": self.missed, "outer/left_out_steps": self.left_out}
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if self._is_first:
             print(text, flush=True)
 

@@ -112,12 +112,12 @@ class Uploads(PatientStore):
 
     def __init__(self, plan: OuterPlan) -> None:
         super().__init__(plan)
-        self.begun, self.fetched = [], []
+        self.started, self.fetched = [], []
         self._may_end = threading.Semaphore(0)
 
     def post(self, name: str, value: bytes) -> bool:
         if name.endswith("/site0"):
-            self.begun.append(name)
+            self.started.append(name)
             self._may_end.acquire()
         return super().post(name, value)
 
@@ -130,7 +130,7 @@ class Uploads(PatientStore):
 
 
 def test_a_site_whose_upload_outlasts_the_exchange_sends_one_part_at_a_time(tmp_path: Path) -> None:
-    """And receives none of an exchange that was closed without it."""
+    """It does not download parts of an exchange that was closed without it."""
     plan = plan_of(tmp_path, 0)
     store, part = Uploads(plan), make_part({"saved": 0}, torch.zeros(4, dtype=torch.uint8))
     exchanges = [OuterExchange(step, 0) for step in (4, 8, 12)]
@@ -144,11 +144,11 @@ def test_a_site_whose_upload_outlasts_the_exchange_sends_one_part_at_a_time(tmp_
             assert other.closed is not None
             assert other.closed.members == [1]
             collectors[-1].abandon()
-    wait_for(lambda: len(store.begun) == 1, "the first upload")
+    wait_for(lambda: len(store.started) == 1, "the first upload")
     for _ in range(2):
         store.let_end()
     collectors[-1].join(60)
-    assert store.begun == [f"{each.name}/site0" for each in (exchanges[0], exchanges[2])]
+    assert store.started == [f"{each.name}/site0" for each in (exchanges[0], exchanges[2])]
     assert not [name for name in store.fetched if not name.startswith(exchanges[2].name)]
     assert collectors[-1].closed is not None
     assert collectors[-1].closed.members == [0, 1]
