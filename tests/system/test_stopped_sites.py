@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.exchange.test_store import make_key
 from tests.helpers import patience
+from tests.infra.checkpoints import tensors
 from tests.infra.runs import records, summary, wait_for, wait_for_steps
 from tests.infra.store_jobs import PACE, JobOfSite, Server, Suspended, assert_equal, members, sent_in, shared_after
 from tests.train.outer.test_outer_steps import RECORDER, Site, events, parameters_in
@@ -162,3 +163,33 @@ def test_sites_that_were_stopped_together_wait_for_each_other_when_they_are_back
         assert [each["step"] for each in records(job.run)] == [*range(1, 31)]
         assert summary(job.run)["outer/missed"] == 0
     assert_equal(jobs[0].model(30), jobs[1].model(30))
+
+
+def test_the_buffers_of_several_ranks_are_averaged_after_a_stop(project: Path) -> None:
+    """They are sent before the stop, and averaged two steps later, with what has changed in them meanwhile."""
+    more = [
+        *PACE, "outer.every=8", "+task.pause_s=0.1", "+task.buffer=true", "outer.patience_s=3600", "train.steps=20",
+        "checkpoint.every=10",
+    ]  # fmt: skip
+    ranks = [["cluster.workers_per_node=2", "batch.micro_size=6"], []]
+    waiting, late = (JobOfSite(project, site, 2, *more, *ranks[site]).start() for site in range(2))
+    wait_for_steps(late.run, 4)
+    suspended = Suspended(late)
+    exchange = project / "store" / "exchange" / "00000008.0"
+    wait_for(lambda: (exchange / "site0").exists(), "the part of the first site")
+    waiting.process.send_signal(signal.SIGTERM)
+    waiting.process.communicate(timeout=patience(60))
+    waiting.start("resume", "r")
+    wait_for(lambda: (exchange.parent / "00000016.0" / "returned0").exists(), "the site that is back")
+    suspended.end()
+    for job in (waiting, late):
+        job.finish()
+    sent = [sent_in(exchange / f"site{site}")[:8] for site in range(2)]
+    data, moving = Samples(96), sent[0]
+    for step in (9, 10):
+        first = (step - 1) * 24 % 96
+        moving = 0.9 * moving + 0.1 * data.first[first : first + 6].mean(0)
+    found = [tensors(waiting.run / "checkpoints" / f"step_{step:06d}")["model.moving"] for step in (10, 20)]
+    torch.testing.assert_close(found[0], moving + (sent[0] + sent[1]) / 2 - sent[0], rtol=1e-9, atol=1e-12)
+    assert torch.equal(found[1], tensors(late.run / "checkpoints" / "step_000020")["model.moving"])
+    assert_equal(waiting.model(20), late.model(20))
