@@ -12,6 +12,8 @@ from launcher.errors import SiteError
 from launcher.plan.placement import endpoint
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+# connections to a store that wait to be accepted
+BACKLOG = 1024
 _REACH_WITHIN_S = 5.0
 
 

@@ -6,6 +6,7 @@ restart workers, because the store that they share with the agent still holds th
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import time
@@ -14,6 +15,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from launcher.launch.network import BACKLOG
 from launcher.plan.launch_plan import HostPosition, LaunchPlan
 from launcher.process import shared_interval, wait_until
 
@@ -30,7 +32,7 @@ GIVEN_UP = "another host has given up"
 
 
 # place of a job on one host
-ALONE = HostPosition(node=0, address="localhost", interface="", store="localhost:0", shared=True)
+ALONE = HostPosition(node=0, address="127.0.0.1", interface="", store="127.0.0.1:0", shared=True)
 
 
 def _address(place: HostPosition) -> tuple[str, int]:
@@ -106,32 +108,50 @@ def _handler(
 
         @property
         def use_agent_store(self) -> bool:
-            """Return True if the workers connect to a store of node 0's agent, instead of one that rank 0 opens."""
-            return tunnel is not None
+            """Return True: the workers connect to a store of node 0's agent.
+
+            The agent could only choose a port for a store of rank 0, and until rank 0 had imported torch another
+            program could take it.
+            """
+            return True
 
         def next_rendezvous(self) -> RendezvousInfo:
             if self._store is None:
                 self._wait_for_store()
                 self._store = self._open_store()
             self._round += 1
-            if tunnel is not None and (listening := tunnel.listen(self._round)) is not None:
+            if (listening := self._listen()) is not None:
                 self._workers_store = _serve(listening)
             self._store.set("round", str(self._round))  # never decreases: no host is a round ahead of the last one
             self._wait_for_all()
             store = PrefixStore(f"round{self._round}", self._store)
             if tunnel is None:
-                master = RendezvousStoreInfo.build(place.node, store, place.address)
+                port = self._workers_store.port if self._workers_store is not None else None
+                master = RendezvousStoreInfo.build(place.node, store, place.address, port)
             else:
                 master = RendezvousStoreInfo(tunnel.host, tunnel.port(self._round))
             return RendezvousInfo(store, place.node, plan.cluster.nodes, master)
 
+        def _listen(self) -> socket.socket | None:
+            """Return the socket of the workers' store; None on hosts other than node 0."""
+            if tunnel is not None:
+                return tunnel.listen(self._round)
+            return None if place.node else socket.create_server((place.address, 0), backlog=BACKLOG)
+
         def _open_store(self) -> Any:
             timeout = timedelta(seconds=_JOIN_WITHIN_S)
-            if tunnel is None:
-                return _connect(place, is_master=place.node == 0, timeout=timeout)
-            if tunnel.store_socket is None:
-                return _connect(tunnel.place, timeout=timeout)
-            return _serve(tunnel.store_socket, timeout=timeout)
+            if tunnel is not None and tunnel.store_socket is not None:
+                return _serve(tunnel.store_socket, timeout=timeout)
+            if place.node:
+                return _connect(place if tunnel is None else tunnel.place, timeout=timeout)
+            try:
+                listening = socket.create_server(_address(place), backlog=BACKLOG)
+            except OSError as error:
+                raise RendezvousClosedError(
+                    f"{place.store}: this host cannot listen there: {os.strerror(error.errno or 0)}. "
+                    "Another program has taken the port since it was chosen: start the job again."
+                ) from None
+            return _serve(listening, timeout=timeout)
 
         def _stop_if_asked(self) -> None:
             if (number := stop_signal()) is not None:

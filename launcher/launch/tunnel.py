@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from launcher.errors import SiteError
 from launcher.launch.channel import MOST_UNKNOWN, UNKNOWN_FOR_S, Refusals, keep_alive, lacks_key
+from launcher.launch.network import BACKLOG
 from launcher.plan.launch_plan import HostPosition
 from launcher.plan.placement import endpoint
 from launcher.tls import client_context, server_context
@@ -28,7 +29,6 @@ LOOPBACK = "127.0.0.1"
 AGENTS = 0
 _HANDSHAKE_WITHIN_S = 10.0
 _CLOSE_WITHIN_S = 1.0
-_BACKLOG = 1024
 _NUMBER_BYTES = 4
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -137,7 +137,7 @@ class TunnelServer(Tunnel):
         """Listen at ``place.store``. ``say``: shows one line. Raises ConfigError, or SiteError if the port is taken."""
         self._context = server_context(key, "cluster.key")
         try:
-            self._listening = socket.create_server(endpoint(place.store), backlog=_BACKLOG)
+            self._listening = socket.create_server(endpoint(place.store), backlog=BACKLOG)
         except OSError as error:
             raise SiteError(
                 f"{place.store}: this host cannot listen there: {error.strerror}.\n"
@@ -149,7 +149,7 @@ class TunnelServer(Tunnel):
         super().__init__(place)
 
     def listen(self, number: int) -> socket.socket | None:
-        listening = socket.create_server((LOOPBACK, 0), backlog=_BACKLOG)
+        listening = socket.create_server((LOOPBACK, 0), backlog=BACKLOG)
         of_agents = {AGENTS: self._ports[AGENTS]} if number else {}
         self._ports = of_agents | {number: listening.getsockname()[1]}
         return listening
@@ -208,7 +208,7 @@ class TunnelClient(Tunnel):
 
     def port(self, number: int) -> int:
         if number not in self._ports:
-            listening = socket.create_server((LOOPBACK, 0), backlog=_BACKLOG)
+            listening = socket.create_server((LOOPBACK, 0), backlog=BACKLOG)
             of_agents = {AGENTS: self._ports[AGENTS]} if number else {}
             self._ports = of_agents | {number: listening.getsockname()[1]}
             self._loop.call_soon_threadsafe(self._replace, listening, number)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
+import socket
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from launcher.launch.rendezvous import ALONE, AgentStore, _handler  # pyright: ignore[reportPrivateUsage]
 from tests.helpers import make_plan
@@ -21,6 +24,27 @@ def test_a_stop_before_the_start_of_the_workers_of_a_single_host() -> None:
         handler.next_rendezvous()
     assert raised.value.sigval is signal.SIGTERM
     assert handler.next_rendezvous().world_size == 1, "without a stop, one host does not wait for others"
+
+
+def test_no_program_can_take_the_port_of_the_workers_store() -> None:
+    """It listens before any worker starts, and each start of the workers has one of its own."""
+    handler = _handler(make_plan(), ALONE, lambda: None)
+    assert handler.use_agent_store
+    for attempt in range(2):
+        master = handler.next_rendezvous().bootstrap_store_info
+        assert master is not None
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server((master.master_addr, master.master_port))
+        store = TCPStore(master.master_addr, master.master_port, wait_for_workers=False)
+        assert store.add("starts", 1) == 1, f"start {attempt}"
+
+
+def test_the_port_of_the_agents_store_was_taken() -> None:
+    """Between the choice of the port and the start of node 0's agent, which imports torch, another program may."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        place = dataclasses.replace(ALONE, store=f"127.0.0.1:{other.getsockname()[1]}")
+        with pytest.raises(RendezvousClosedError, match=r"cannot listen there: Address already in use\..*again"):
+            _handler(make_plan(), place, lambda: None).next_rendezvous()
 
 
 class CountingStore:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     popen, commands = subprocess.Popen, list[list[str]]()
 
     def start(command: list[str], **options: Any) -> Any:
+        process = popen([sys.executable, "-c", "import sys; sys.stdin.read()", *command[3:]], **options)
         commands.append(command)
-        return popen([sys.executable, "-c", "import sys; sys.stdin.read()", *command[3:]], **options)
+        return process
 
     monkeypatch.setattr(subprocess, "Popen", start)
     return commands
@@ -45,8 +47,13 @@ def plan_in(run_dir: Path, *overrides: str) -> RunPlan:
 
 
 def of_run(plan: RunPlan) -> dict[str, psutil.Process]:
-    children = psutil.Process().children()
-    return {p.cmdline()[-1]: p for p in children if plan.run.dir in p.cmdline()}
+    found: dict[str, psutil.Process] = {}
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):  # it ends
+            command = child.cmdline()
+            if plan.run.dir in command:
+                found[command[-1]] = child
+    return found
 
 
 def test_each_has_a_process_with_its_own_secrets(
