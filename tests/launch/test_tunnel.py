@@ -82,7 +82,8 @@ def test_two_agents_meet_and_each_start_of_the_workers_has_a_store_of_its_own(ke
             assert there.get("attempt") == attempt.encode()
         agents = [AgentStore(end.place, 2) for end in (server, client)]
         agents[1].post("state", "text")
-        assert agents[0].read(["state"]) == agents[1].read(["state"]) == {"state": "text"}
+        # the one that posted first: a store does not answer that it has a text, but takes the requests of each in turn
+        assert agents[1].read(["state"]) == agents[0].read(["state"]) == {"state": "text"}
 
 
 def test_a_host_listens_for_the_agents_and_the_latest_workers_only(key: Path) -> None:
