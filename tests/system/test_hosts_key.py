@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,10 @@ def listening(there: Hosts, host: int) -> set[tuple[str, int, bool]]:
     for pid in there.pids(host):
         process = Path(f"/proc/{pid}")
         worker = b"launcher.train.worker" in (process / "cmdline").read_bytes()
-        own = {str(file.readlink()) for file in (process / "fd").iterdir()}
+        own = set[str]()
+        for file in (process / "fd").iterdir():
+            with suppress(FileNotFoundError):  # it is closed meanwhile
+                own.add(str(file.readlink()))
         for name in ("tcp", "tcp6"):
             for line in (process / "net" / name).read_text().splitlines()[1:]:
                 local, state, inode = (line.split()[column] for column in (1, 3, 9))

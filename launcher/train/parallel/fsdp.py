@@ -30,6 +30,7 @@ from launcher.train.parallel.block_codec import code_dtypes, gathered_row, part_
 from launcher.train.parallel.collectives import Gather, Scatter, UnitCollective
 from launcher.train.parallel.deferred_init import Recipe, fill
 from launcher.train.parallel.mixed_precision import groups_of, matmul_parameters, narrow
+from launcher.train.parallel.replaced_parameters import ReplacedParameters
 from launcher.train.parallel.shard_units import Uses, owned, refuse_direct_use
 from launcher.train.precision import DTYPES
 from launcher.train.world import patience
@@ -45,6 +46,7 @@ class Fsdp(Parallel):
         self, model: nn.Module, units: Sequence[nn.Module], plan: RunPlan, device: torch.device, recipe: Recipe | None
     ) -> None:
         strategy, world_size = plan.strategy, plan.batch.world_size
+        replaced = ReplacedParameters(model, strategy.kind)
         mesh = mesh_of(device, world_size, strategy.shard_size)
         _wait_for_hangs(mesh, plan.train.hang_timeout)
         self._shard_group = mesh["shard"].get_group()
@@ -66,6 +68,8 @@ class Fsdp(Parallel):
         formats_of = dict.fromkeys(narrowed, dtype or torch.float32)
         self._codes = codes = code_dtypes(strategy)
         layout = _layout(model, units, formats_of, reduce_dtype, codes, strategy.shard_size, world_size)
+        places = set(narrowed.values())
+        del narrowed, formats_of  # they hold the parameters that the shards replace
         super().__init__(model, plan, device, layout)
         offload = CPUOffloadPolicy() if strategy.cpu_offload else OffloadPolicy()
         for module in (*units, model):
@@ -73,16 +77,16 @@ class Fsdp(Parallel):
         if recipe is not None:
             model.to_empty(device="cpu" if strategy.cpu_offload else device)
             fill(model, recipe)
+        self._parameters = trained(model)  # the shards
+        replaced.hand_over(model)
         if strategy.cpu_offload:
             _move_buffers(model, device)  # only parameters are kept in host memory
-        self._parameters = trained(model)  # the shards
         refuse_direct_use(model, strategy.kind)
         self._modules = [module for module in (model, *units) if isinstance(module, FSDPModule)]
         # an inspection may trace a plan for GPUs on a machine without any
         on_cpu = device.type == "cpu" and plan.cluster.device is Device.cpu
         gather = Gather(self.meter, exchanges=on_cpu)
         self._gather = gather
-        places = set(narrowed.values())
         for module in self._modules:
             narrow(module, places, dtype or torch.float32, reduce_dtype, None if plan.train.compile else self._widen)
         self._uses = Uses(self._modules)

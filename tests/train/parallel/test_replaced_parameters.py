@@ -1,0 +1,125 @@
+"""What user code attaches to parameters before FSDP replaces them: it is kept, or refused; nothing is dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from launcher import Engine, make_plan
+from launcher.errors import TaskError
+
+OPTIONS = (
+    "cluster.workers_per_node=1", "batch.global_size=4", "batch.micro_size=2", "train.steps=2", "precision=fp32",
+    "wandb.mode=disabled", "run.calibrate_s=0",
+)  # fmt: skip
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Linear(6, 6), nn.ModuleList([nn.Sequential(nn.Linear(6, 6)) for _ in range(2)])
+        self.recurrent = nn.LSTM(6, 6)  # has a list of its parameters, and keeps it up to date
+        self.head = nn.Linear(6, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.recurrent(x)[0])
+
+
+class Task:
+    """A task that keeps what ``attach`` returns."""
+
+    def __init__(self, attach: Callable[[Any], object], *, seeded: bool) -> None:
+        self._attach, self._seeded = attach, seeded
+        self.kept: object = None
+
+    def model(self) -> nn.Module:
+        if self._seeded:  # the values are computed at once, not when the model has been sharded
+            torch.manual_seed(3)
+        model = Model()
+        self.kept = self._attach(model)
+        return model
+
+
+@pytest.fixture(params=["built with values", "deferred"])
+def engine_with(alone: None, request: pytest.FixtureRequest) -> Callable[..., Engine]:  # noqa: ARG001
+    """The engine of a sharded model to which a function attaches something."""
+
+    def make(attach: Callable[[Any], object], strategy: str = "fsdp", optimizer: Any = None) -> Engine:
+        task = Task(attach, seeded=request.param == "built with values")
+        plan = make_plan([*OPTIONS, f"strategy={strategy}"], samples=8)
+        return Engine(task.model, optimizer or (lambda parameters: torch.optim.SGD(parameters, 0.1)), plan, owner=task)
+
+    return make
+
+
+def attach_to_all(attribute: str) -> Callable[[Model], None]:
+    def attach(model: Model) -> None:
+        for name, parameter in model.named_parameters():
+            setattr(parameter, attribute, name)
+
+    return attach
+
+
+def test_attributes_are_there_when_the_optimizer_is_made(engine_with: Callable[..., Engine]) -> None:
+    """Parameter groups may follow from them (no weight decay)."""
+    seen: list[tuple[str, bool]] = []
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        own = list(parameters)
+        seen.extend((parameter.name_of_mine, isinstance(parameter, DTensor)) for parameter in own)
+        return torch.optim.SGD(own, 0.1)
+
+    engine = engine_with(attach_to_all("name_of_mine"), optimizer=optimizer)
+    assert seen == [(name, True) for name, _ in engine.model.named_parameters()]
+
+
+@pytest.mark.parametrize(
+    ("attach", "place"),
+    [
+        (lambda model: setattr(model, "penalised", [model.embed.weight, model.blocks[0][0].weight]), "Model.penalised"),
+        (lambda model: setattr(model.blocks[0], "other", {"a": [model.embed.weight]}), "Sequential.other"),
+        (lambda model: model.embed.weight, "Task.kept"),
+        (lambda model: tuple(model.embed.parameters()), "Task.kept"),
+    ],
+)
+def test_what_refers_to_a_replaced_parameter_is_named(
+    attach: Callable[[Any], object], place: str, engine_with: Callable[..., Engine]
+) -> None:
+    """A loss that used it would see the initial values."""
+    with pytest.raises(TaskError, match=rf"{place} also refers to the parameter embed\.weight, which strategy=fsdp"):
+        engine_with(attach)
+    if torch.distributed.is_initialized():
+        engine_with(attach, strategy="ddp")
+
+
+@pytest.mark.parametrize(
+    ("attach", "message"),
+    [
+        (lambda model: model.embed.weight.register_hook(lambda g: g * 0), r"embed\.weight has a gradient hook"),
+        (
+            lambda model: model.embed.weight.register_post_accumulate_grad_hook(lambda _: None),
+            r"embed\.weight has a gradient hook",
+        ),
+        (lambda model: setattr(model, "phase", nn.Parameter(torch.zeros(3, dtype=torch.cfloat))), "phase is complex"),
+        (lambda model: setattr(model, "turned", nn.Parameter(torch.zeros(3, 2).t())), "turned is not contiguous"),
+    ],
+)
+def test_what_shards_cannot_have_is_refused(
+    attach: Callable[[Any], object], message: str, engine_with: Callable[..., Engine]
+) -> None:
+    with pytest.raises(TaskError, match=rf"^model\(\): {message}, which strategy=fsdp cannot .*\n.*strategy=ddp\.$"):
+        engine_with(attach)
+
+
+def test_a_list_of_the_optimizers_own_is_no_obstacle(engine_with: Callable[..., Engine]) -> None:
+    """It is given the shards."""
+    engine_with(lambda model: torch.optim.SGD(model.parameters(), 0.1))
