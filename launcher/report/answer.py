@@ -277,16 +277,21 @@ def _policy(group: TaskGroup, rows: Sequence[Row]) -> Finding | None:
     return Finding("Sync policy", text, f" This is {group.describe(best)}, compared within the run.")
 
 
+_OF_A_SITE = ("cluster.nodes", "cluster.workers_per_node")
+
+
 def _outer_steps(group: TaskGroup, settings: Sequence[Sequence[Row]]) -> Finding | None:
     """Return what outer steps cost and save beside synchronous runs that saw the same samples, for the pair in which
     they reach the lowest held-out loss."""
-    keys = [key for key in compare.axes(group.rows, (compare.SEED,)) if not key.startswith("outer.")]
+    # a site that is a job of its own has a part of the workers
+    keys = [key for key in compare.axes(group.rows, (compare.SEED, *_OF_A_SITE)) if not key.startswith("outer.")]
 
     def mean(rows: Sequence[Row], figure: str) -> float:
         return statistics.mean(row[figure] for row in rows)
 
     def job(rows: Sequence[Row]) -> tuple[Any, ...]:
-        return (*(rows[0].varied[key] for key in keys), *sorted({row["progress/samples"] for row in rows}))
+        of_all = (rows[0]["batch/world_size"], *sorted({row["progress/samples"] for row in rows}))
+        return (*(rows[0].varied[key] for key in keys), *of_all)
 
     # a site that missed averages may have left out samples; such a run has no speed
     evaluated = [

@@ -145,7 +145,8 @@ class PatientStore:
                     raise SiteError(f"outer.store={self._name} cannot be reached: {error}.") from None
                 if not reported and (waited > _REPORT_S or not self._reached):
                     reported = True
-                    print(f"outer.store={self._name} cannot be reached: {error}. Trying again.", flush=True)
+                    limit = f"Trying again for {_GIVE_UP_S / 60:.0f} minutes."
+                    print(f"outer.store={self._name} cannot be reached: {error}. {limit}", flush=True)
                 time.sleep(pause)
                 pause = min(5.0, 2 * pause)
             else:

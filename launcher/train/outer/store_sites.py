@@ -278,7 +278,8 @@ class StoreSites(Sites):
         for site in range(self.number):
             if (site in before) != (site in closed.members):
                 took = "takes part again" if site in closed.members else "took no part; the others continue without it"
-                self._print(f"Average after step {closed.exchange.step}: site {site} {took}.")
+                who = "this site" if site == self.site else f"site {site}"
+                self._print(f"Average after step {closed.exchange.step}: {who} {took}.")
 
     def return_at(self, exchange: OuterExchange) -> None:
         """Ask the other sites to wait for this one at an exchange, if they would not: it was no member of the last one,
