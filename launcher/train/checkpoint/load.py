@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
@@ -247,6 +248,7 @@ def load(engine: Engine, directory: Path) -> Restored:
     tensors = contents.checkpoint_tensors(engine, changing, create_optimizer_state=True)
     unknown = [name for name in saved["changing_buffers"] if name not in buffers]
     require_same_model(directory, tensors["model"], stored, unknown)
+    tensors["model"] |= _extra_states(stored, tensors["model"])
 
     tensors["callbacks"] = load_tensors(engine.callbacks, _entries_under(stored, "callbacks."))
     ranks = _ranks_in(stored)
@@ -303,6 +305,18 @@ def _entries_under(stored: Metadata, prefix: str) -> dict[str, tuple[torch.Size,
         for name, entry in stored.state_dict_metadata.items()
         if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
     }
+
+
+def _extra_states(stored: Metadata, model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the extra states of modules as they are stored, with empty tensors, and None for other values. A new model
+    may have other parts. ``model``: its state."""
+    states: dict[str, Any] = {}
+    for name, entry in stored.state_dict_metadata.items():
+        path = (stored.planner_data or {}).get(name, ())
+        if path[:1] == ("model",) and not isinstance(model.get(str(path[1])), Tensor):
+            tensor = isinstance(entry, TensorStorageMetadata)
+            set_element(states, path[1:], torch.empty(entry.size, dtype=entry.properties.dtype) if tensor else None)
+    return states
 
 
 def _ranks_in(stored: Metadata) -> int:

@@ -135,12 +135,16 @@ def require_same_model(directory: Path, model: Mapping[str, Any], stored: Metada
     Raises:
         WrongCheckpoint: the names or shapes of parameters and buffers differ.
     """
-    prefix = "model."
-    shapes = {
-        name.removeprefix(prefix): list(entry.size) if isinstance(entry, TensorStorageMetadata) else "of no tensor"
-        for name, entry in stored.state_dict_metadata.items()
-        if name.startswith(prefix)
-    }
+    shapes: dict[str, Any] = {}
+    for name, entry in stored.state_dict_metadata.items():
+        _, *path = (stored.planner_data or {}).get(name, (name,))
+        if not name.startswith("model."):
+            continue
+        if len(path) > 1:  # a part of a module's extra state
+            shapes[path[0]] = "of no tensor"
+        else:
+            is_tensor = isinstance(entry, TensorStorageMetadata)
+            shapes[name.removeprefix("model.")] = list(entry.size) if is_tensor else "of no tensor"
     problems: list[str] = []
     for name, value in model.items():
         shape = list(value.shape) if isinstance(value, Tensor) else "of no tensor"

@@ -64,12 +64,37 @@ class Model(nn.Module):
         return self.layers(x) * (1 + 0.01 * self.calls)
 
 
+class Remembering(Model):
+    """A model whose extra state has parts, some of which a new one does not have."""
+
+    def __init__(self, norm: bool) -> None:
+        super().__init__(norm)
+        self.memory: dict[str, Any] = {"calls": 0, "sizes": [0, 0]}
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return self.memory
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.memory = state
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.memory["calls"] += 1
+            self.memory["sizes"].append(len(x))
+            self.memory["by name"] = {"last": torch.full((2,), self.memory["calls"] / 100)}
+        last = self.memory["by name"]["last"].sum() if "by name" in self.memory else 0.0
+        return super().forward(x) * (1 + last + 0.01 * len(self.memory["sizes"]))
+
+
 class Noisy:
-    def __init__(self, samples: int = 90, streams: bool = False, norm: bool = True) -> None:
+    def __init__(
+        self, samples: int = 90, streams: bool = False, norm: bool = True, remembers: bool = False
+    ) -> None:  # fmt: skip
         self.samples, self.streams, self.norm = samples, streams, norm
+        self.kind = Remembering if remembers else Model
 
     def model(self) -> nn.Module:
-        return Model(self.norm)
+        return self.kind(self.norm)
 
     def shard_units(self, model: Any) -> list[nn.Module]:
         return [model.layers[5], model.layers[7]]
