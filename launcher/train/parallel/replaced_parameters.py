@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import defaultdict
+from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -64,46 +67,47 @@ class ReplacedParameters:
                 vars(parameter).setdefault(key, value)
         if self._alive():
             gc.collect()  # a cycle may have held them
-        for name, old in self._alive():
-            if places := sorted({place for part in _holders(old) for place in _attributes_with(part)}):
-                raise TaskError(
-                    f"model(): {', '.join(places)} also refers to the parameter {name}, which "
-                    f"strategy={self._kind.value} replaces by shards: it would keep the initial values.\n"
-                    "  Take the parameter from its module when it is used, or use strategy=ddp."
-                )
+        places = _places({id(old): name for name, old in reversed(self._alive())})  # of several names the first
+        if places:
+            name, found = next(iter(sorted(places.items())))
+            raise TaskError(
+                f"model(): {', '.join(sorted(found))} also refers to the parameter {name}, which "
+                f"strategy={self._kind.value} replaces by shards: it would keep the initial values.\n"
+                "  Take the parameter from its module when it is used, or use strategy=ddp."
+            )
 
     def _alive(self) -> list[tuple[str, Tensor]]:
         found = ((name, reference()) for name, reference in self._old)
         return [(name, parameter) for name, parameter in found if parameter is not None]
 
 
-def _holders(parameter: Tensor) -> list[Any]:
-    """Return ``parameter`` and the containers that it is in."""
-    found: list[Any] = [parameter]
-    for _ in range(2):  # a dict of lists, at most
-        found += [
-            each for part in found for each in gc.get_referrers(part)
-            if isinstance(each, (list, tuple, set, dict)) and each is not found and not _is_in(each, found)
-        ]  # fmt: skip
+def _places(names: Mapping[int, str]) -> dict[str, set[str]]:
+    """Return the attributes that refer to parameters, as ``Type.attribute``, by the first parameter in each.
+
+    Looks at each object once: to ask for what refers to each parameter takes minutes for a thousand of them.
+
+    Args:
+        names: names of the parameters by ``id``.
+    """
+    found: defaultdict[str, set[str]] = defaultdict(set)
+    for owner in gc.get_objects() if names else ():
+        kind = type(owner)
+        if not kind.__dictoffset__ or issubclass(kind, (type, ModuleType, Optimizer)):
+            continue
+        attributes = object.__getattribute__(owner, "__dict__")  # runs no code of the object
+        for key, value in [*attributes.items()]:
+            if (name := _first(value, names, depth=2)) is not None:
+                # fully_shard has put this before the name of the module's class
+                prefix = "FSDP" if issubclass(kind, FSDPModule) else ""
+                found[names[name]].add(f"{kind.__name__.removeprefix(prefix)}.{key}")
     return found
 
 
-def _is_in(value: Any, values: list[Any]) -> bool:
-    return any(each is value for each in values)
-
-
-def _attributes_with(value: Any) -> list[str]:
-    """Return the attributes of objects, as ``Type.name``, that are ``value``."""
-    owners: list[Any] = []
-    for referrer in gc.get_referrers(value):
-        # an object refers to its attributes by a dict, which it may make only when it is asked for
-        owners += gc.get_referrers(referrer) if isinstance(referrer, dict) else [referrer]
-    found = set[str]()
-    for owner in owners:
-        if isinstance(owner, (type, Optimizer)) or not isinstance(getattr(owner, "__dict__", None), dict):
-            continue
-        if type(owner).__module__ == "builtins" or isinstance(owner, type(gc)):
-            continue
-        kind = type(owner).__name__.removeprefix("FSDP" if isinstance(owner, FSDPModule) else "")
-        found |= {f"{kind}.{key}" for key, held in vars(owner).items() if held is value}
-    return sorted(found)
+def _first(value: Any, names: Mapping[int, str], *, depth: int) -> int | None:
+    """Return the ``id`` of the first parameter that ``value`` is or contains, down to containers in it."""
+    if id(value) in names:
+        return id(value)
+    if not depth or type(value) not in (list, tuple, set, dict):
+        return None
+    parts = value.values() if isinstance(value, dict) else value
+    return next((found for part in [*parts] if (found := _first(part, names, depth=depth - 1)) is not None), None)

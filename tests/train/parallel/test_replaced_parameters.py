@@ -1,4 +1,4 @@
-"""What user code attaches to parameters before FSDP replaces them: it is kept, or refused; nothing is dropped."""
+"""Attributes, hooks and references of parameters that FSDP replaces by shards."""
 
 from __future__ import annotations
 
