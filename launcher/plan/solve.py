@@ -331,7 +331,7 @@ def _mode_notes(task: TaskPlan) -> list[str]:
         return []
     if names == ("",):
         return ["model() returns a model in eval mode: it is put into training mode, with dropout and BatchNorm on."]
-    return [f"Kept in eval mode, as model() returns them: {first_names(names)}."]
+    return [f"Kept in eval mode by model() or by a module's train(): {first_names(names)}."]
 
 
 def _parameter_notes(precision: PrecisionPlan, task: TaskPlan) -> list[str]:

@@ -27,6 +27,7 @@ from launcher.train.data.window_feed import Samples
 from launcher.train.engine.build import OtherValues
 from launcher.train.engine.engine import Engine
 from launcher.train.engine.loss_terms import HeldOutSums, terms_of_forward
+from launcher.train.engine.modes import SavedModes
 from launcher.train.engine.output_rows import Rows, gathered, joined, same_random_numbers
 from launcher.train.engine.preserved_state import SavedAttributes, SavedState
 from launcher.train.engine.replica_check import ReplicaCheck
@@ -258,17 +259,15 @@ def eval_mode(engine: Engine, name: str) -> Iterator[nn.Module]:
     Random state, buffers and each module's mode are restored at the end.
     """
     module = engine.parallel.module
-    kept = SavedState(module, engine.device)
-    training = [part for part in module.modules() if part.training]  # a task may keep some modules in eval mode
+    kept, modes = SavedState(module, engine.device), SavedModes(engine.parallel)
     seed_everything(seed_for(engine.plan.train.seed, f"evaluation on rank {engine.world.rank}"))
     engine.share_buffers(watch=False)
-    module.eval()
+    engine.parallel.set_mode(module, False)
     try:
         with torch.no_grad(), engine.parallel.evaluation(exact=True), engine.context.evaluation(name or None):
             yield module
+        modes.restore()
     finally:
-        for part in training:
-            part.training = True
         kept.restore()
 
 

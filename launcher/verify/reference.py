@@ -21,6 +21,7 @@ from launcher.task import build_model, load_task, seed_everything, train_data
 from launcher.train.context import ContextSource
 from launcher.train.data.loader import to_device
 from launcher.train.engine.loss_terms import sum_of_means
+from launcher.train.engine.modes import start_training
 from launcher.train.engine.oom import is_out_of_memory
 from launcher.train.engine.preserved_state import SavedState
 from launcher.train.parallel.batchnorm import freeze
@@ -92,6 +93,7 @@ class Reference:
                 tensor.copy_(value)
             self._round_matrices()
         set_float8(self.model, self.plan.precision)
+        start_training(self.model)
         for name, module in self.model.named_modules():
             module.training = self.run.training[name]
         self.precision = Precision(self.plan.precision, self.device)

@@ -21,6 +21,7 @@ from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import SHARDED
 from launcher.quantities import first_names
 from launcher.train.data.randomness import random_state, restore_random_state
+from launcher.train.engine.modes import start_training
 from launcher.train.engine.window_batchnorm import norms_of
 from launcher.train.optimizers import as_one, trained_parameters
 from launcher.train.parallel.base import Parallel, ShardUnits
@@ -110,8 +111,7 @@ def build_parallel(
 ) -> tuple[Parallel, Optimizer]:
     """Wrap the model, and make the optimizer of the parameters that it then has.
 
-    A model in eval mode, as ``from_pretrained`` returns it, is put into training mode; a module in eval mode inside a
-    model in training mode stays in eval mode.
+    The model is put into training mode, see ``start_training``.
 
     Args:
         world: ranks that check that they have the same model, and share its values. None: no communication, for an
@@ -131,8 +131,7 @@ def build_parallel(
             recipe.leave_out(replaced)
     if sharded and recipe is None:  # DDP broadcasts by itself
         share_model(model, world)
-    if not model.training:
-        model.train()
+    start_training(model)
     model.zero_grad()  # gradients of an earlier backward pass would be added to the first window's
     if isinstance(optimizer, Sequence):
         optimizer = as_one(optimizer)

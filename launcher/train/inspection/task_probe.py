@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 def probe(request: InspectionRequest) -> dict[str, Any]:
     """Return the fields of a TaskPlan."""
+    from launcher.train.engine.modes import start_training
     from launcher.train.eval_metrics import metrics_by_name
 
     search_path, seed, notes = [request.import_from], request.seed, list[str]()
@@ -58,6 +59,8 @@ def probe(request: InspectionRequest) -> dict[str, Any]:
     metrics_by_name(eval_metrics(task, seed))
     arrangement = _check_arrangement(task, data, request, notes)
     model = build_inspected(task, request.target, request.seed)
+    returned = in_eval_mode(model)
+    start_training(model)  # which may freeze parameters, and keep layers in eval mode
     if request.initial is not None:
         from launcher.train.checkpoint.initial import require_fit
 
@@ -67,7 +70,7 @@ def probe(request: InspectionRequest) -> dict[str, Any]:
         "params": request.params | (fixed() if (fixed := getattr(task, "fixed_arguments", None)) is not None else {}),
         **_sizes(model, task, shards=request.shards),
         "float8_layers": _float8_layers(model, request.float8_exclude),
-        "in_eval_mode": in_eval_mode(model),
+        "in_eval_mode": returned if returned == [""] else in_eval_mode(model),
         "eval_sets": tuple(held_out),
         "window_loss": has_window_loss(task),
         **_check_update_rule(task, model, request.optimizer, request.schedule, notes),

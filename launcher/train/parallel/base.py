@@ -144,6 +144,11 @@ class Parallel:
         """
         return nullcontext()
 
+    def set_mode(self, part: nn.Module, training: bool) -> None:
+        """Call ``train`` or ``eval`` of ``part``, which is ``module`` or one of its modules. All ranks call it, between
+        two windows."""
+        part.train() if training else part.eval()
+
     def gradient_order(self) -> list[str]:
         """Return the parameters' names in the order in which their gradients are reduced; empty if the first window
         does not determine it, or if it does not affect rounding. All ranks call it."""

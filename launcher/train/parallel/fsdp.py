@@ -32,6 +32,7 @@ from launcher.train.parallel.deferred_init import Recipe, fill
 from launcher.train.parallel.mixed_precision import groups_of, matmul_parameters, narrow
 from launcher.train.parallel.replaced_parameters import ReplacedParameters
 from launcher.train.parallel.shard_units import Uses, owned, refuse_direct_use
+from launcher.train.parallel.whole_parameters import WholeParameters
 from launcher.train.precision import DTYPES
 from launcher.train.world import patience
 
@@ -51,7 +52,7 @@ class Fsdp(Parallel):
         _wait_for_hangs(mesh, plan.train.hang_timeout)
         self._shard_group = mesh["shard"].get_group()
         self._replica_group = mesh["replicate"].get_group() if strategy.shard_size < world_size else None
-        self._shard_size = strategy.shard_size
+        self._shard_size, self._device = strategy.shard_size, device
         self._replicated = strategy.kind is StrategyKind.hsdp
         # autocast does the rest of the mixed precision, as under every strategy: see mixed_precision.py
         reduce_dtype = DTYPES.get(plan.precision.reduce_dtype, torch.float32)
@@ -228,6 +229,11 @@ class Fsdp(Parallel):
                 group.wait_for_unshard()  # a unit may have been gathered early, and then not used
                 if group.is_unsharded:
                     group.reshard()
+
+    def set_mode(self, part: nn.Module, training: bool) -> None:
+        self._reshard()
+        with WholeParameters(self._device):
+            super().set_mode(part, training)
 
     def gradients(self) -> list[Tensor]:
         self._reshard()
