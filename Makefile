@@ -89,7 +89,7 @@ bench-forecast: $(VENV)/.installed-dev tools
 	PYTHONPATH=. $(BIN)/python jobs/bench_forecast.py measure --out build/forecast.jsonl
 	PYTHONPATH=. $(BIN)/python jobs/bench_forecast.py report --results build/forecast.jsonl --to docs/explanations
 
-# Outer steps beside the synchronous job: here, and of the default model on the same hosts: docs/guides/outer.md. An hour.
+# Outer steps beside the synchronous job: here, and of the default model on the same hosts: docs/guides/outer.md. 40 minutes.
 OUTER = $(BIN)/python jobs/outer.py --out build/outer.jsonl
 FAR = --tasks bytes_gpt --rates 10mbit
 OF_FAR = -- task.width=128 task.seq_len=128 task.eval_samples=512
@@ -99,10 +99,7 @@ bench-outer: $(VENV)/.installed-dev tools
 	$(OUTER) $(FAR) --ways synchronous streaming $(OF_FAR) train.steps=60
 	$(OUTER) $(FAR) --ways streaming --rates 1gbit 100mbit $(OF_FAR) train.steps=60
 	$(OUTER) $(FAR) --ways synchronous streaming --round-trip-ms 50 --loss 0.01 $(OF_FAR) train.steps=60
-	$(OUTER) $(FAR) --ways streaming store $(OF_FAR)
-	$(OUTER) $(FAR) --ways store --round-trip-ms 50 --loss 0.01 $(OF_FAR) outer.delay=4
-	$(OUTER) $(FAR) --ways streaming store --sites 3 $(OF_FAR) batch.global_size=48 outer.delay=8
-	$(BIN)/python jobs/outer_sites.py
+	$(OUTER) $(FAR) --ways streaming --sites 3 $(OF_FAR) batch.global_size=48 outer.delay=8
 
 # The system tests make hosts of their own, and a Slurm cluster of them; where these are missing they skip, and say so.
 # Whether apt-get can start the daemons as services does not matter: the tests start their own.

@@ -1,7 +1,7 @@
 """Outer steps (outer=diloco) beside the synchronous job: held-out loss, time and bytes for the same samples.
 
     python jobs/outer.py                                  # two sites of one rank on this machine, both tasks
-    python jobs/outer.py --tasks digits --ways synchronous int8 --seeds 3 -- train.steps=100 outer.every=25
+    python jobs/outer.py --tasks digits --ways synchronous streaming --seeds 3 -- train.steps=100 outer.every=25
     make bench-outer                                      # two shaped hosts on this machine, for each rate of the links
 
 Words after `--` are keys of `launch train`, for all runs; those of `outer` only for the ones that have outer steps.
@@ -24,7 +24,6 @@ from typing import Any
 import psutil
 
 import launcher
-from launcher.cli.serve import make_key
 
 ROOT = Path(__file__).resolve().parent.parent
 JOB = (
@@ -36,18 +35,13 @@ TASKS = {
     "digits": ("task=digits", "optimizer.lr=0.003"),
 }
 DILOCO = ("outer=diloco", "outer.group=1")
-STREAMING = ("outer.compress=int8", "outer.fragments=4", "outer.delay=1")
+STREAMING = ("outer.fragments=4", "outer.delay=1")
 # "averaging" is local SGD: the outer step replaces the shared parameters by the mean
 WAYS = {
     "synchronous": (),
-    "none": (*DILOCO,),
-    "int8": (*DILOCO, "outer.compress=int8"),
-    "int4": (*DILOCO, "outer.compress=int4"),
-    "topk": (*DILOCO, "outer.compress=topk"),
+    "diloco": (*DILOCO,),
     "averaging": (*DILOCO, "outer.lr=1", "outer.momentum=0"),
     "streaming": (*DILOCO, *STREAMING),
-    # sites that are jobs of their own, with the server on one more host; with --rates only
-    "store": ("outer=diloco", "outer.store=https://{server}:29800", "outer.site={host}", *STREAMING),
 }
 HEAD = (
     "| link | sites | task | steps | way | held-out loss | seconds | kB a step | on the link | utilisation |\n"
@@ -72,25 +66,19 @@ def run(task: str, way: str, seed: int, link: list[str] | None, words: list[str]
     launch = str(Path(sys.executable).with_name("launch"))
     with tempfile.TemporaryDirectory() as directory:
         job = [*JOB, *TASKS[task], *WAYS[way], f"train.seed={seed}", "run.name=run", *own]
-        where, command = "", [launch, "train", "--quiet", *job]
+        command = [launch, "train", "--quiet", *job]
         if link is None:
             command += [f"cluster.workers_per_node={sites}"]
         else:
             command += ["cluster.workers_per_node=1", "callbacks=[{_target_: jobs.outer.LinkBytes}]"]
             shaped = [sys.executable, "-m", "tests.infra.hosts", "--hosts", str(sites), *link]
-            if way == "store":
-                key, where = f"{directory}/key.pem", "{host}"
-                command += [f"outer.sites={sites}", f"outer.key={key}"]
-                make_key(Path(key))
-                shaped += ["--server", f"{launch} store {directory}/store --listen 0.0.0.0:29800 --key {key}"]
-            else:
-                command += ["cluster=hosts", f"cluster.nodes={sites}", "cluster.rendezvous={first}:29400"]
+            command += ["cluster=hosts", f"cluster.nodes={sites}", "cluster.rendezvous={first}:29400"]
             command = [*shaped, "--", *command]
-        command += [f"run.dir={directory}/runs{where}"]
+        command += [f"run.dir={directory}/runs"]
         done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
         if done.returncode:
             sys.exit(f"jobs/outer.py: {' '.join(command)}\n{done.stdout}{done.stderr}")
-        record = Path(directory, f"runs{where}".replace("{host}", "0"), "run", "metrics.jsonl")
+        record = Path(directory, "runs", "run", "metrics.jsonl")
         records = [json.loads(line) for line in record.read_text().splitlines()]
     name = " ".join(word.lstrip("-") for word in link[1:]) if link else "this machine"
     return {"link": name, "sites": sites, "task": task, "way": way, "seed": seed, **figures(records)}
@@ -136,7 +124,7 @@ def table(results: list[dict[str, Any]]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS))
-    parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), default=[way for way in WAYS if way != "store"])
+    parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), default=list(WAYS))
     parser.add_argument("--seeds", type=int, default=1, help="runs of each way, with seeds 0, 1, ...")
     parser.add_argument("--sites", type=int, default=2, help="of one rank each")
     parser.add_argument("--rates", nargs="+", help="of the link between two hosts that this makes, such as 10mbit")

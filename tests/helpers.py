@@ -60,13 +60,6 @@ def inspection_of(target: str, *overrides: str, **params: object) -> InspectionR
     return InspectionRequest.of(config, str(ROOT))
 
 
-def key_file(path: Path) -> Path:
-    """A key and its certificate in ``path``, as docs/guides/hosts.md says."""
-    command = f"openssl req -new -x509 -days 3650 -nodes -newkey rsa:2048 -subj /CN=launcher -out {path} -keyout {path}"
-    subprocess.run(command.split(), check=True, capture_output=True)
-    return path
-
-
 def slowness() -> float:
     """Return the factor by which limits that the product itself applies are stretched on this machine; at least 1."""
     return float(os.environ.get(SLOWNESS, "1"))

@@ -21,7 +21,7 @@ HEAVY = {"torch", "wandb", "submitit", "sklearn", "numpy"}
 LAYERS = (
     ("compat",),
     ("errors",),
-    ("quantities", "tls"),
+    ("quantities",),
     ("tracebacks",),
     ("process",),
     ("heartbeat",),
@@ -29,7 +29,6 @@ LAYERS = (
     ("loss",),
     ("task",),
     ("config",),
-    ("exchange",),
     ("rundir",),
     ("plan",),
     ("record",),

@@ -32,7 +32,6 @@ launch: distributed training with an exact global batch.
   launch export RUN --to DIR                  write the trained model as safetensors, in Hugging Face's layout
   launch report RUN... | SWEEP                compare runs: a table, CSV, JSON, and one HTML page with plots
   launch doctor [key=value ...]               check that this machine, or the cluster, is fit to run jobs
-  launch store DIRECTORY --key FILE           serve the store through which sites exchange (outer.store)
   launch keys   [WORD ...]                    show the keys: type, default, meaning; task=llama: those of a task
   launch completion SHELL                     print a script by which bash, zsh or fish completes all of this
 
@@ -49,7 +48,6 @@ launch: distributed training with an exact global batch.
                --ema        the averages of the callback Ema  --merge-lora   into the model; else the adapter alone
                --dtype bf16 another number format             --max-shard-size SIZE   of a file (default: 5GB)
   keys         --json       for scripts                        --schema [GROUP]   JSON schema of config files
-  store        --listen HOST:PORT                              --make-key     make the key file first
   report       --csv        for spreadsheets                   --html FILE    path of the page; --loss X: hours to X
   overrides    --help       the config's groups and values     --cfg job      the composed config
                --config-dir DIR   directory with your own config files
@@ -63,7 +61,6 @@ Exit status: 0 done; 1 the job failed; 2 the input is wrong; 75 stopped from out
 _MODULES = {
     **dict.fromkeys(("train", "run"), "train"),
     **{verb: verb for verb in ("plan", "keys", "completion")},
-    "store": "serve",
     **dict.fromkeys(("verify", "drill", "doctor"), "diagnose"),
     **dict.fromkeys(
         ("runs", "top", "status", "logs", "cancel", "resume", "retry", "mirror", "report", "export"), "runs"

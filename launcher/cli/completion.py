@@ -32,7 +32,6 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "report": ("--csv", "--json", "--html", "--loss", "--standalone", *_OF_RUNS),
     "doctor": ("--json", *_OVERRIDES),
     "keys": ("--json", "--schema"),
-    "store": ("--key", "--listen", "--make-key"),
     "completion": (),
 }  # fmt: skip
 # how each shell calls _launch_candidates; a word that ends in = gets no space behind it

@@ -126,13 +126,6 @@ class OuterKind(StrEnum):
     diloco = "diloco"
 
 
-class OuterCompress(StrEnum):
-    none = "none"
-    int8 = "int8"
-    int4 = "int4"
-    topk = "topk"
-
-
 class OptimizerKind(StrEnum):
     adamw = "adamw"
     sgd = "sgd"

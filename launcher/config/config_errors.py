@@ -47,6 +47,21 @@ def require_directories(arguments: Sequence[str]) -> None:
             raise ConfigError("--config-dir", place, "there is no such directory.", f"Searched in {Path.cwd()}.")
 
 
+# keys that were removed, or groups of them, with what to use instead
+_REMOVED = {
+    "cluster.key": "Run the hosts on a private network or a tunnel such as WireGuard: docs/guides/hosts.md.",
+    **dict.fromkeys(
+        ("outer.store", "outer.sites", "outer.site", "outer.key", "outer.patience_s", "outer.compress"),
+        "Sites are groups of ranks of one job (outer.group); for jobs of their own use torchft: docs/guides/outer.md.",
+    ),
+}
+
+
+def _remedy(key: str, known: Sequence[str]) -> str:
+    """Return advice about a key that does not exist."""
+    return _REMOVED.get(key) or _nearest(key, known)
+
+
 def require_known_keys(arguments: Sequence[str]) -> None:
     """Reject misspelt keys with a leading +, which Hydra would add to the config silently.
 
@@ -58,7 +73,7 @@ def require_known_keys(arguments: Sequence[str]) -> None:
         key, _, value = argument.lstrip("+").partition("=")
         free = key.split(".")[0] in _FREE or "/" in key or "@" in key
         if argument.startswith("+") and not free and key not in (*known, *own_groups):
-            remedy = _nearest(key, [*known, *own_groups])
+            remedy = _remedy(key, [*known, *own_groups])
             if "." not in key and not own_groups:
                 remedy += " Groups of your own are read from --config-dir DIR."
             raise ConfigError(key, value, "there is no such key.", remedy)
@@ -182,7 +197,7 @@ def _explain(error: Exception, arguments: Sequence[str], conf: Path) -> ConfigEr
                     key, value, "this group is not in the defaults list.", f"Add it with a plus sign: +{key}={value}"
                 )
         elif key not in known and key.split(".")[0] not in _FREE and "@" not in key and "/" not in key:
-            return ConfigError(key, value, "there is no such key.", _nearest(key, known))
+            return ConfigError(key, value, "there is no such key.", _remedy(key, known))
     # Hydra's errors have OmegaConf's as their cause; under a debugger, OmegaConf's have causes without a key
     cause = error if hasattr(error, "full_key") or error.__cause__ is None else error.__cause__
     full_key: str | None = getattr(cause, "full_key", None) or None
@@ -194,7 +209,7 @@ def _explain(error: Exception, arguments: Sequence[str], conf: Path) -> ConfigEr
     if key and key.startswith("cluster.sbatch"):
         return ConfigError("cluster.sbatch", None, "is a mapping.", "Write cluster.sbatch.OPTION=VALUE.")
     if key and key not in known and not key.startswith(("task", "hydra")):
-        return ConfigError(_source(key, arguments), None, "there is no such key.", _nearest(key, known))
+        return ConfigError(_source(key, arguments), None, "there is no such key.", _remedy(key, known))
     if key and "is not a subclass of" in lines[0]:
         keys = [name for name in known if name.startswith(f"{key}.")]
         return ConfigError(key, None, "is a group of keys, not a key.", f"Keys: {', '.join(keys)}.")
@@ -216,7 +231,7 @@ def _explain_override(text: str, arguments: Sequence[str], known: Sequence[str])
     if match := re.match(r"(?:Could not delete from config\. '|Error merging override ~)([^' =]+)", text):
         key = match[1]
         if key not in known:
-            return ConfigError(f"~{key}", None, "there is no such key.", _nearest(key, known))
+            return ConfigError(f"~{key}", None, "there is no such key.", _remedy(key, known))
         return ConfigError(f"~{key}", None, "a key cannot be removed.", f"Give it another value: {key}=VALUE.")
     match = re.match(r"In '([^']+)': Could not override '([^']+)'\. No match in the defaults list", text)
     file = None if match is None else _file(match[1], arguments)

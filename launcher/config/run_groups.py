@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launcher.config.choices import OuterCompress, OuterKind
+from launcher.config.choices import OuterKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,18 +60,3 @@ class OuterConfig:
     mixing: float | None = None
     """diloco: share of the site's own parameters, which have changed during the delay, that is kept when an average
     arrives. Default: 0.5 with a delay; without one 0, and no other value."""
-    compress: OuterCompress = OuterCompress.none
-    """diloco: what is sent of the change of each parameter: none: all of it, in fp32; int8, int4: whole numbers, with a
-    scale for each 256 or 64 parameters; topk: the 64 largest of each 4,096, in 8 bits. What is not sent is added to the
-    next change (error feedback)."""
-    store: str | None = None
-    """diloco: where sites that are jobs of their own exchange: a directory that all of them see, or https://HOST:PORT
-    of `launch store`. Default: the sites are groups of this job's ranks."""
-    sites: int | None = None
-    """diloco with a store: number of sites, each of which is one job."""
-    site: int | None = None
-    """diloco with a store: number of this job's site, from 0."""
-    key: str | None = None
-    """diloco with an https store: file with the key and the certificate that all sites and the server share."""
-    patience_s: float = 120.0
-    """diloco with a store: seconds to wait for a site that is late, before the others average without it."""

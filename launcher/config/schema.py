@@ -52,8 +52,6 @@ class ClusterConfig:
     """Number of hosts; 1 in a local job. Otherwise also a range, "2:4": the job continues with those present."""
     rendezvous: str | None = None
     """hosts: HOST:PORT of the rendezvous, an address of the first host."""
-    key: str | None = None
-    """hosts: PEM file of a key and its certificate; only hosts with the same one can join (docs/guides/hosts.md)."""
     interface: str | None = None
     """hosts, slurm: a host's network interface to the others. Default: the one that leads to the first host."""
     link_gbit: float | None = None

@@ -14,7 +14,6 @@ import signal
 import sys
 import threading
 import time
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -49,8 +48,6 @@ from launcher.tracebacks import users_traceback
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    from launcher.launch.tunnel import Tunnel
 
 
 @dataclass(frozen=True)
@@ -103,10 +100,10 @@ def serve(plan: LaunchPlan, plan_file: Path, own: Attempt, shield: StopShield) -
     trackers = TrackerProcesses(plan, own)
     trackers.start()
     try:
-        with environment(inherited | of_run), _open_tunnel(plan) as tunnel:
-            watch = _watch(plan, shield, tunnel)
+        with environment(inherited | of_run):
+            watch = _watch(plan, shield)
             start = Fence(plan.paths, own).newest().get("attempt", 0)
-            ended = _run_workers(plan, plan_file, start, shield, watch, tunnel)
+            ended = _run_workers(plan, plan_file, start, shield, watch)
         if watch.last is not None and plan.node == 0:
             ended = dataclasses.replace(ended, fields=ended.fields | {"hang": watch.last.entry})
         return ended
@@ -122,20 +119,11 @@ def load_plan(path: Path) -> LaunchPlan:
     return (RunPlan if "batch" in fields else LaunchPlan).load(path)
 
 
-def _open_tunnel(plan: LaunchPlan) -> AbstractContextManager[Tunnel | None]:
-    """Return the tunnel to the stores of node 0, as a context manager; None without cluster.key."""
-    if plan.cluster.key is None or plan.cluster.place is None:
-        return nullcontext()
-    from launcher.launch.tunnel import open_tunnel
-
-    return open_tunnel(plan.cluster.place, plan.cluster.key, lambda text: print(text, flush=True))
-
-
-def _watch(plan: LaunchPlan, shield: StopShield, tunnel: Tunnel | None) -> HangWatch | NoWatch:
+def _watch(plan: LaunchPlan, shield: StopShield) -> HangWatch | NoWatch:
     """Return the hang watch; a `launch run` script has no heartbeat, so nothing watches it."""
     if not isinstance(plan, RunPlan) or plan.train.hang_timeout is None or not sys.platform.startswith("linux"):
         return NoWatch()
-    place = tunnel.place if tunnel is not None else plan.cluster.place or rendezvous.ALONE
+    place = plan.cluster.place or rendezvous.ALONE
     return HangWatch(plan, place, plan.train.hang_timeout, lambda: shield.received)
 
 
@@ -145,7 +133,6 @@ def _run_workers(
     first_start: int,
     shield: StopShield,
     watch: HangWatch | NoWatch,
-    tunnel: Tunnel | None,
 ) -> NodeOutcome:
     """Run torchrun's elastic agent until the workers end. ``first_start``: number of their first logs."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -154,7 +141,7 @@ def _run_workers(
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     place = plan.cluster.place or rendezvous.ALONE
-    rendezvous.register(plan, place, lambda: shield.received, tunnel)
+    rendezvous.register(plan, place, lambda: shield.received)
     arguments = (*plan.command, str(plan_file)) if isinstance(plan, RunPlan) else plan.command
     error_files: dict[int, Path] = {}
     config = LaunchConfig(

@@ -1,4 +1,4 @@
-"""Connections between the `launch` processes of several hosts, which carry JSON messages, in TLS if there is a key."""
+"""Connections between the `launch` processes of several hosts, which carry JSON messages."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ import json
 import select
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from launcher.rundir.files import object_from_json
-
-if TYPE_CHECKING:
-    import ssl  # elsewhere imported only when needed: most commands have no TLS
 
 Message = dict[str, Any]
 
@@ -28,7 +25,6 @@ _LONGEST_LINE = 4 * 2**20
 _INTRODUCTION_WITHIN_S = 10
 # if so many connections have not introduced themselves, the oldest is closed once it had this many seconds for it
 MOST_UNKNOWN, UNKNOWN_FOR_S = 128, 2.0
-_REPORT_EVERY_S = 60
 
 
 def keep_alive(connection: socket.socket) -> None:
@@ -42,40 +38,17 @@ def keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(tcp, socket.TCP_USER_TIMEOUT, LOST_AFTER_S * 1000)  # for unacknowledged data
 
 
-def lacks_key(error: BaseException) -> bool:
-    """Return True if a connection ended because the other side does not have the key, or does not speak TLS."""
-    import ssl
-
-    return isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError)
-
-
-class Refusals:
-    """Reports refused connections, at most once a minute: a port that is scanned must not fill the log."""
-
-    def __init__(self, where: str, say: Callable[[str], None]) -> None:
-        """``where``: HOST:PORT that listens. ``say``: shows one line."""
-        self._where, self.say = where, say
-        self._count, self._next = 0, 0.0
-
-    def note(self, address: str) -> None:
-        self._count += 1
-        if time.monotonic() >= self._next:
-            these = "a connection" if self._count == 1 else f"{self._count} connections, the last one"
-            self.say(f"{self._where}: refused {these} from {address}, without this job's cluster.key.")
-            self._count, self._next = 0, time.monotonic() + _REPORT_EVERY_S
-
-
 class Channel:
-    """Connection that carries JSON messages. A TLS socket makes its handshake with the first message.
+    """Connection that carries JSON messages.
 
     No method raises: ``open`` becomes false when the connection is lost or carries anything else. ``silent`` is true
-    if it was lost because the other host stopped answering, ``refused`` if the other side does not have the key.
+    if it was lost because the other host stopped answering.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket, self._buffer = connection, b""
         self._messages: list[Message] = []
-        self.open, self.silent, self.refused = True, False, False
+        self.open, self.silent = True, False
         self.opened = time.monotonic()
         self.peer = str(connection.getpeername()[0])
         connection.settimeout(_SEND_WITHIN_S)
@@ -112,13 +85,11 @@ class Channel:
             return
         try:
             self._socket.settimeout(0)  # its time limit is meant for sending
-            # the ssl module of Python 3.11 reports a host that does not answer as one that has closed the connection
-            socket.socket.recv(self._socket, 1, socket.MSG_PEEK)
             new = self._socket.recv(2**16)
+        except BlockingIOError:
+            return
         except OSError as error:
-            if _would_block(error):
-                return
-            self.silent, self.refused = _unanswered(error), lacks_key(error)
+            self.silent = _unanswered(error)
             new = b""
         finally:
             self._socket.settimeout(_SEND_WITHIN_S)
@@ -140,20 +111,11 @@ class Channel:
 class Listener:
     """Listening socket with the connections that have not introduced themselves yet."""
 
-    def __init__(
-        self, address: tuple[str, int], context: ssl.SSLContext | None = None, say: Callable[[str], None] = print
-    ) -> None:
-        """Listen at ``address``. Raises OSError if another program listens there.
-
-        Args:
-            context: of TLS, or None.
-            say: shows one line about refused connections.
-        """
+    def __init__(self, address: tuple[str, int]) -> None:
+        """Listen at ``address``. Raises OSError if another program listens there."""
         self._socket = socket.create_server(address)
         self._socket.setblocking(False)
-        self._context = context
         self._unknown: list[Channel] = []
-        self.refusals = Refusals(f"{address[0]}:{address[1]}", say)
 
     @property
     def port(self) -> int:
@@ -171,10 +133,7 @@ class Listener:
 
     def _accept(self) -> Channel:
         """Return the next new connection. Raises OSError if there is none, or if it is gone again."""
-        connection = self._socket.accept()[0]
-        if self._context is not None:
-            connection = self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
-        return Channel(connection)
+        return Channel(self._socket.accept()[0])
 
     def arrivals(self) -> list[tuple[Channel, Message]]:
         """Return new connections from a `launch`, each with its first message.
@@ -194,8 +153,6 @@ class Listener:
                 channel.close()
             elif channel.open:
                 continue
-            elif channel.refused:
-                self.refusals.note(channel.peer)
             self._unknown.remove(channel)
         return arrived
 
@@ -208,15 +165,6 @@ def wait(sources: Sequence[Any], seconds: float) -> bool:
     """Wait until one of ``sources`` is readable, for at most ``seconds``. Return True if one is."""
     ready, _, _ = select.select([source for source in sources if source.fileno() >= 0], [], [], max(0.0, seconds))
     return bool(ready)
-
-
-def _would_block(error: OSError) -> bool:
-    """Return True if nothing, or only part of a TLS record, has arrived."""
-    if isinstance(error, BlockingIOError):
-        return True
-    import ssl
-
-    return isinstance(error, ssl.SSLWantReadError | ssl.SSLWantWriteError)
 
 
 def _unanswered(error: OSError) -> bool:

@@ -1,4 +1,4 @@
-"""Credentials that a job needs: W&B's key, the key of outer steps, and variables of messages and callbacks."""
+"""Credentials that a job needs: W&B's key, and variables of messages and callbacks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from launcher.config.schema import ClusterKind, Config
 from launcher.errors import SiteError
 from launcher.plan.callback_plan import notify_entries, require_variables, solve_callbacks
 from launcher.plan.host import batch_env
-from launcher.tls import client_context
 
 
 def require_credentials(config: Config, *, of_script: bool = False) -> None:
-    """Check that W&B will find its key, outer steps theirs, and messages and callbacks the environment variables that
-    they are to read, if they need one.
+    """Check that W&B will find its key, and messages and callbacks the environment variables that they are to read.
 
     Args:
         of_script: the job is a script of `launch run`, for which only ``notify`` counts.
@@ -31,8 +29,6 @@ def require_credentials(config: Config, *, of_script: bool = False) -> None:
     env = batch_env(os.environ, ("HOME", *config.cluster.env)) if batch else os.environ
     if not of_script and Tracker.wandb in config.trackers and config.wandb.mode is WandbMode.online:
         require_wandb_key(env)
-    if config.outer.key is not None:
-        client_context(Path(config.outer.key), "outer.key")
     if config.cluster.kind is not ClusterKind.hosts:  # there only the first host reports
         require_variables(notify_entries(config.notify), env, passed_on=batch, key="notify")
         require_variables(() if of_script else solve_callbacks(config.callbacks), env, passed_on=batch)

@@ -23,7 +23,6 @@ _OWN = (
     "cluster.cwd",
     "cluster.import_from",
     "cluster.interface",
-    "cluster.key",
     "cluster.rendezvous",
     "cluster.link_gbit",
     "cluster.price_per_gpu_hour",

@@ -127,7 +127,6 @@ def run_job(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
 
     submission = history.add_submission(plan.paths, Submission.now().by_this_process()) if _writes(plan) else 0
     fence = Fence(plan.paths, Attempt(submission))
-    peers.report_to(display.say)
     with signal_handler(STOP_SIGNALS, stop), closing(display):
         if _writes(plan):
             open_attempt(fence, ranks=plan.cluster.world_size)

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from launcher.errors import ConfigError, SiteError, UserError
+from launcher.errors import SiteError, UserError
 from launcher.launch import local
 from launcher.launch.channel import PROTOCOL, Channel, Listener, Message, wait
 from launcher.launch.job_facts import differences, job_facts
@@ -27,9 +27,6 @@ from launcher.plan.run_plan import RunPlan
 from launcher.process import wait_until
 from launcher.quantities import count
 from launcher.rundir.files import read_json, write_text
-
-if TYPE_CHECKING:
-    import ssl  # elsewhere imported only with a key
 
 # seconds that node 0 waits for the others, and every other host for node 0
 MEET_WITHIN_S = 600
@@ -128,9 +125,8 @@ class _Gathering:
 
 def lead(plan: P, config_yaml: str, route: Route, facts: Message, say: Say) -> tuple[P, Peers]:
     """Gather the other hosts as node 0."""
-    context = _context(plan.cluster.key, server=True)
     try:
-        listener = Listener(route.rendezvous, context, say)
+        listener = Listener(route.rendezvous)
     except OSError as error:
         raise SiteError(
             f"cluster.rendezvous={route.shown}: cannot listen there: {error.strerror}.\n"
@@ -203,12 +199,12 @@ def _require_ready(channels: list[Channel], plan: LaunchPlan, port: int) -> None
 
 def join_node_0(plan: P, config_yaml: str, route: Route, facts: Message, say: Say) -> tuple[P, Peers]:
     """Connect this host, which is not node 0, to node 0; return the plan for it and the connection to the others."""
-    channel, created = _connect(route, plan.cluster.key, say), False
+    channel, created = _connect(route, say), False
     try:
         channel.send(launch=PROTOCOL, facts=facts)
         greeting = channel.next(_ANSWER_WITHIN_S)
         if greeting is None or greeting.get("launch") != PROTOCOL:
-            raise SiteError(_no_launch(route, plan.cluster.key))
+            raise SiteError(_no_launch(route))
         welcome = _expect(channel, "welcome", MEET_WITHIN_S)
         place = HostPosition(
             node=int(welcome["node"]), address=route.interface.address, interface=route.interface.name,
@@ -230,32 +226,20 @@ def join_node_0(plan: P, config_yaml: str, route: Route, facts: Message, say: Sa
     return plan, OtherHost(channel)
 
 
-def _context(key: str | None, *, server: bool) -> ssl.SSLContext | None:
-    """Return the TLS context of cluster.key; None without one. Raises ConfigError if the file is not usable."""
-    if key is None:
-        return None
-    from launcher.tls import client_context, server_context
-
-    return (server_context if server else client_context)(key, "cluster.key")
-
-
-def _no_launch(route: Route, key: str | None) -> str:
+def _no_launch(route: Route) -> str:
     """Return the message about a program that does not answer as node 0 does."""
-    other = "needs a cluster.key" if key is None else "was started without cluster.key"
     return (
-        f"cluster.rendezvous={route.shown}: the program there is not a `launch` of this version that waits for hosts, "
-        f"or {other}.\n  Start it on the first host as here, or choose a port that nothing else uses."
+        f"cluster.rendezvous={route.shown}: the program there is not a `launch` of this version that waits for hosts."
+        "\n  Start it on the first host as here, or choose a port that nothing else uses."
     )
 
 
-def _connect(route: Route, key: str | None, say: Say) -> Channel:
+def _connect(route: Route, say: Say) -> Channel:
     """Connect to node 0, which may start later.
 
     Raises:
-        SiteError: It does not answer within MEET_WITHIN_S, or does not have the key.
-        ConfigError: The key file is not usable.
+        SiteError: It does not answer within MEET_WITHIN_S.
     """
-    context = _context(key, server=False)
     problem: OSError | None = None
 
     def attempt() -> socket.socket | None:
@@ -276,23 +260,7 @@ def _connect(route: Route, key: str | None, say: Say) -> Channel:
             f"({(problem and problem.strerror) or problem}).\n"
             "  Type the same command on the host that has this address."
         )
-    return Channel(connection if context is None else _secured(connection, context, route, key))
-
-
-def _secured(connection: socket.socket, context: ssl.SSLContext, route: Route, key: str | None) -> socket.socket:
-    """Return the connection in TLS. Raises ConfigError or SiteError if the other side does not have the key."""
-    import ssl
-
-    try:
-        connection.settimeout(_ANSWER_WITHIN_S)
-        return context.wrap_socket(connection)
-    except ssl.SSLCertVerificationError:
-        raise ConfigError(
-            "cluster.key", key, f"the program at {route.shown} has another key.",
-            "Copy the first host's file to this host, or choose a port that nothing else uses.",
-        ) from None  # fmt: skip
-    except OSError:
-        raise SiteError(_no_launch(route, key)) from None
+    return Channel(connection)
 
 
 def _expect(channel: Channel, key: str, seconds: float) -> Message:

@@ -221,9 +221,6 @@ class FirstHost(Peers):
         self._gone: dict[int, float] = {}
         self._regrouping: Regrouping | None = None
 
-    def report_to(self, say: Callable[[str], None]) -> None:
-        self._listener.refusals.say = say
-
     def listen(self, seconds: float) -> None:
         wait([*self._listener.sources(), *(channel for channel in self._channels.values() if channel.open)], seconds)
         for channel, _ in self._listener.arrivals():

@@ -22,8 +22,6 @@ from launcher.process import shared_interval, wait_until
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-    from launcher.launch.tunnel import Tunnel
-
 BACKEND = "launcher"
 _JOIN_WITHIN_S = 600
 _POLL_S = 0.1
@@ -61,7 +59,6 @@ def register(
     plan: LaunchPlan,
     place: HostPosition,
     stop_signal: Callable[[], signal.Signals | None],
-    tunnel: Tunnel | None = None,
 ) -> None:
     """Register ``rdzv_backend=BACKEND`` with torch, for this process.
 
@@ -71,18 +68,16 @@ def register(
 
     Args:
         stop_signal: returns the stop signal that was received, or None.
-        tunnel: way to the stores; None: they are reached directly.
     """
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
-    rendezvous_handler_registry.register(BACKEND, lambda _: _handler(plan, place, stop_signal, tunnel))
+    rendezvous_handler_registry.register(BACKEND, lambda _: _handler(plan, place, stop_signal))
 
 
 def _handler(
     plan: LaunchPlan,
     place: HostPosition,
     stop_signal: Callable[[], signal.Signals | None],
-    tunnel: Tunnel | None = None,
 ) -> RendezvousHandler:
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -125,25 +120,18 @@ def _handler(
             self._store.set("round", str(self._round))  # never decreases: no host is a round ahead of the last one
             self._wait_for_all()
             store = PrefixStore(f"round{self._round}", self._store)
-            if tunnel is None:
-                port = self._workers_store.port if self._workers_store is not None else None
-                master = RendezvousStoreInfo.build(place.node, store, place.address, port)
-            else:
-                master = RendezvousStoreInfo(tunnel.host, tunnel.port(self._round))
+            port = self._workers_store.port if self._workers_store is not None else None
+            master = RendezvousStoreInfo.build(place.node, store, place.address, port)
             return RendezvousInfo(store, place.node, plan.cluster.nodes, master)
 
         def _listen(self) -> socket.socket | None:
             """Return the socket of the workers' store; None on hosts other than node 0."""
-            if tunnel is not None:
-                return tunnel.listen(self._round)
             return None if place.node else socket.create_server((place.address, 0), backlog=BACKLOG)
 
         def _open_store(self) -> Any:
             timeout = timedelta(seconds=_JOIN_WITHIN_S)
-            if tunnel is not None and tunnel.store_socket is not None:
-                return _serve(tunnel.store_socket, timeout=timeout)
             if place.node:
-                return _connect(place if tunnel is None else tunnel.place, timeout=timeout)
+                return _connect(place, timeout=timeout)
             try:
                 listening = socket.create_server(_address(place), backlog=BACKLOG)
             except OSError as error:

@@ -119,7 +119,6 @@ class ClusterPlan:
         nodes: hosts in this plan.
         min_nodes: fewest hosts with which the job continues; None if the number is fixed.
         link_gbit: Gbit/s of a host's link, if configured.
-        key: absolute path of the hosts' PEM file; None: everybody can join.
         place: None for a job on one host, and before the hosts have met.
         device: cpu or cuda, never auto.
         grace_s: seconds.
@@ -145,7 +144,6 @@ class ClusterPlan:
     min_nodes: int | None = None
     gpu: str | None = None
     price_per_gpu_hour: float | None = None
-    key: str | None = None
 
     @property
     def copies(self) -> tuple[str, ...]:

@@ -7,26 +7,19 @@ one of them skip or end earlier than the others is refused here. Standard librar
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from launcher.config.choices import OuterCompress, OuterKind
+from launcher.config.choices import OuterKind
 from launcher.config.run_groups import OuterConfig
 from launcher.config.schema import Config, OnNonfinite, PrecisionKind, StrategyConfig, StrategyKind
 from launcher.errors import ConfigError
-from launcher.exchange.store import server_address
 from launcher.plan.batch import Batch
 from launcher.plan.launch_plan import ClusterPlan, node_range
 from launcher.plan.windows import ANY_NUMBER
 from launcher.quantities import bytes_text, count
 
-# bytes that are sent of each parameter, by outer.compress: launcher/train/outer/codec.py
-SENT_BYTES = {
-    OuterCompress.none: 4.0,
-    OuterCompress.int8: 1 + 4 / 256,
-    OuterCompress.int4: 0.5 + 4 / 64,
-    OuterCompress.topk: (64 * 3 + 4) / 4096,
-}
+# bytes that are sent of each parameter, in fp32
+SENT_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,18 +28,12 @@ class OuterPlan(OuterConfig):
 
     Attributes:
         sites: number of sites, at least 2.
-        site: number of this job's site, if the sites exchange through a store.
         site_size: ranks of a site; their numbers are adjacent.
     """
 
     mixing: float = 0.0
     sites: int = 1
     site_size: int
-
-    @property
-    def whole_job_is_site(self) -> bool:
-        """Return whether the other sites are jobs of their own."""
-        return self.store is not None
 
     def fragments_after(self, step: int) -> list[int]:
         """Return the fragments that are sent after a step, in turn within each round of ``every`` steps: the last one
@@ -56,43 +43,7 @@ class OuterPlan(OuterConfig):
 
     def wire_bytes(self, parameters: int) -> float:
         """Return the bytes that a site sends per optimizer step, on average, to average ``parameters`` parameters."""
-        copies = 1 if self.whole_job_is_site else self.sites - 1
-        return copies * SENT_BYTES[self.compress] * parameters / self.every
-
-
-def ranks_of_all_sites(outer: OuterConfig, world_size: int) -> int:
-    """Return the number of ranks that share a window, if those of other jobs are as many as this job's ``world_size``.
-
-    Raises:
-        ConfigError: the store, the number of sites, or that of this site is missing, or contradicts another one.
-    """
-    if outer.kind is OuterKind.none:
-        return world_size
-    if outer.store is None:
-        for name in ("sites", "site", "key"):
-            if (value := getattr(outer, name)) is not None:
-                raise ConfigError(
-                    f"outer.{name}", value, "has an effect with outer.store only, where sites are jobs of their own.",
-                    "Add outer.store, or leave it out: outer.group divides the ranks of one job.",
-                )  # fmt: skip
-        return world_size
-    sites, site = outer.sites, outer.site
-    if sites is None or sites < 2:
-        raise ConfigError("outer.sites", sites, "must be 2 or more with outer.store: the number of jobs that exchange.")
-    if site is None or not 0 <= site < sites:
-        raise ConfigError(
-            "outer.site", site, f"must be from 0 to {sites - 1} with outer.sites={sites}.",
-            "Give each job a number of its own.",
-        )  # fmt: skip
-    if outer.group != OuterConfig.group:
-        raise ConfigError("outer.group", outer.group, "has no effect with outer.store: the whole job is one site.")
-    served = server_address(outer.store) is not None
-    if served != (outer.key is not None):
-        raise ConfigError(
-            "outer.key", outer.key, f"is {'needed for' if served else 'for'} a store at https://HOST:PORT"
-            f"{'' if served else ' only'}.", "See docs/guides/outer.md.",
-        )  # fmt: skip
-    return world_size * sites
+        return (self.sites - 1) * SENT_BYTES * parameters / self.every
 
 
 def solve_outer(config: Config, batch: Batch, cluster: ClusterPlan) -> OuterPlan | None:
@@ -110,7 +61,7 @@ def solve_outer(config: Config, batch: Batch, cluster: ClusterPlan) -> OuterPlan
             "cluster.nodes", config.cluster.nodes, "cannot be a range with outer=diloco: the number of sites is fixed "
             "while a job runs.", "Name one number; `launch resume RUN cluster.nodes=N` changes it.",
         )  # fmt: skip
-    size = _site_size(outer, batch, cluster, config.strategy) if outer.store is None else cluster.world_size
+    size = _site_size(outer, batch, cluster, config.strategy)
     sites = batch.world_size // size
     _require_times(outer, config.schedule.warmup_steps)
     sizes = [batch.global_size, *(stage.global_size for stage in batch.ramp)]
@@ -121,11 +72,6 @@ def solve_outer(config: Config, batch: Batch, cluster: ClusterPlan) -> OuterPlan
         )  # fmt: skip
     mixing = outer.mixing if outer.mixing is not None else 0.5 if outer.delay else 0.0
     values: dict[str, Any] = vars(outer) | {"mixing": mixing, "sites": sites}
-    # ranks may have another working directory
-    if outer.store is not None and server_address(outer.store) is None:
-        values["store"] = str(Path(outer.store).absolute())
-    if outer.key is not None:
-        values["key"] = str(Path(outer.key).absolute())
     return OuterPlan(**values, site_size=size)
 
 
@@ -215,18 +161,13 @@ def require_in_step(config: Config, samples: int | None, short_window: int) -> N
 def outer_text(outer: OuterPlan, batch: Batch) -> str:
     """Return a text such as "2 sites of 4 ranks with 32 samples each, averaged every 50 steps"."""
     share = batch.of_site(outer.sites).global_size
-    of = "" if outer.whole_job_is_site else f" of {count(outer.site_size, 'rank')}"
-    parts = [f"{outer.sites} sites{of}, {count(share, 'sample')} each a step; averaged"]
+    parts = [f"{outer.sites} sites of {count(outer.site_size, 'rank')}, {count(share, 'sample')} each a step; averaged"]
     parts.append(f"every {count(outer.every, 'step')}")
     if outer.fragments > 1:
         parts.append(f"in {outer.fragments} parts in turn")
     if outer.delay:
         parts.append(f"which arrive {count(outer.delay, 'step')} later")
-    if outer.compress is not OuterCompress.none:
-        parts.append(f"sent as {outer.compress.value}")
     parts.append(f"outer lr {outer.lr:g}, momentum {outer.momentum:g}")
-    if outer.whole_job_is_site:
-        parts.append(f"through {outer.store}; this is site {outer.site}")
     return f"{parts[0]} {', '.join(parts[1:])}"
 
 

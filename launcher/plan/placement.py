@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from launcher.config.schema import ClusterConfig, ClusterKind, Config, Device, StrategyKind
 from launcher.errors import ConfigError
 from launcher.plan.callback_plan import solve_notify
@@ -99,7 +97,6 @@ def solve_cluster(
         slurm=slurm,
         gpu=config.gpu,
         price_per_gpu_hour=config.price_per_gpu_hour,
-        key=None if config.key is None else str(Path(site.cwd, Path(config.key).expanduser())),
     )
 
 
@@ -129,7 +126,6 @@ _SLURM_KEYS = (
 # keys that only some kinds of cluster have -> those kinds
 _KINDS = dict.fromkeys(_SLURM_KEYS, (ClusterKind.slurm,)) | {
     "rendezvous": (ClusterKind.hosts,),
-    "key": (ClusterKind.hosts,),
     "interface": (ClusterKind.hosts, ClusterKind.slurm),
     "link_gbit": (ClusterKind.hosts, ClusterKind.slurm, ClusterKind.elsewhere),
 }

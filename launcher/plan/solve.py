@@ -31,7 +31,7 @@ from launcher.plan.float8_support import float8_notes
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import PLAN_FORMAT, ClusterPlan, RunInfo, node_range
 from launcher.plan.optimizer_plan import require_target, solve_optimizer
-from launcher.plan.outer import outer_notes, ranks_of_all_sites, require_in_step, solve_outer, strategy_of_site
+from launcher.plan.outer import outer_notes, require_in_step, solve_outer, strategy_of_site
 from launcher.plan.placement import solve_cluster, solve_env
 from launcher.plan.run_plan import (
     EpochPlan,
@@ -159,7 +159,7 @@ def solve(
     nodes = node_range(config.cluster.nodes)
     cluster = solve_cluster(config.cluster, site, run.name, config.strategy.kind, started)
     if started is not None or nodes.fixed:
-        batch = rebatch(solve_batch(config.batch, ranks_of_all_sites(config.outer, cluster.world_size)))
+        batch = rebatch(solve_batch(config.batch, cluster.world_size))
         return _on_cluster(config, site, task, run, cluster, batch)
     largest = rebatch(solve_largest(config.batch, cluster.world_size))
     plan = _on_cluster(config, site, task, run, cluster, largest)

@@ -56,7 +56,6 @@ _BOUNDS: dict[str, tuple[Callable[[Number], bool], str]] = {
     "outer.fragments": _at_least(1),
     "outer.delay": _at_least(0),
     "outer.mixing": _between(0, 1),
-    "outer.patience_s": _above(0),
     "train.steps": _at_least(1),
     "train.epochs": _at_least(1),
     "train.clip_norm": _above(0),

@@ -308,7 +308,7 @@ def _figures(record: _Record, global_size: int, smoothed: list[Point], minima: l
     steps = interval([window[0] for window in windows]) if len(windows) > 2 else None
     # an outer step is no part of time/step_s
     sent, spent = record.outer
-    taken = last["step"] - record.resumed_after - last.get("outer/left_out_steps", 0)
+    taken = last["step"] - record.resumed_after
     outer_bytes, outer_s = (sent / taken, spent / taken) if "outer/sites" in last and taken > 0 else (None, None)
     exposed_s = 0.0 if last.get("batch/world_size") == 1 else record.calibration.get("comm/exposed_s")
     compute_s = None
@@ -326,10 +326,7 @@ def _figures(record: _Record, global_size: int, smoothed: list[Point], minima: l
         "time/data_s": data_s,
         "time/compute_s": compute_s if compute_s is not None and compute_s >= 0 else None,
         "comm/exposed_s": exposed_s,
-        # what sites that missed averages have trained is not known here
-        "throughput/samples_per_s": None
-        if not step_s or last.get("outer/missed")
-        else (global_size / (step_s + (outer_s or 0.0))),
+        "throughput/samples_per_s": None if not step_s else (global_size / (step_s + (outer_s or 0.0))),
         "outer/step_bytes": outer_bytes,
         "outer/step_s": outer_s,
         **{name: record.prediction.get(name) if record.global_size == global_size else None for name in PREDICTED},

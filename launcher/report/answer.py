@@ -293,7 +293,6 @@ def _outer_steps(group: TaskGroup, settings: Sequence[Sequence[Row]]) -> Finding
         of_all = (rows[0]["batch/world_size"], *sorted({row["progress/samples"] for row in rows}))
         return (*(rows[0].varied[key] for key in keys), *of_all)
 
-    # a site that missed averages may have left out samples; such a run has no speed
     evaluated = [
         rows
         for rows in settings

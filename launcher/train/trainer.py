@@ -87,7 +87,7 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     samples = arranged(samples, task, plan, world)
     named = {eval_set_text(name): data for name, data in held_out.items()} or {eval_set_text(""): None}
     sites = engine.sites
-    require_same_data({"train_data()": samples, **named}, plan, sites.whole_job(), engine.device, sites.of_first)
+    require_same_data({"train_data()": samples, **named}, plan, sites.whole_job(), engine.device)
     HEARTBEAT.beat(Phase.starting, 4)
     seed_everything(plan.train.seed + 1 + world.rank_in_job)  # from here on each rank draws other numbers, for dropout
 

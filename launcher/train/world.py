@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -20,10 +20,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-
-
-# takes a name and a JSON value; returns the value that the first of several sites gave for this name
-OfFirst = Callable[[str, Any], Any]
 
 
 class Everyone(Protocol):
@@ -41,8 +37,7 @@ class World:
     """Numbering of this process: ``rank`` of ``size`` in the job, ``local_rank`` of ``local_size`` on its host.
 
     With outer steps, ``rank`` and ``size`` are those within its site, which is number ``site`` of ``sites``: the
-    process group, and everything that a window communicates, is that of the site. ``whole_job``: the site is the whole
-    job, and the other sites are jobs of their own.
+    process group, and everything that a window communicates, is that of the site.
     """
 
     rank: int
@@ -51,7 +46,6 @@ class World:
     local_size: int = 1
     site: int = 0
     sites: int = 1
-    whole_job: bool = False
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> World:
@@ -86,13 +80,11 @@ class World:
     @property
     def divided(self) -> bool:
         """Return whether the ranks of this job are divided into sites."""
-        return self.sites > 1 and not self.whole_job
+        return self.sites > 1
 
     @property
     def rank_in_job(self) -> int:
-        """Return the rank among those of all sites. Jobs that are sites of their own may have any number of ranks."""
-        if self.whole_job:
-            return self.rank * self.sites + self.site
+        """Return the rank among those of all sites."""
         return self.site * self.size + self.rank
 
     @property

@@ -1,7 +1,6 @@
 """Hosts for the tests: network namespaces on a bridge, each with links that can be slowed, cut and counted.
 
     python -m tests.infra.hosts --rate 100mbit -- COMMAND ...      # on two of them; {first} is the first one's address
-    python -m tests.infra.hosts --server "launch store ..." -- COMMAND ... {host} ... {server}      # and a third one
     python -m tests.infra.hosts --round-trip-ms 50 --loss 0.01 -- COMMAND ...
 
 The bridge has a namespace of its own too, so that nothing of the machine's own network changes. Deleting a namespace
@@ -16,7 +15,6 @@ import fcntl
 import os
 import random
 import selectors
-import shlex
 import signal
 import struct
 import subprocess
@@ -206,26 +204,23 @@ def main() -> None:
     """Run a command on every host of several; the first one's output is shown. Exits with the first status
     that is not 0.
 
-    In the command, {first} and {server} are replaced by addresses, and {host} by the host's number.
+    In the command, {first} is replaced by its address, and {host} by the host's number.
     """
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--server", default="", help="command for one more host, which is ended with the others")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--round-trip-ms", type=float, default=0)
     parser.add_argument("--loss", type=float, default=0, help="share of the packets that are lost")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     arguments = parser.parse_args()
-    count, serves = arguments.hosts, bool(arguments.server)
-    with hosts(count + serves, arguments.rate, arguments.round_trip_ms / 2e3, arguments.loss) as there:
-        places = {"{first}": there.address(0), "{server}": there.address(count) if serves else ""}
+    count = arguments.hosts
+    with hosts(count, arguments.rate, arguments.round_trip_ms / 2e3, arguments.loss) as there:
 
         def start(host: int, words: list[str]) -> subprocess.Popen[str]:
-            for place, value in (places | {"{host}": str(host)}).items():
+            for place, value in {"{first}": there.address(0), "{host}": str(host)}.items():
                 words = [word.replace(place, value) for word in words]
             return there.start(host, words, Path.cwd())
 
-        server = start(count, shlex.split(arguments.server)) if serves else None
         first, *others = (start(host, arguments.command[1:]) for host in range(count))  # after the "--"
         for line in first.stdout:
             print(line, end="", flush=True)
@@ -235,9 +230,6 @@ def main() -> None:
             if other.returncode:
                 print(output)
                 status = status or other.returncode
-        if server is not None:
-            server.terminate()
-            server.communicate()
     sys.exit(status)
 
 

@@ -6,19 +6,18 @@ import dataclasses
 import json
 import socket
 import threading
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launcher.errors import ConfigError, UserError
+from launcher.errors import UserError
 from launcher.launch import channel, multihost
 from launcher.launch.job_facts import differences, job_facts
 from launcher.launch.network import Route
 from launcher.launch.peers import FirstHost, OtherHost
 from launcher.plan.run_plan import RunPlan
-from tests.helpers import key_file, make_plan, patience
+from tests.helpers import make_plan
 from tests.infra.meeting import LO, TWO, free_port, wait_until
 
 
@@ -108,7 +107,7 @@ def test_versions_and_names_count_but_directories_do_not() -> None:
     elsewhere = dataclasses.replace(
         plan,
         run=dataclasses.replace(plan.run, id="other", dir="/somewhere"),
-        cluster=dataclasses.replace(plan.cluster, cwd="/else", interface="ib0", rendezvous="node-a:29400", key="/k"),
+        cluster=dataclasses.replace(plan.cluster, cwd="/else", interface="ib0", rendezvous="node-a:29400"),
     )
     here = job_facts(plan, None)
     assert differences(here, job_facts(elsewhere, None), "a", "b") == ""
@@ -130,107 +129,15 @@ def test_strangers_do_not_break_the_meeting(tmp_path: Path, noise: bytes) -> Non
         settle(peers, line)
 
 
-@pytest.fixture(scope="module")
-def key(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return f"cluster.key={key_file(tmp_path_factory.mktemp('key') / 'key.pem')}"
-
-
-def disturb(port: int) -> None:
-    """Send something to ``port``, and wait until it closes the connection."""
-    with socket.create_connection(("127.0.0.1", port), timeout=patience(30)) as stranger, suppress(ConnectionError):
-        stranger.sendall(b'{"launch": "launcher 1", "facts": {}}\n')
-        while stranger.recv(4096):
-            pass
-
-
-def refused(port: int) -> str:
-    return f"127.0.0.1:{port}: refused a connection from 127.0.0.1, without this job's cluster.key."
-
-
-def test_two_hosts_with_a_key_meet_and_strangers_are_reported_once(tmp_path: Path, key: str) -> None:
-    port = free_port()
-    first = Member(plan_in(tmp_path / "a", key), port, first=True)
-    wait_until(lambda: first.said)
-    with socket.create_connection(("127.0.0.1", port)):  # a silent one
-        for _ in range(3):
-            disturb(port)
-        assert first.said[1:] == [refused(port)]
-        large = {"facts": "x" * 2**20}  # more than a record of TLS, and than a socket holds
-        other = Member(plan_in(tmp_path / "b", key), port, first=False)
-        (plan, peers), (there, line) = first.wait(), other.wait()
-        assert (plan.node, there.node, there.run.id) == (0, 1, plan.run.id)
-        said: list[str] = []
-        peers.report_to(said.append)
-        peers._listener.refusals._next = 0.0  # a minute later
-        threads = [threading.Thread(target=disturb, args=(port,), daemon=True) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        line.ended(0, {"verdict": "done"} | large)
-        wait_until(lambda: peers.listen(0.01) or not any(thread.is_alive() for thread in threads))
-        assert said == [refused(port).replace("a connection", "3 connections, the last one")]
-        peers.ended(0, {"verdict": "done"} | large)
-        wait_until(lambda: peers.listen(0.01) or peers.complete())
-        assert peers.conclude() == (0, {"verdict": "done"} | large)
-        wait_until(lambda: line.listen(0.01) or line.complete())
-        assert line.conclude() == (0, {"verdict": "done"} | large)
-
-
-def test_a_host_with_another_key_or_with_none_is_refused_and_the_others_meet(tmp_path: Path, key: str) -> None:
-    port = free_port()
-    first = Member(plan_in(tmp_path / "a", key), port, first=True)
-    wait_until(lambda: first.said)
-    file = key_file(tmp_path / "other.pem")
-    wrong = Member(plan_in(tmp_path / "wrong", f"cluster.key={file}"), port, first=False)
-    assert str(wrong.wait()).startswith(f"cluster.key={file}: the program at 127.0.0.1:{port} has another key.\n")
-    none = Member(plan_in(tmp_path / "none"), port, first=False)
-    assert "waits for hosts, or needs a cluster.key.\n" in str(none.wait())
-    other = Member(plan_in(tmp_path / "b", key), port, first=False)
-    (_, peers), (_, line) = first.wait(), other.wait()
-    settle(peers, line)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["a", "b"]
-
-
-def test_a_host_with_a_key_does_not_join_one_without(tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "_INTRODUCTION_WITHIN_S", 0.2)
-    port = free_port()
-    first = Member(plan_in(tmp_path / "a"), port, first=True)
-    wait_until(lambda: first.said)
-    wrong = Member(plan_in(tmp_path / "wrong", key), port, first=False)
-    assert "waits for hosts, or was started without cluster.key.\n" in str(wrong.wait())
-    other = Member(plan_in(tmp_path / "b"), port, first=False)
-    (_, peers), (_, line) = first.wait(), other.wait()
-    settle(peers, line)
-
-
-def test_a_key_file_is_relative_to_where_the_command_was_typed() -> None:
-    plan = make_plan(*TWO, "cluster.key=keys/job.pem")
-    assert plan.cluster.key == str(Path(plan.cluster.cwd, "keys/job.pem"))
-    assert make_plan(*TWO, 'cluster.key="~/job.pem"').cluster.key == str(Path.home() / "job.pem")
-    with pytest.raises(ConfigError, match=r"cluster\.key=job\.pem: has no effect with"):
-        make_plan("cluster.key=job.pem")
-
-
-def test_a_key_file_that_is_not_usable_ends_the_command_before_anything_starts(tmp_path: Path) -> None:
-    file = tmp_path / "missing.pem"
-    for first in (True, False):
-        member = Member(plan_in(tmp_path / "a", f"cluster.key={file}"), free_port(), first=first)
-        assert f"cluster.key={file}: cannot be read: No such file or directory." in str(member.wait())
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("with_key", [False, True])
-def test_many_silent_connections_do_not_keep_a_host_out(
-    tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch, with_key: bool
-) -> None:
+def test_many_silent_connections_do_not_keep_a_host_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "MOST_UNKNOWN", 4)
     monkeypatch.setattr(channel, "UNKNOWN_FOR_S", 0.05)
     monkeypatch.setattr(channel, "_INTRODUCTION_WITHIN_S", 3600)
-    keys = (key,) if with_key else ()
     port = free_port()
-    first = Member(plan_in(tmp_path / "a", *keys), port, first=True)
+    first = Member(plan_in(tmp_path / "a"), port, first=True)
     wait_until(lambda: first.said)
     silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(12)]
-    other = Member(plan_in(tmp_path / "b", *keys), port, first=False)
+    other = Member(plan_in(tmp_path / "b"), port, first=False)
     (_, peers), (_, line) = first.wait(), other.wait()
     settle(peers, line)
     for connection in silent:

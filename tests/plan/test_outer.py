@@ -5,14 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-import torch
 
-from launcher.config.choices import OuterCompress
 from launcher.errors import ConfigError
 from launcher.plan.batch import Batch, RampStage
-from launcher.plan.outer import SENT_BYTES
 from launcher.plan.run_plan import RunPlan
-from launcher.train.outer.codec import BLOCK, encode
 from tests.helpers import make_plan
 
 JOB = ("outer=diloco", "cluster.workers_per_node=4", "batch.short_window=drop")
@@ -79,9 +75,3 @@ def test_one_message_for_each_mistake(overrides: list[str], message: str) -> Non
 def test_a_key_without_outer_steps_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"outer\.every=3: has an effect with outer=diloco only"):
         make_plan("outer.every=3")
-
-
-@pytest.mark.parametrize("compress", OuterCompress)
-def test_the_bytes_of_the_plan_are_those_of_the_codec(compress: OuterCompress) -> None:
-    numbers = torch.randn(8 * BLOCK[compress] if BLOCK[compress] > 1 else 4096)
-    assert encode(numbers, compress).numel() == SENT_BYTES[compress] * len(numbers)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Launch
-from tests.helpers import key_file, launch_command
+from tests.helpers import launch_command
 from tests.infra.hosts import Hosts, hosts
 from tests.infra.jobs_on_hosts import SMALL, finish, start
 from tests.infra.netns import needs_root
@@ -125,16 +125,9 @@ def test_ctrl_c_on_one_host_stops_all_after_the_window(pair: Hosts, tmp_path: Pa
     assert summary(one)["steps"] == len(records(one))
 
 
-@pytest.fixture(params=["no key", "key"])
-def key(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The overrides of a job without a key, and of one with a key."""
-    with_key = request.param == "key"
-    return [f"cluster.key={key_file(tmp_path_factory.mktemp('key') / 'key.pem')}"] if with_key else []
-
-
-def test_a_dead_link_ends_the_job_on_both_sides(pair: Hosts, tmp_path: Path, key: list[str]) -> None:
+def test_a_dead_link_ends_the_job_on_both_sides(pair: Hosts, tmp_path: Path) -> None:
     """Nobody closes a connection: the workers would wait for half an hour."""
-    processes = start(pair, tmp_path, "train.steps=100000", "cluster.grace_s=1", *key)
+    processes = start(pair, tmp_path, "train.steps=100000", "cluster.grace_s=1")
     runs = tmp_path / "host0/runs/job", tmp_path / "host1/runs/job"
     wait_for_steps(runs[0], 2)
     pair.link_down(1)
@@ -153,11 +146,11 @@ RANGE = (
 )  # fmt: skip
 
 
-def test_a_job_goes_on_with_the_hosts_that_are_left(tmp_path: Path, launch: Launch, key: list[str]) -> None:
+def test_a_job_goes_on_with_the_hosts_that_are_left(tmp_path: Path, launch: Launch) -> None:
     """Node 1 of three is powered off: node 2 becomes node 1, and what is learned is what it would have been."""
     run = tmp_path / "all/runs/job"
     with hosts(3) as three:
-        processes = start(three, tmp_path, *RANGE, *key, shared=True)
+        processes = start(three, tmp_path, *RANGE, shared=True)
         wait_for_steps(run, 4, 180)
         assert json.loads((run / "incarnation.json").read_text())["ranks"] == 3
         lost_address = json.loads((run / "plan.node1.json").read_text())["cluster"]["place"]["address"]
@@ -198,16 +191,14 @@ dist.barrier()
 """
 
 
-def test_a_script_is_started_again_on_all_hosts_and_the_one_who_raised_is_named(
-    pair: Hosts, tmp_path: Path, key: list[str]
-) -> None:
+def test_a_script_is_started_again_on_all_hosts_and_the_one_who_raised_is_named(pair: Hosts, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     where = f"cluster.rendezvous={pair.address(0)}:29400"
-    job = ("cluster=hosts", "cluster.nodes=2", "cluster.workers_per_node=2", where, "cluster.max_restarts=1", *key)
+    job = ("cluster=hosts", "cluster.nodes=2", "cluster.workers_per_node=2", where, "cluster.max_restarts=1")
     command = launch_command("run", *job, "run.name=job", "--", "script.py")
     first, other = finish([pair.start(host, command, tmp_path) for host in (0, 1)], 1, 1)
     run = tmp_path / "runs/job"
-    address = "127.0.0.1" if key else pair.address(0)
+    address = pair.address(0)
     for rank in range(4):
         for attempt, name in enumerate((f"rank{rank}.log", f"rank{rank}.attempt1.log")):
             assert f"rank {rank} attempt {attempt} {address}" in (run / "logs" / name).read_text()

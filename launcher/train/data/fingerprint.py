@@ -27,7 +27,7 @@ from launcher.train.data.loader import prefetch
 from launcher.train.data.randomness import Permutation, SampleRandom
 from launcher.train.data.sample_order import ArrangedData
 from launcher.train.data.stream_shards import own_shards
-from launcher.train.world import Everyone, OfFirst
+from launcher.train.world import Everyone
 
 SAMPLES = 8
 _REREADS = 16  # of a sample that differs: a random flip is the same in two reads by chance
@@ -198,9 +198,7 @@ class _Read(NamedTuple):
     times: int = 1
 
 
-def require_same_data(
-    datasets: Mapping[str, Any], plan: RunPlan, world: Everyone, device: torch.device, of_first: OfFirst | None = None
-) -> None:
+def require_same_data(datasets: Mapping[str, Any], plan: RunPlan, world: Everyone, device: torch.device) -> None:
     """Compare the data sets of all ranks: the kind, the length, and a few samples of each. All ranks call it.
 
     Samples are read as in training: in loader processes, if there are any, with random numbers of their own. Samples
@@ -210,22 +208,17 @@ def require_same_data(
 
     Args:
         datasets: data sets by their name in messages; a value of None means no data.
-        of_first: returns the JSON value of the first of all sites, if the sites are jobs of their own.
 
     Raises:
-        DataError: a data set differs between ranks, or from that of the first site; raised on all ranks.
+        DataError: a data set differs between ranks; raised on all ranks.
     """
     kinds = {name: _kind(data, plan.train.seed) for name, data in datasets.items()}
     if plan.train.data_shards > 1:
         trained_on = next(iter(datasets))
         kinds[trained_on] += f" of {own_shards(datasets[trained_on])} shards, divided into {plan.train.data_shards}"
     _require_same_kinds(world.of_all(kinds))
-    if of_first is not None and (theirs := of_first("data", kinds)) != kinds:
-        name = next(name for name in {**kinds, **theirs} if kinds.get(name) != theirs.get(name))
-        own, first = (each.get(name, _NO_DATA) for each in (kinds, theirs))
-        raise DataError(f"{name} is not that of the first site of outer.store: {own} here, {first} there.\n{_OF_SITES}")
     mapped = {name: data for name, data in datasets.items() if is_mapped(data) and len(data)}
-    if not mapped or (world.size == 1 and len(mapped) == 1 and of_first is None):
+    if not mapped or (world.size == 1 and len(mapped) == 1):
         return
     reads = [_Read(name, index) for name, data in mapped.items() for index in _indices(len(data), plan.train.seed)]
     own = [outlines[0] for outlines in _outlines(mapped, reads, plan, device)]
@@ -237,18 +230,6 @@ def require_same_data(
     ]
     if suspects:
         _require_stable_samples_agree(suspects, world.of_all(_outlines(mapped, suspects, plan, device)))
-    if of_first is not None:
-        keys = [f"{read.name} {read.sample}" for read in reads]
-        found = of_first("samples", dict(zip(keys, own, strict=True)))
-        theirs = [None if (each := found.get(key)) is None else Outline(*each) for key in keys]
-        suspects = [
-            (read._replace(times=_REREADS), first)
-            for read, mine, first in zip(reads, own, theirs, strict=True)
-            if not _all_agree((mine, first))
-        ]
-        pairs = _outlines(mapped, [read for read, _ in suspects], plan, device) if suspects else []
-        for problem in filter(None, world.of_all(_problem_with_first_site(suspects, pairs))):
-            raise DataError(problem)
     first_outlines: dict[str, list[Outline | None]] = {}
     for read, each in zip(reads, own, strict=True):
         first_outlines.setdefault(read.name, []).append(each)
@@ -347,20 +328,6 @@ def _require_stable_samples_agree(reads: list[_Read], everyone: list[list[list[O
                 )
 
 
-def _problem_with_first_site(
-    reads: Sequence[tuple[_Read, Outline | None]], outlines: Sequence[Sequence[Outline | None]]
-) -> str | None:
-    """Return a message about the first sample that is the same in all reads and not the first site's; None: none is."""
-    for ((name, index, _), first), own in zip(reads, outlines, strict=True):
-        if None not in own and _all_agree(own) and not _all_agree((*own, first)):
-            return f"{name} is not that of the first site of outer.store: sample {index} differs.\n{_OF_SITES}"
-    return None
-
-
-_OF_SITES = (
-    "  Every site must have the same samples in the same order, and takes its share: seed generators, and sort file\n"
-    "  names. If the first site is the wrong one, start all again with a new store."
-)
 _REMEDY = (
     "  Every rank must build the same data. While a task builds it, torch's, Python's and NumPy's global generators\n"
     "  are seeded alike on all ranks; a loop of your own must seed them before it builds data. Seed other generators,\n"

@@ -31,7 +31,7 @@ from launcher.train.data.sample_order import ArrangedData, SampleOrder, samples_
 from launcher.train.data.stream import StreamShare, blocks_of_windows, is_sharded, start_epoch
 from launcher.train.data.stream_shards import own_shards, require_shards
 from launcher.train.data.stream_state import SavedShards, StreamCheckpoint, StreamState
-from launcher.train.world import OfFirst, World
+from launcher.train.world import World
 
 # windows whose division by length is kept: those that are read ahead
 _WINDOWS_KEPT = 8
@@ -88,7 +88,6 @@ def open_feed(
     start: WindowPosition = BEGINNING,
     *,
     compare: bool = False,
-    of_first: OfFirst | None = None,
     checkpoint: StreamCheckpoint | None = None,
 ) -> Feed:
     """Return the source of windows of ``dataset`` from ``start`` on.
@@ -100,7 +99,6 @@ def open_feed(
         dataset: map-style (``__len__``, ``__getitem__``), or iterable.
         collate: samples -> batch; default: torch's default_collate.
         compare: check that all ranks hold the same data; all ranks must call this function then.
-        of_first: compares it with that of the first site, too; see ``require_same_data``.
         checkpoint: the stream's state, restored and to be saved.
 
     Raises:
@@ -115,7 +113,7 @@ def open_feed(
         )
     collate = collate or default_collate
     if compare:
-        require_same_data({"The training data": dataset}, plan, world, device, of_first)
+        require_same_data({"The training data": dataset}, plan, world, device)
     if plan.task.samples is None:
         require_shards(dataset, plan.train.data_shards)
         return StreamFeed(

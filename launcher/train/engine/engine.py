@@ -44,8 +44,8 @@ from launcher.train.engine.window_totals import StepResult, WindowTotals
 from launcher.train.measure.noise_scale import NoiseScale
 from launcher.train.measure.observer import EndedWindow, Observer
 from launcher.train.measure.straggler import StragglerDetector
-from launcher.train.outer.sites import own_site
-from launcher.train.outer.store_steps import outer_parts
+from launcher.train.outer.outer_steps import OuterSteps
+from launcher.train.outer.sites import Sites, own_site
 from launcher.train.parallel.base import ShardUnits
 from launcher.train.parallel.replicas import Buffers
 from launcher.train.schedules import MakeSchedule
@@ -122,7 +122,8 @@ class Engine(EngineProgress):
         self.position, self.stream, self._finished = BEGINNING, StreamCheckpoint(), False
         self.context = ContextSource(self.device, plan.train.seed, *self.world.in_job, progress=self._step_and_epoch)
         self.context.activate()
-        self.owner, (self.sites, outer) = owner, outer_parts(plan, self.world, self._stop)
+        self.owner, self.sites = owner, Sites(self.world, plan.train.hang_timeout)
+        outer = [] if plan.outer is None else [OuterSteps(plan.outer, self.sites)]
         listed = callbacks_of(plan) if callbacks is None else callbacks
         self.callbacks = CallbackSet([*outer, *listed])
         self.callbacks.call("on_setup", self)
@@ -163,10 +164,10 @@ class Engine(EngineProgress):
         self.callbacks.start(self)
         self._again = True
         while self._again:
-            self._go_to_position()
+            self._again = False
             self._feed = feed = open_feed(
                 dataset, self.plan, self.world, self.device, collate, self.position, compare=compare_data,
-                of_first=None if self.steps else self.sites.of_first, checkpoint=self.stream,
+                checkpoint=self.stream,
             )  # fmt: skip
             compare_data = False
             try:

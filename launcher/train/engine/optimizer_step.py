@@ -7,7 +7,6 @@ W = 1), and this module multiplies the gradients once by C*W/N, with N the windo
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -216,15 +215,6 @@ class OptimizerStep:
             )
         if epoch_over:
             self._items_in_epoch = False
-
-    def skip(self, steps: int, samples: int) -> None:
-        """Count ``steps`` steps with ``samples`` samples that others have taken, and follow the schedule."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch expects a step of the optimizer before the first one
-            for _ in range(steps if self.follows_plan else 0):
-                self.schedule.step()
-        self.steps += steps
-        self.samples += samples
 
     def _explain(self, norm: float) -> NotFinite:
         """Return the error for a gradient that is not finite, although the loss is. All ranks call it."""

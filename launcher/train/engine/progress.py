@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from launcher.config.schema import ShortWindow
 from launcher.errors import EngineMisuse
 from launcher.plan.run_plan import RunPlan
-from launcher.plan.windows import Windows
 from launcher.train.data.window_feed import WindowPosition
 from launcher.train.engine.calibration import Calibrated, Calibration
 from launcher.train.engine.optimizer_step import OptimizerStep
@@ -28,7 +26,6 @@ class EngineProgress:
     _calibration: Calibration
     _noise: NoiseScale
     _again = False  # whether the loop over the windows continues at another position
-    _skip_to: int | None = None
 
     @property
     def steps(self) -> int:
@@ -88,24 +85,6 @@ class EngineProgress:
     def noise(self) -> Noise | None:
         """Gradient noise scale; None before enough windows."""
         return self._noise.estimate
-
-    def skip_to(self, step: int) -> None:
-        """Leave out the windows until optimizer step ``step`` is done, from the next window on. All ranks call it."""
-        self._skip_to, self._again = step, True
-
-    def _go_to_position(self) -> None:
-        """Begin the loop over the windows at the position where it continues."""
-        self._again = False
-        if self._skip_to is None:
-            return
-        windows, self._skip_to = self._skip_to - self.steps, None
-        assert self.plan.task.samples is not None
-        batch, short = self.plan.batch.whole, self.plan.epoch.short_window_policy
-        spans = Windows(self.plan.task.samples, batch, keep_short=short is ShortWindow.exact)
-        index = self.position.index
-        self._optimizer_step.skip(windows, sum(spans.at(index + n).size for n in range(windows)))
-        following = spans.at(index + windows)
-        self.position = WindowPosition(index + windows, following.epoch, following.window)
 
     def _step_and_epoch(self) -> tuple[int, int]:
         return self.steps + (self._current.window is not None), self.position.epoch

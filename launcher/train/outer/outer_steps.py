@@ -2,7 +2,7 @@
 
 Every site starts with the same parameters and trains on its own. Every H optimizer steps the sites take an outer step:
 
-    outer gradient of a site = shared parameters - its own parameters     (+ what it has not sent yet)
+    outer gradient of a site = shared parameters - its own parameters
     g = mean of the outer gradients over the sites
     momentum = m * momentum + g;   shared parameters -= lr * (g + m * momentum)     (Nesterov)
     own parameters = mixing * own + (1 - mixing) * shared
@@ -23,12 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from launcher.config.choices import OuterCompress
 from launcher.errors import ConfigError, DataError, ReplicasDiffer
 from launcher.plan.outer import OuterPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import count, first_names
-from launcher.train.outer.codec import BLOCK, decode, encode
 from launcher.train.outer.sites import Gathering, Sites, digest_of
 from launcher.train.parallel.base import Parallel, local, wide_copy
 from launcher.train.parallel.replicas import Buffers
@@ -48,7 +46,6 @@ class EngineOfSite(Protocol):
     def model(self) -> nn.Module: ...
     @property
     def steps(self) -> int: ...
-    def skip_to(self, step: int) -> None: ...
 
 
 class ResultOfSite(Protocol):
@@ -65,28 +62,17 @@ class ResultOfSite(Protocol):
 
 
 @dataclass
-class UnderWay:
+class _UnderWay:
     """Outer gradients of a fragment that are under way.
 
     Attributes:
-        target: what the site wanted to send.
+        own: outer gradients of this site.
         due: optimizer step after which they are applied.
     """
 
-    target: Tensor
+    own: Tensor
     due: int
-
-
-@dataclass
-class _Gathered(UnderWay):
-    """Those that other sites of this job gather.
-
-    Attributes:
-        padded: numbers with padding, of which each rank that has the same parameters sends a part.
-    """
-
     gathering: Gathering
-    padded: int
 
 
 class OuterSteps:
@@ -98,17 +84,15 @@ class OuterSteps:
 
     def __init__(self, plan: OuterPlan, sites: Sites) -> None:
         self._plan, self._sites = plan, sites
-        self._compresses = plan.compress is not OuterCompress.none
         self._restored = False
-        self._under_way: dict[int, UnderWay] = {}
+        self._under_way: dict[int, _UnderWay] = {}
         self._arrived: dict[int, int] = {}  # fragments whose mean was received before it is applied, and when that is
 
     def on_setup(self, engine: EngineOfSite) -> None:
         named = {name: p.detach() for name, p in engine.model.named_parameters() if p.requires_grad}
         self.shared = {name: wide_copy(parameter) for name, parameter in named.items()}
         self._momentum = {name: torch.zeros_like(tensor) for name, tensor in self.shared.items()}
-        # what was not sent; and means that wait for their step
-        self._unsent = {name: torch.zeros_like(t) for name, t in self.shared.items()} if self._compresses else {}
+        # means that wait for their step
         self._means = {name: torch.zeros_like(t) for name, t in self.shared.items()} if self._plan.delay else {}
         self._fragments = _divided({name: p.numel() for name, p in named.items()}, self._plan.fragments)
         self._replicas = engine.parallel.replica_group()
@@ -161,60 +145,39 @@ class OuterSteps:
         if ends or not self._plan.delay:  # after the last step all sites have one model
             for fragment in sent:
                 self._apply(engine, fragment, 0.0)
-        self._exchanged(engine, result)
-        self._sites.add_time(time.perf_counter() - started)
-
-    def _exchanged(self, engine: EngineOfSite, result: ResultOfSite) -> None:
-        """Do what follows the exchanges of a step."""
-        if result.step % self._plan.every == 0 or (result.last and not result.stopped):
+        if step % self._plan.every == 0 or ends:
             self._average_buffers(engine)
+        self._sites.add_time(time.perf_counter() - started)
 
     def _send(self, engine: EngineOfSite, fragment: int, due: int) -> None:
         """Start the exchange of a fragment's outer gradients."""
-        target = torch.cat(self._changes(engine, self._fragments[fragment]))
+        own = torch.cat(self._changes(engine, self._fragments[fragment]))
         ranks, rank = _size_and_rank(self._replicas)
-        unit = ranks * BLOCK[self._plan.compress]
-        padded = -(-target.numel() // unit) * unit
-        share = padded // ranks
-        whole = torch.nn.functional.pad(target, (0, padded - target.numel()))
-        payload = encode(whole[rank * share : (rank + 1) * share], self._plan.compress).cpu()
-        self._under_way[fragment] = _Gathered(target, due, self._sites.gather(payload), padded)
+        share = -(-own.numel() // ranks)  # of each rank that has the same parameters
+        padded = torch.nn.functional.pad(own, (0, ranks * share - own.numel()))
+        payload = padded[rank * share : (rank + 1) * share].cpu()
+        self._under_way[fragment] = _UnderWay(own, due, self._sites.gather(payload))
 
     def _changes(self, engine: EngineOfSite, names: list[str]) -> list[Tensor]:
-        """Return the outer gradients of this rank's parts, flattened, with what was not sent before."""
+        """Return the outer gradients of this rank's parts, flattened."""
         shared, own = self._locals(engine, names)
         # a narrower parameter is a rounded copy of the shared one; the rounding is no progress
-        changes = [(s.to(p.dtype).to(s.dtype) - p.to(s.dtype)).flatten() for s, p in zip(shared, own, strict=True)]
-        if self._compresses:
-            changes = [c + local(self._unsent[n]).flatten() for c, n in zip(changes, names, strict=True)]
-        return changes
+        return [(s.to(p.dtype).to(s.dtype) - p.to(s.dtype)).flatten() for s, p in zip(shared, own, strict=True)]
 
     def _receive(self, fragment: int) -> list[Tensor]:
         """Wait for a fragment's outer gradients, and return their mean for each of its parameters, flattened."""
         exchange = self._under_way.pop(fragment)
-        assert isinstance(exchange, _Gathered)
-        target, compress = exchange.target, self._plan.compress
+        own = exchange.own
         ranks, _ = _size_and_rank(self._replicas)
-        total, own = torch.zeros_like(target), target
-        for site, payload in enumerate(exchange.gathering.wait()):
-            parts = [payload.to(target.device)]
+        total = torch.zeros_like(own)
+        for payload in exchange.gathering.wait():
+            parts = [payload.to(own.device)]
             if ranks > 1:
                 parts = [torch.empty_like(parts[0]) for _ in range(ranks)]
-                dist.all_gather(parts, payload.to(target.device), self._replicas)
-            numbers = [decode(part, compress, exchange.padded // ranks, target.dtype) for part in parts]
-            decoded = torch.cat(numbers)[: target.numel()]
-            total += decoded
-            if site == self._sites.site:
-                own = decoded
+                dist.all_gather(parts, payload.to(own.device), self._replicas)
+            total += torch.cat(parts)[: own.numel()]
         sizes = [local(self.shared[name]).numel() for name in self._fragments[fragment]]
-        if self._compresses:
-            self._keep_unsent(fragment, (target - own).split(sizes))
         return list((total / self._sites.count).split(sizes))
-
-    def _keep_unsent(self, fragment: int, rest: Sequence[Tensor]) -> None:
-        for name, each in zip(self._fragments[fragment], rest, strict=True):
-            unsent = local(self._unsent[name])
-            unsent.copy_(each.view_as(unsent))
 
     def _apply(self, engine: EngineOfSite, fragment: int, mixing: float) -> None:
         """Take the outer step of a fragment that was sent."""
@@ -261,7 +224,7 @@ class OuterSteps:
         """Return the state, to which exchanges that are under way belong."""
         self._settle()
         return {
-            "shared": self.shared, "momentum": self._momentum, "unsent": self._unsent, "means": self._means,
+            "shared": self.shared, "momentum": self._momentum, "means": self._means,
             "rounds": self._sites.rounds, "arrived": {str(number): due for number, due in self._arrived.items()},
         }  # fmt: skip
 
@@ -275,9 +238,7 @@ class OuterSteps:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        own = {"shared": self.shared, "momentum": self._momentum, "unsent": self._unsent, "means": self._means}
-        if self._sites.joined:  # the first site sends what it has not sent yet
-            del own["unsent"]
+        own = {"shared": self.shared, "momentum": self._momentum, "means": self._means}
         for kind, tensors in own.items():
             for name, tensor in state.get(kind, {}).items():
                 if name in tensors:

@@ -21,7 +21,7 @@ from launcher.errors import SiteError
 from launcher.heartbeat import HEARTBEAT, Wait
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir.paths import RunPaths
-from launcher.train.world import Everyone, OfFirst, World, job_store, patience
+from launcher.train.world import Everyone, World, job_store, patience
 
 T = TypeVar("T")
 # Windows between a site's request to stop or to save and its effect at all sites. The exchange completes meanwhile, so
@@ -32,12 +32,7 @@ FLAGS_DELAY = 2
 def own_site(plan: RunPlan) -> tuple[World, RunPlan]:
     """Return the world of this process, and the plan of its site: its share of each window, and a directory of its own;
     that of the first site is the run's. The plan of a site is returned as it is."""
-    outer = plan.outer
-    if outer is not None and outer.whole_job_is_site:
-        assert outer.site is not None
-        world = dataclasses.replace(World.here(), site=outer.site, sites=outer.sites, whole_job=True)
-        return world, plan if plan.batch.sites > 1 else dataclasses.replace(plan, batch=plan.batch.of_site(outer.sites))
-    world = World.here(1 if outer is None else outer.sites)
+    world = World.here(1 if plan.outer is None else plan.outer.sites)
     if world.sites == 1 or plan.batch.sites > 1:
         return world, plan
     directory = str(RunPaths(Path(plan.run.dir)).site(world.site))
@@ -124,11 +119,6 @@ class Sites:
         padded[: len(data)] = data
         everyone = self.gather(padded).wait()
         return [pickle.loads(each[:n].numpy().tobytes()) for each, n in zip(everyone, lengths, strict=True)]
-
-    @property
-    def of_first(self) -> OfFirst | None:
-        """Return the function by which a site gets the first one's values; None: sites are no jobs of their own."""
-        return None
 
     def whole_job(self) -> Everyone:
         """Return all ranks of all sites."""

@@ -12,12 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from launcher.errors import DataError
 from launcher.plan.task_inspection import describe_task
 from launcher.task import load_task, train_data
-from launcher.train.data.fingerprint import outline, require_same_data
-from launcher.train.world import World
-from tests.helpers import inspection_of, make_plan, torchrun
+from launcher.train.data.fingerprint import outline
+from tests.helpers import inspection_of, torchrun
 from tests.train.data.data_tasks import SAMPLES, TRAINED
 
 WORKER = Path(__file__).parent / "data_worker.py"
@@ -247,25 +245,3 @@ class Flipped(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> torch.Tensor:
         flips = torch.rand((), generator=self.random) < 0.5
         return self.values[index].flip(0) if flips else self.values[index]
-
-
-def test_samples_are_compared_with_those_of_the_first_site() -> None:
-    """An augmentation with a generator of its own is no difference; other samples are one."""
-    plan, values = make_plan("train.loader_workers=0"), torch.randn(40, 3)
-    known: dict[str, str] = {}
-
-    def of_first(name: str, own: Any) -> Any:
-        return json.loads(known.setdefault(name, json.dumps(own)))
-
-    def compare(data: Drawn, **others: Drawn) -> None:
-        require_same_data({"train_data()": data, **others}, plan, World(0, 1, 0), torch.device("cpu"), of_first)
-
-    compare(Drawn(values, drawn=1))
-    compare(Drawn(values.clone(), drawn=1))
-    compare(Drawn(values + 1e-9, drawn=1))
-    with pytest.raises(DataError, match="not that of the first site"):
-        compare(Drawn(values.flip(0), drawn=1))
-    for seed in range(8):
-        compare(Flipped(values, seed))
-    with pytest.raises(DataError, match=r"eval_data is not that .* 5 samples here, no data"):
-        compare(Drawn(values, drawn=1), eval_data=Drawn(values[:5], drawn=0))

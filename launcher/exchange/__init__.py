@@ -1,1 +1,0 @@
-"""Exchange between sites that are jobs of their own: a store of immutable values, and its server."""
