@@ -29,7 +29,7 @@ from launcher.train.engine.engine import Engine
 from launcher.train.engine.loss_terms import HeldOutSums, terms_of_forward
 from launcher.train.engine.modes import SavedModes
 from launcher.train.engine.output_rows import Rows, gathered, joined, same_random_numbers
-from launcher.train.engine.preserved_state import SavedAttributes, SavedState
+from launcher.train.engine.preserved_state import SavedState
 from launcher.train.engine.replica_check import ReplicaCheck
 from launcher.train.engine.window import Forward
 from launcher.train.eval_metrics import EvalMetrics
@@ -62,12 +62,12 @@ class Evaluation:
         Returns:
             Names of the metrics; None if they are not known.
         """
-        kept = SavedAttributes(self._engine.parallel.module, self._task)
+        kept = self._engine.preserve()
         # an iterator would lose the samples
         tried = {name: data for name, data in self.sets.items() if not isinstance(data, Iterator)}
         results = {name: {"loss": math.nan} | self._values(name, trial=True) for name in tried}
         self._engine.context.take_scalars()
-        if changed := kept.restore():
+        if changed := kept.undo():
             print(f"The trial evaluation before the first step changed {changed}.", flush=True)
         return set(_by_name(results)) if len(tried) == len(self.sets) and self._names_known else None
 

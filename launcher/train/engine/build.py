@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -22,6 +22,7 @@ from launcher.plan.sync_policy import SHARDED
 from launcher.quantities import first_names
 from launcher.train.data.randomness import random_state, restore_random_state
 from launcher.train.engine.modes import start_training
+from launcher.train.engine.preserved_state import ChangingParameters, PreservedState
 from launcher.train.engine.window_batchnorm import norms_of
 from launcher.train.optimizers import as_one, trained_parameters
 from launcher.train.parallel.base import Parallel, ShardUnits
@@ -68,6 +69,7 @@ class EngineParts:
     Attributes:
         plan: as the engine was made. With ``batch.on_oom=shrink`` the engine's own plan changes.
         owner: object that the forward pass belongs to, such as the task.
+        functions: the loop's own functions that the passes run.
     """
 
     world: World
@@ -78,6 +80,15 @@ class EngineParts:
     precision: Precision
     norms: Norms
     owner: object
+    functions: list[object] = field(default_factory=list)
+
+    def preserve(self) -> PreservedState:
+        """Save the state that passes without an optimizer step can change."""
+        return PreservedState(self.parallel.module, self.device, [self.owner, *self.functions], self._changing)
+
+    @functools.cached_property
+    def _changing(self) -> ChangingParameters:
+        return ChangingParameters(self.world.local_size)
 
 
 def build_parts(

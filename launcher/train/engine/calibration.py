@@ -3,9 +3,8 @@
 The micro-batches of the first window run forward and backward with sync=every, with the job's own policy, and without
 any collective. After a warm-up, the three alternate in rounds of shuffled order, so that other load on the machine
 affects all of them equally, and each round gives paired differences. Gradients are discarded, and no optimizer step is
-taken; random state, buffers, attributes of the model and the task, and the strategy's own state are restored. Training
-is bit by bit the same as without calibration. Other state, such as global variables, is not restored:
-run.calibrate_s=0 turns the phase off.
+taken; what the passes can change is restored (see ``PreservedState``), and so is the strategy's own state. Training is
+bit by bit the same as without calibration. run.calibrate_s=0 turns the phase off.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from launcher.config.schema import StrategyKind, Sync
-from launcher.errors import EngineMisuse, SyncPolicyViolated, TaskError
+from launcher.errors import EngineMisuse, SyncPolicyViolated
 from launcher.heartbeat import HEARTBEAT, Phase
 from launcher.loss import Loss
 from launcher.plan.forecast import PREDICTIONS
@@ -37,7 +36,6 @@ from launcher.train.data.loader import MicroBatch
 from launcher.train.engine.build import EngineParts
 from launcher.train.engine.loss_terms import require_gradient, sum_of_own_means
 from launcher.train.engine.oom import is_out_of_memory
-from launcher.train.engine.preserved_state import SavedAttributes, SavedState
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 20
 # with run.calibrate_s=null: seconds at most, and the share of the run's predicted time
@@ -137,14 +135,14 @@ class WindowSync(Enum):
 
 
 class Calibration:
-    """The calibration phase on one rank. Attributes of the model and of the loop's owner are restored after it.
+    """The calibration phase on one rank.
 
     Attributes:
         result: None before the calibration.
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        self._world, self._device, self._owner = parts.world, parts.device, parts.owner
+        self._world, self._device, self._preserve = parts.world, parts.device, parts.preserve
         self._parallel, self._precision, self._norms = parts.parallel, parts.precision, parts.norms
         self.result: Calibrated | None = None
 
@@ -178,12 +176,11 @@ class Calibration:
             return
         with self._parallel.without_effects():
             self._micro_batches = micro_batches
-            self._kept = SavedState(self._parallel.module, self._device)
-            self._attributes = SavedAttributes(self._parallel.module, self._owner)
+            self._kept = self._preserve()
             try:
                 self.result = self._measure(kinds)
             finally:  # free the copies of tensors, and the batches
-                del self._kept, self._attributes, self._micro_batches
+                del self._kept, self._micro_batches
 
     def _kinds(self) -> list[WindowSync]:
         strategy = self._plan.strategy
@@ -287,13 +284,7 @@ class Calibration:
                 raise SyncPolicyViolated("Passes without communication have run collectives.")
         comm_s = 0.0 if silent else meter.close_window(count, sync).time_s
         self._parallel.zero_grad()
-        self._kept.restore()
-        if changed := self._attributes.restore():
-            raise TaskError(
-                f"The forward pass changes {changed}, which is neither a parameter nor a buffer, and too large to be "
-                "restored after the calibration.\n"
-                "  Make it a buffer of the model (register_buffer), or do not calibrate: run.calibrate_s=0."
-            )
+        self._kept.restore("the calibration", "Do not calibrate: run.calibrate_s=0.")
         took_s, comm_s = self._agree(took_s, comm_s)
         if kind is WindowSync.policy:
             self._comm_s.append(comm_s)

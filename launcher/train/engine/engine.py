@@ -76,6 +76,7 @@ class Engine(EngineProgress):
         position: that of the next window in the data, the same on all ranks.
         stream: state of a stream, for checkpoints.
         schedule: learning rate schedule; the engine steps it.
+        preserve: function that saves what passes without an optimizer step can change; see ``PreservedState``.
 
     Raises:
         ConfigError: the plan is for another number of ranks.
@@ -113,7 +114,7 @@ class Engine(EngineProgress):
         self.outputs = WindowOutputs(parts)
         count = ItemCount(parts, self._loss, step.weight)
         self._current = CurrentWindow(parts, self.buffers, step, count, self.outputs)
-        self._calibration = Calibration(parts)
+        self._calibration, self.preserve = Calibration(parts), parts.preserve
         self._stop, self._save_due = stop, save_due if self.world.rank == 0 else lambda: False
         self.stragglers = StragglerDetector(self.world, self.device, plan.train.straggler_share)
         self._noise = NoiseScale(self.world.size, self.device, self.parallel.local_norm, random=plan.batch.random_parts)

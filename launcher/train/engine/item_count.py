@@ -2,7 +2,7 @@
 micro-batches.
 
 The numbers come from the task's ``items(batch)`` if it has one; otherwise from a forward pass of each micro-batch
-without gradient, after which random state, buffers and attributes of the model and the task are restored.
+without gradient, after which the state that it can change is restored.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launcher.errors import EngineMisuse, TaskError
+from launcher.errors import EngineMisuse
 from launcher.heartbeat import HEARTBEAT, Phase
 from launcher.loss import Loss
 from launcher.train.data.loader import MicroBatch
 from launcher.train.engine.build import EngineParts
 from launcher.train.engine.oom import WindowAbandoned
-from launcher.train.engine.preserved_state import SavedAttributes, SavedState
+from launcher.train.engine.preserved_state import PreservedState
 from launcher.train.engine.window_batchnorm import WindowNorms
 from launcher.train.engine.window_loss import WindowLoss
 
@@ -41,8 +41,8 @@ class ItemCount:
 
     def __init__(self, parts: EngineParts, loss: WindowLoss, agree: Callable[[Sequence[Loss], int], object]) -> None:
         self._parallel, self._precision, self._norms = parts.parallel, parts.precision, parts.norms
-        self._loss, self._agree, self._device, self._owner = loss, agree, parts.device, parts.owner
-        self._start: tuple[SavedState, SavedAttributes] | None = None
+        self._loss, self._agree, self._preserve = loss, agree, parts.preserve
+        self._start: PreservedState | None = None
         self.items: Items | None = None
 
     def weighted(self, losses: Sequence[Loss], weight: float) -> Tensor:
@@ -63,7 +63,7 @@ class ItemCount:
             possible: the window has several micro-batches, and their items can be counted.
         """
         wanted = possible and self._loss.parts is None
-        self._start = (self._saved_state(), self._saved_attributes()) if wanted else None
+        self._start = self._preserve() if wanted else None
 
     def report_out_of_memory(self, count: int) -> bool:
         """Take part in the count of a window of ``count`` micro-batches as a rank that is out of memory; return whether
@@ -86,10 +86,8 @@ class ItemCount:
     def restore(self) -> None:
         """Restore the state that ``save`` has saved."""
         assert self._start is not None
-        state, attributes = self._start
         self._parallel.abandon()
-        state.restore()
-        self._restore_attributes(attributes)
+        _restore(self._start)
         self._start = None
 
     def count(self, micro_batches: Sequence[MicroBatch], run: Run) -> None:
@@ -108,7 +106,7 @@ class ItemCount:
                 if micro.samples:
                     self._loss.count(self.items(micro.data))
         else:
-            state, attributes = self._saved_state(), self._saved_attributes()
+            state = self._preserve()
             with torch.no_grad(), self._parallel.meter.unchecked(), self._parallel.evaluation():
                 for number, micro in enumerate(micro_batches, 1):
                     HEARTBEAT.beat(Phase.computing, number)
@@ -120,22 +118,13 @@ class ItemCount:
                     self._loss.require_parts(losses)
                     if micro.samples:
                         self._loss.count([loss.items for loss in losses])
-            state.restore()
-            self._restore_attributes(attributes)
+            _restore(state)
         if self._loss.several and not self._loss.share_counts():
             raise WindowAbandoned
 
-    def _saved_state(self) -> SavedState:
-        return SavedState(self._parallel.module, self._device)
 
-    def _saved_attributes(self) -> SavedAttributes:
-        return SavedAttributes(self._parallel.module, self._owner)
-
-    def _restore_attributes(self, attributes: SavedAttributes) -> None:
-        if changed := attributes.restore():
-            raise TaskError(
-                f"The forward pass changes {changed}, which is neither a parameter nor a buffer, and too large to be "
-                "restored after the items of the loss's terms were counted.\n"
-                "  Make it a buffer of the model (register_buffer), or give the task a method items(batch) that "
-                "returns the number of items of each term."
-            )
+def _restore(state: PreservedState) -> None:
+    state.restore(
+        "the items of the loss's terms were counted",
+        "Give the task a method items(batch) that returns the number of items of each term.",
+    )

@@ -1,31 +1,87 @@
-"""State that is restored after passes that do not train: random state, buffers, and attributes of Python objects."""
+"""State that passes without training must not change: what they can change is saved before and restored after them.
+
+Such passes are the calibration, the count of a loss's items, the passes that look ahead over a window, a window that
+runs again, and trials before the first step. One mechanism serves all: ``PreservedState``.
+"""
 
 from __future__ import annotations
 
+import array
 import functools
+import operator
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from enum import Enum
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
+from launcher.errors import TaskError
+from launcher.plan.host import free_host_bytes
+from launcher.quantities import first_names
 from launcher.train.data.randomness import random_state, restore_random_state
+from launcher.train.parallel.base import local
 from launcher.train.parallel.replicas import differs
 
-# Limit of copied bytes. Beyond it, changes of tensors are only detected, and arrays are ignored.
+# Limit of copied bytes. Beyond it, changes of tensors are only detected, and arrays are ignored. All parameters are
+# copied once, to see which ones change.
 MAX_COPY_BYTES = 256 * 2**20
 # A longer container is taken for data, not state: its list of elements is restored, but not the elements themselves.
 MAX_ELEMENTS = 10_000
 # Torch's own bookkeeping of a module: parameters, buffers, hooks. Buffers are those of SavedState.
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-_ATOMS = (int, float, complex, str, bytes, type(None), type, range, FunctionType, BuiltinFunctionType, ModuleType)
+_ATOMS = (int, float, complex, str, bytes, type(None), type, range, Enum, BuiltinFunctionType, ModuleType)
 _FOREIGN = frozenset({"torch", "launcher", "numpy"}) | sys.stdlib_module_names
+# methods that run before training, or in the loader
+_OF_DATA = frozenset({"__init__", "__new__", "model", "train_data", "eval_data", "collate"})
+
+
+class PreservedState:
+    """Saved state of everything that forward and backward passes without an optimizer step can change: random state,
+    buffers, parameters, and attributes and variables of the user's code.
+
+    Args:
+        roots: the user's objects and functions that the passes run, such as the task.
+        changing: what is known of the model's parameters; it is updated.
+    """
+
+    def __init__(
+        self, module: nn.Module, device: torch.device, roots: Iterable[object], changing: ChangingParameters
+    ) -> None:
+        self._state = SavedState(module, device)
+        self._parameters = SavedParameters(module, changing)
+        self._attributes = SavedAttributes(module, *roots)
+
+    def restore(self, after: str, remedy: str) -> None:
+        """Restore the state, as often as needed.
+
+        Args:
+            after: the passes, for the message.
+            remedy: sentence on how to do without them.
+
+        Raises:
+            TaskError: state has changed that is too large to be copied.
+        """
+        if changed := self.undo():
+            raise TaskError(f"The forward pass changes {changed}, too large to be restored after {after}.\n  {remedy}")
+
+    def undo(self) -> str:
+        """Restore the state, and return a description of the changes that are too large; empty if none."""
+        changed = [self._attributes.restore(), self._parameters.restore()]
+        self._state.restore()
+        return ", ".join(filter(None, changed))
+
+    def keep_changing(self) -> None:
+        """Find out which parameters the passes since the start have changed, and drop the copies of others. Called
+        before the optimizer step."""
+        self._parameters.keep_changing()
 
 
 class SavedState:
@@ -35,7 +91,7 @@ class SavedState:
         self._device, self._random = device, random_state(device)
         # a forward pass may put a new tensor in a buffer's place, or register a buffer
         self._buffers = [
-            (part, [(name, buffer, None if buffer is None else buffer.detach().clone())
+            (part, [(name, buffer, None if buffer is None else SavedTensor(buffer))
                     for name, buffer in part._buffers.items()])
             for part in module.modules()
         ]  # fmt: skip
@@ -48,22 +104,157 @@ class SavedState:
             if [*map(id, part._buffers.values())] != [id(buffer) for _, buffer, _ in buffers]:
                 part._buffers.clear()
                 part._buffers.update((name, buffer) for name, buffer, _ in buffers)
-            for _, buffer, value in buffers:
-                if buffer is not None and value is not None:
-                    buffer.copy_(value)
+            for _, _, saved in buffers:
+                if saved is not None:
+                    saved.restore()
+
+
+class SavedTensor:
+    """Saved memory and values of a tensor; of a sharded one, of this rank's part.
+
+    Args:
+        copies: copy the values. Without a copy, changes in place are only detected.
+        device: device of the copy.
+    """
+
+    def __init__(self, tensor: Tensor, *, copies: bool = True, device: torch.device | None = None) -> None:
+        self.tensor, self._memory = tensor, _detached(tensor)
+        self._version = tensor._version
+        self.copy = self._memory.to(device or self._memory.device, copy=True) if copies else None
+
+    def restore(self) -> bool:
+        """Restore the tensor, and return whether its memory was replaced."""
+        replaced = self._restore_memory()
+        if self.copy is not None:
+            self._memory.copy_(self.copy)
+        return replaced
+
+    def restore_if_changed(self) -> bool:
+        """Restore the tensor, and return whether it has changed. One that has not is not written to: its memory may be
+        read-only."""
+        changed = self.changed
+        self._restore_memory()
+        if changed and self.copy is not None:
+            self._memory.copy_(self.copy)
+            self._version = self.tensor._version
+        return changed
+
+    @property
+    def changed(self) -> bool:
+        if self._is_replaced or self.copy is None:
+            return self._is_replaced or self.tensor._version != self._version
+        return differs(self._memory, self.copy.to(self._memory.device))  # changes of .data have no version
+
+    @property
+    def _is_replaced(self) -> bool:
+        now, saved = _detached(self.tensor), self._memory
+        return (now.shape, now.stride()) != (saved.shape, saved.stride()) or (
+            now.layout is torch.strided and now.data_ptr() != saved.data_ptr()
+        )
+
+    def _restore_memory(self) -> bool:
+        replaced = self._is_replaced and not isinstance(self.tensor, DTensor)
+        if replaced:
+            self.tensor.data = self._memory
+        return replaced
+
+
+class ChangingParameters:
+    """Names of the parameters that passes without an optimizer step change, such as those of a momentum encoder.
+
+    Args:
+        ranks: number of ranks on this host, which share its memory.
+
+    Attributes:
+        known: the first passes have shown them.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self.names = set[str]()
+        self.known = False
+
+    @property
+    def copied_bytes(self) -> int:
+        """Limit of the bytes of parameters that are copied, beside those that are known to change."""
+        return MAX_COPY_BYTES if self.known else max(MAX_COPY_BYTES, free_host_bytes() // (4 * self._ranks))
+
+
+class SavedParameters:
+    """Saved parameters of a model, whether they require a gradient, and the parts that they belong to.
+
+    All are copied as long as nothing is known of them. Later, those that change are copied, and others as far as
+    ``MAX_COPY_BYTES`` allows. The copies of unknown ones on a GPU are in host memory.
+    """
+
+    def __init__(self, module: nn.Module, changing: ChangingParameters) -> None:
+        self._changing = changing
+        named = dict(module.named_parameters())
+        sharded = any(isinstance(p, DTensor) for p in named.values())
+        # the gathered parameters of a sharded model come and go with each pass; a write to them is lost
+        with_values = {
+            name: p for name, p in named.items()
+            if not (sharded and not isinstance(p, DTensor)) and p.layout is torch.strided and not p.is_meta
+        }  # fmt: skip
+        self._flags = [] if sharded else [(p, p.requires_grad) for p in named.values()]
+        self._parts = [
+            (held, {**held})
+            for part in module.modules()
+            for held in ([part._modules] if sharded else [part._modules, part._parameters])
+        ]
+        order = sorted(with_values, key=lambda name: (name not in changing.names, with_values[name].requires_grad))
+        room = changing.copied_bytes
+        self._saved: dict[str, SavedTensor] = {}
+        for name in order:
+            tensor = local(with_values[name].detach())
+            room -= tensor.nbytes
+            copies = room >= 0 or name in changing.names
+            device = None if changing.known or name in changing.names else torch.device("cpu")
+            self._saved[name] = SavedTensor(with_values[name], copies=copies, device=device)
+
+    @torch.no_grad()
+    def restore(self) -> str:
+        """Restore the parameters, and return a description of the changes that cannot be undone; empty if none."""
+        for held, saved in self._parts:
+            _restore_dict(held, saved)
+        for parameter, flag in self._flags:
+            if parameter.requires_grad != flag:
+                parameter.requires_grad_(flag)
+        changed = [name for name, saved in self._saved.items() if saved.restore_if_changed()]
+        lost = [name for name in changed if self._saved[name].copy is None]
+        self._note(changed)
+        return f"the parameters {first_names(lost, 4)}" if lost else ""
+
+    def keep_changing(self) -> None:
+        if not self._changing.known:
+            self._note([name for name, saved in self._saved.items() if saved.changed])
+
+    def _note(self, changed: Iterable[str]) -> None:
+        self._changing.names.update(changed)
+        if self._changing.known:
+            return
+        self._changing.known = True
+        room = self._changing.copied_bytes
+        for name, saved in self._saved.items():
+            if name not in self._changing.names and saved.copy is not None:
+                room -= saved.copy.nbytes
+                if room < 0:
+                    saved.copy = None
 
 
 class SavedAttributes:
     """Saved attributes of the user's objects, and of the objects that they refer to.
 
-    Attributes, lists, dicts, sets, deques and tuples are followed. Tensors that are neither parameters nor buffers,
-    NumPy arrays, and random generators of torch, NumPy and Python are restored in place. Of data sets, objects of
-    installed packages, and iterators, only the reference is restored.
+    Attributes, lists, dicts, sets, deques and tuples are followed; of functions and methods, the variables that they
+    name: those of modules of the user, of enclosing functions, and of classes. Tensors that are neither parameters nor
+    buffers, NumPy arrays, and random generators of torch, NumPy and Python are restored in place. Of data sets, objects
+    of installed packages, and iterators, only the reference is restored.
     """
 
     def __init__(self, *roots: object) -> None:
         self._packages = {_package(type(root)) for root in roots} - _FOREIGN
         self._seen: dict[int, object] = {}  # holds the objects, so that no other one gets the same id
+        self._names: dict[int, set[str]] = {}  # of the variables of a module that are saved
         self._undo: list[Callable[[], str | None]] = []
         self._copied_bytes = 0
         waiting = deque(roots)
@@ -94,20 +285,26 @@ class SavedAttributes:
             case random.Random():
                 self._keep(value.setstate, value.getstate())
             case list():
-                self._keep(lambda items: value.__setitem__(slice(None), items), [*value])
+                self._keep(functools.partial(_restore_list, value), [*value])
                 return value
             case dict():
-                self._keep(lambda items: (value.clear(), value.update(items)), {**value})
+                self._keep(functools.partial(_restore_dict, value), {**value})
                 return value.values()
             case set():
                 self._keep(lambda items: (value.clear(), value.update(items)), {*value})
             case deque():
                 self._keep(lambda items: (value.clear(), value.extend(items)), [*value])
                 return value
+            case bytearray() | array.array():
+                self._keep(lambda items: value.__setitem__(slice(None), items), value[:])
             case tuple() | frozenset():
                 return value
             case MethodType():
-                return [value.__self__]
+                return [value.__self__, value.__func__]
+            case FunctionType():
+                return self._save_function(value)
+            case functools.partial():
+                return [value.func, *value.args, *value.keywords.values()]
             case _ if numpy and isinstance(value, numpy.ndarray):
                 self._save_array(value)
             case _ if numpy and isinstance(value, numpy.random.Generator):
@@ -119,15 +316,14 @@ class SavedAttributes:
         return ()
 
     def _save_object(self, value: Any) -> Collection[object]:
-        parts: list[nn.Module | None] = []
+        parts: Collection[object] = ()
         hidden = frozenset[str]()
         if isinstance(value, nn.Module):
-            parts, hidden = [*value._modules.values()], _OF_TORCH
+            parts, hidden = value._modules.values(), _OF_TORCH
             followed = not type(value).__module__.startswith("torch._")  # torch.compile's own
         else:
             followed = isinstance(value, SimpleNamespace) or (
-                not isinstance(value, Dataset)
-                and (_package(type(value)) in self._packages or not _is_installed(type(value)))
+                not isinstance(value, Dataset) and self._is_users(_package(type(value)))
             )
         if not followed:
             return parts
@@ -140,17 +336,72 @@ class SavedAttributes:
                 object.__setattr__(value, name, held)
 
         self._keep(restore, attributes)
-        return [*attributes.values(), *parts]
+        return [*attributes.values(), *parts, *self._save_classes(type(value))]
+
+    def _save_classes(self, kind: type) -> list[object]:
+        """Save the attributes of a class and its bases, and return what their methods and attributes refer to."""
+        found: list[object] = []
+        for each in kind.__mro__:
+            if id(each) in self._seen or not self._is_users(_package(each)):
+                continue
+            self._seen[id(each)] = each
+            held = {name: value for name, value in vars(each).items() if not _is_bound(name, value)}
+
+            def restore(saved: Mapping[str, Any], each: type = each) -> None:
+                now = {name: value for name, value in vars(each).items() if not _is_bound(name, value)}
+                for name in now.keys() - saved.keys():
+                    delattr(each, name)
+                for name, value in saved.items():
+                    if now.get(name, restore) is not value:
+                        setattr(each, name, value)
+
+            self._keep(restore, held)
+            found += [*held.values(), *(_function(value) for name, value in vars(each).items() if name not in _OF_DATA)]
+        return found
+
+    def _save_function(self, value: FunctionType) -> Collection[object]:
+        if not self._is_users((value.__module__ or "").partition(".")[0]):
+            return ()
+        found = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), value.__dict__]
+        for cell in value.__closure__ or ():
+            try:
+                held = cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+            self._keep(functools.partial(setattr, cell, "cell_contents"), held)
+            found.append(held)
+        return found + self._save_variables(value.__globals__, _names_of(value.__code__))
+
+    def _save_variables(self, scope: dict[str, Any], names: frozenset[str]) -> list[object]:
+        """Save the variables of a module that are among ``names``, and return their values."""
+        done = self._names.setdefault(id(scope), set())
+        new = names - done
+        done |= new
+        saved = {name: scope[name] for name in new if name in scope}
+
+        def restore(saved: Mapping[str, Any]) -> None:
+            for name in new:
+                if name not in saved:
+                    scope.pop(name, None)
+                elif scope.get(name, restore) is not saved[name]:
+                    scope[name] = saved[name]
+
+        self._keep(restore, saved)
+        modules = [held for held in saved.values() if isinstance(held, ModuleType) and self._is_users(held.__name__)]
+        inner = [held for module in modules for held in self._save_variables(vars(module), names)]
+        return [*saved.values(), *inner]
 
     def _save_tensor(self, value: Tensor) -> None:
         if value.grad_fn is not None or value.layout is not torch.strided or value.is_inference() or value.is_meta:
             return  # nothing changes these in place
-        if self._has_room(value.nbytes):
-            # the memory of one that has not changed may be read-only
-            self._keep(lambda old: differs(value, old) and value.copy_(old), value.detach().clone())
-            return
-        version, shape = value._version, tuple(value.shape)
-        self._undo.append(lambda: f"a tensor of shape {shape}" if value._version != version else None)
+        saved = SavedTensor(value, copies=self._has_room(value.nbytes))
+
+        def undo() -> str | None:
+            if saved.restore_if_changed() and saved.copy is None:
+                return f"a tensor of shape {tuple(value.shape)}"
+            return None
+
+        self._undo.append(undo)
 
     def _save_array(self, value: Any) -> None:
         if value.flags.writeable and not value.dtype.hasobject and self._has_room(value.nbytes):
@@ -168,18 +419,63 @@ class SavedAttributes:
 
         self._undo.append(undo)
 
+    def _is_users(self, package: str) -> bool:
+        package = package.partition(".")[0]
+        return package in self._packages or not _is_installed(package)
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _restore_list(value: list[Any], saved: list[Any]) -> None:
+    if len(value) != len(saved) or not all(map(operator.is_, value, saved)):
+        value[:] = saved
+
+
+def _restore_dict(value: dict[Any, Any], saved: dict[Any, Any]) -> None:
+    """Restore a dict and its order, if it has changed: another thread may be reading it."""
+    same = len(value) == len(saved) and all(
+        one is other and value[one] is saved[other] for one, other in zip(value, saved, strict=True)
+    )
+    if not same:
+        value.clear()
+        value.update(saved)
+
 
 def _attributes(value: Any) -> dict[str, Any]:
     """Return an object's attributes, those in slots too."""
-    slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
-    found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    found = {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
     return found | getattr(value, "__dict__", {})
 
 
+@functools.cache
 def _slots(kind: type) -> list[str]:
-    names = vars(kind).get("__slots__", ())
-    names = [names] if isinstance(names, str) else [*names]
-    return [name for name in names if name not in ("__dict__", "__weakref__") and not name.startswith("__")]
+    """Return the names of the slots of a class and its bases."""
+    found: list[str] = []
+    for each in kind.__mro__:
+        names = vars(each).get("__slots__", ())
+        found += [names] if isinstance(names, str) else names
+    return [name for name in found if name not in ("__dict__", "__weakref__") and not name.startswith("__")]
+
+
+def _is_bound(name: str, value: object) -> bool:
+    """Return whether an attribute of a class is part of its definition: a method, a property, a slot."""
+    return name.startswith(("__", "_abc_")) or hasattr(type(value), "__get__")
+
+
+def _function(value: Any) -> object:
+    """Return the function of a method or property; None for other attributes of a class."""
+    for name in ("__func__", "fget", "func"):
+        value = getattr(value, name, value)
+    return value if isinstance(value, FunctionType) else None
+
+
+@functools.cache
+def _names_of(code: CodeType) -> frozenset[str]:
+    """Return the names that a function refers to by its code, those of inner functions too."""
+    inner = [_names_of(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return frozenset(code.co_names).union(*inner)
 
 
 def _package(kind: type) -> str:
@@ -187,9 +483,8 @@ def _package(kind: type) -> str:
 
 
 @functools.cache
-def _is_installed(kind: type) -> bool:
-    """Return whether ``kind`` is of Python, or of an installed package."""
-    package = _package(kind)
+def _is_installed(package: str) -> bool:
+    """Return whether ``package`` is Python's own, or installed."""
     file = getattr(sys.modules.get(package), "__file__", None)
     installed = file is not None and not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
     return package in _FOREIGN or installed

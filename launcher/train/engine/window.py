@@ -22,7 +22,7 @@ from launcher.train.engine.build import EngineParts
 from launcher.train.engine.item_count import ItemCount, Items
 from launcher.train.engine.loss_collectives import LossCollectives
 from launcher.train.engine.optimizer_step import OptimizerStep
-from launcher.train.engine.preserved_state import SavedState
+from launcher.train.engine.preserved_state import PreservedState
 from launcher.train.engine.window_batchnorm import WindowNorms
 from launcher.train.engine.window_outputs import WindowOutputs
 from launcher.train.engine.window_totals import WindowTotals
@@ -78,7 +78,8 @@ class CurrentWindow:
         self.stage = Stage.running
         self.handed_out, self.sync = 0, plan.strategy.sync
         self._batches: Generator[Any, None, None] | None = None
-        self._saved: SavedState | None = None
+        self._saved: PreservedState | None = None
+        self._preserve, self._functions = parts.preserve, parts.functions
         self.forward: Forward | None = None
         self._arrived = self._queueing_s = 0.0
         # None once a micro-batch of a window of several was watched
@@ -89,7 +90,7 @@ class CurrentWindow:
         self.window = window
         self.data_s = 0.0
         self.handed_out, self.stage = 0, Stage.running
-        self._saved = SavedState(self._parallel.module, self._device) if self._saves else None
+        self._saved = self._preserve() if self._saves else None
         self._batches = batches
         self.started = time.perf_counter()
         return batches
@@ -117,6 +118,7 @@ class CurrentWindow:
                 "use batch.norm=sync.",
             )  # fmt: skip
         self.forward, self._count.items = forward, items
+        self._functions[:] = [each for each in (forward, items) if each is not None]
 
     def take_micro_batch(self) -> MicroBatch:
         """Return the current micro-batch for its backward pass, and mark that pass as done.
@@ -146,6 +148,8 @@ class CurrentWindow:
     def gradients_arrived(self) -> None:
         """Record that the host has just waited for the device."""
         self._arrived = time.perf_counter()
+        if self._saved is not None:
+            self._saved.keep_changing()
 
     def close(self) -> float:
         """End the window and return its duration in seconds.
@@ -199,9 +203,11 @@ class CurrentWindow:
             totals.out_of_memory()
 
     def restore(self) -> None:
-        """Restore random state and buffers from the start of the window."""
+        """Restore the state that passes can change from the start of the window."""
         assert self._saved is not None
-        self._saved.restore()
+        self._saved.restore(
+            "a window that is left out or runs again", "Use batch.on_oom=stop and train.on_nonfinite=stop."
+        )
 
     @property
     def at_boundary(self) -> bool:
@@ -244,10 +250,10 @@ class CurrentWindow:
         else:
             self._save_for_count(window)
         if isinstance(self._norms, WindowNorms):
-            self._norms.look_ahead(ahead, self._scaled_loss)
+            self._norms.look_ahead(ahead, self._scaled_loss, self._preserve())
             if self._count.due(window.count):  # the first passes of a process show that the loss has several terms
                 self._count.count(ahead, self._run_unwrapped)
-                self._norms.look_ahead(ahead, self._scaled_loss)
+                self._norms.look_ahead(ahead, self._scaled_loss, self._preserve())
         if outputs.active and window.count > 1:
             outputs.look_ahead(ahead, self._outputs_of)
         return iter(ahead)

@@ -21,7 +21,7 @@ from launcher.config.schema import Norm, Sync
 from launcher.errors import TaskError
 from launcher.plan.run_plan import RunPlan
 from launcher.train.data.loader import MicroBatch
-from launcher.train.engine.preserved_state import SavedState
+from launcher.train.engine.preserved_state import PreservedState
 from launcher.train.parallel.base import Parallel
 from launcher.train.parallel.batchnorm import (
     Norms,
@@ -99,16 +99,18 @@ class WindowNorms:
     def trial(self, *, alone: bool) -> None:  # noqa: ARG002 (the passes over a whole window are not part of it)
         self._begin(Pass.local, counts=True)
 
-    def look_ahead(self, micro_batches: Sequence[MicroBatch], loss: Callable[[MicroBatch], Tensor]) -> None:
-        """Compute statistics and means of the whole window. All ranks call it; random state and buffers are restored.
+    def look_ahead(
+        self, micro_batches: Sequence[MicroBatch], loss: Callable[[MicroBatch], Tensor], kept: PreservedState
+    ) -> None:
+        """Compute statistics and means of the whole window. All ranks call it.
 
         Args:
             loss: forward pass of a micro-batch through the unwrapped model; returns the scalar of its backward pass.
+            kept: restored after each pass.
 
         Raises:
             TaskError: micro-batches do not use the same layers in the same order.
         """
-        kept = SavedState(self._parallel.module, self._device)
         self._calls = []
         parallel = self._parallel
         with (
@@ -129,7 +131,7 @@ class WindowNorms:
 
     def _pass(
         self, stage: Pass, target: int, micro_batches: Sequence[MicroBatch], loss: Callable[[MicroBatch], Tensor],
-        kept: SavedState,
+        kept: PreservedState,
     ) -> Tensor | None:  # fmt: skip
         """Return the sums of call ``target`` over all micro-batches and ranks; None if there is no such call."""
         total: Tensor | None = None
@@ -144,7 +146,7 @@ class WindowNorms:
                 raise self._other_layers(f"one ends after {self._number} of the first one's {len(self._calls)}")
             if self._sums is not None:
                 total = self._sums if total is None else total + self._sums
-        kept.restore()
+        kept.restore("the passes that look ahead over a window", "Use batch.norm=sync.")
         return None if total is None else self._ranks.add_up(total)
 
     def _gradient_sums(self, scalar: Tensor) -> Tensor:

@@ -32,7 +32,6 @@ from launcher.train.data.loader import MicroBatch
 from launcher.train.engine.build import EngineParts
 from launcher.train.engine.loss_terms import require_terms
 from launcher.train.engine.output_rows import Rows, gathered, joined, same_random_numbers
-from launcher.train.engine.preserved_state import SavedAttributes, SavedState
 from launcher.train.engine.window_batchnorm import WindowNorms
 from launcher.train.measure.observer import EndedWindow
 
@@ -89,6 +88,7 @@ class WindowOutputs:
         if self.active and isinstance(parts.norms, WindowNorms):
             raise norm_of_window_loss()
         self._parallel, self._precision, self._norms = parts.parallel, parts.precision, parts.norms
+        self._preserve = parts.preserve
         self._world, self._device, self._seed = parts.world, parts.device, parts.plan.train.seed
         self._tolerance = _SAME_ROWS.get(parts.plan.precision.kind, _SAME_NARROW_ROWS)
         self._form: str | None = None  # that all ranks have agreed on
@@ -119,7 +119,7 @@ class WindowOutputs:
 
     def look_ahead(self, micro_batches: Sequence[MicroBatch], outputs: Callable[[MicroBatch], Any]) -> None:
         """Run all micro-batches of the window forward, and compute the gradient of its loss for their rows. All ranks
-        call it; random state, buffers and attributes are restored.
+        call it; what the passes can change is restored.
 
         Args:
             outputs: the task's ``outputs`` of a copy of a micro-batch through the unwrapped model.
@@ -127,8 +127,7 @@ class WindowOutputs:
         Raises:
             TaskError: see ``Rows.of`` and ``_solve``, or a forward pass changes state that cannot be restored.
         """
-        module = self._parallel.module
-        state, attributes = SavedState(module, self._device), SavedAttributes(module, self._task)
+        state = self._preserve()
         parts: list[Rows] = []
         with torch.no_grad(), self._parallel.meter.unchecked(), self._parallel.evaluation():
             for number, micro in enumerate(micro_batches, 1):
@@ -136,13 +135,7 @@ class WindowOutputs:
                 self._norms.micro_batch(counts=micro.samples > 0)
                 with self._precision.autocast():
                     parts.append(Rows.of(outputs(micro), micro.samples or None))
-        state.restore()
-        if changed := attributes.restore():
-            raise TaskError(
-                f"The forward pass changes {changed}, which is neither a parameter nor a buffer, and too large to be "
-                "restored after the first of the two passes that window_loss needs.\n"
-                "  Make it a buffer of the model (register_buffer), or use batch.accumulation=1."
-            )
+        state.restore("the first of the two passes that window_loss needs", "Use batch.accumulation=1.")
         self._solve(parts, [micro.samples for micro in micro_batches])
 
     def loss(self, model: Callable[..., Any], batch: Any, samples: int) -> Loss:

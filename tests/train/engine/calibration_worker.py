@@ -50,11 +50,11 @@ def plan_of(overrides: list[str], calibrate_s: float) -> RunPlan:
 
 def train(plan: RunPlan, words: dict[str, int]) -> tuple[dict[str, Any], Calibrated | None, str]:
     """Return what the run leaves, the calibration's result, and the order of reads (r) and training passes (F)."""
-    task, calls, order = Traced(reads="reads" in words), 0, [""]
+    # a number would be restored after each pass
+    task, counter, order = Traced(reads="reads" in words), itertools.count(1), [""]
 
     def forward(model: Callable[..., Any], batch: Any) -> Any:
-        nonlocal calls
-        calls += 1
+        calls = next(counter)
         if calls == words.get("oom") and engine.world.rank == 1:
             raise torch.OutOfMemoryError("as from the allocator")
         if calls == words.get("oom_backward") and engine.world.rank == 1:

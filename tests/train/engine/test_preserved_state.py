@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
 import warnings
 from collections import deque
@@ -15,8 +17,16 @@ import pytest
 import torch
 from torch import nn
 
+from launcher import Engine
+from launcher.errors import TaskError
+from launcher.plan.run_plan import RunPlan
 from launcher.train.engine import preserved_state
-from launcher.train.engine.preserved_state import SavedAttributes
+from launcher.train.engine.preserved_state import ChangingParameters, PreservedState, SavedAttributes
+from tests.helpers import make_plan, torchrun
+from tests.train.engine import clocks
+from tests.train.engine.clocks import WIDTH, Clocks, Counting, OfWindow
+
+WORKER = Path(__file__).parent / "preserved_state_worker.py"
 
 
 class Part:
@@ -150,3 +160,99 @@ def test_what_no_pass_has_changed_is_not_written_to(tmp_path: Path) -> None:
     task.expanded, task.meta = torch.full((1,), torch.nan).expand(4), torch.ones(2, device="meta")
     task.system, task.complex = random.SystemRandom(), torch.ones(2, dtype=torch.complex128)
     SavedAttributes(task).restore()
+
+
+def plan_of(*overrides: str) -> RunPlan:
+    return make_plan(
+        "cluster.workers_per_node=1", "batch.global_size=8", "train.loader_workers=0", "precision=fp32",
+        "batch.micro_size=4", "train.steps=3", *overrides, samples=24,
+    )  # fmt: skip
+
+
+def trained(task: Counting, overrides: list[str], *, terms: bool = False, fails_at: int | None = None) -> Clocks:
+    """Train on one rank, and return the model. ``fails_at``: the pass in which memory does not suffice."""
+    model, plan = Clocks(norm="batch.norm=window" in overrides), plan_of(*overrides)
+    engine = Engine(model, lambda parameters: torch.optim.SGD(parameters, 0.05), plan, owner=task)
+    of_window = isinstance(task, OfWindow)
+    forward: Any = None if of_window else task.terms if terms else task.loss
+    data = torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(1))
+    passes = itertools.count()
+    for window in engine.windows(list(data), forward=forward):
+        try:
+            for batch in window:
+                if of_window:
+                    loss: Any = engine.outputs.loss(engine.model, batch, len(batch))
+                else:
+                    loss = forward(engine.model, batch)
+                if next(passes) == fails_at:
+                    raise torch.OutOfMemoryError("injected")
+                engine.backward(loss)
+        except torch.OutOfMemoryError as error:
+            if not engine.shrinks(error):
+                raise
+            continue
+        engine.step()
+    return model
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("task", "overrides", "options", "passes"),
+    [
+        pytest.param(Counting, [], {"terms": True}, 6, id="count of the terms' items"),
+        pytest.param(Counting, ["batch.norm=window"], {}, 6, id="window's BatchNorm"),
+        pytest.param(OfWindow, [], {}, 6, id="window's loss"),
+        pytest.param(Counting, ["batch.on_oom=shrink"], {"fails_at": 3}, 2 + 4 + 4, id="window that runs again"),
+    ],
+)
+def test_each_training_pass_is_counted_once(
+    task: type[Counting], overrides: list[str], options: dict[str, Any], passes: int
+) -> None:
+    made = task()
+    assert trained(made, overrides, **options).numbers() == [passes] * 6
+    assert made.calls == len(clocks.SEEN) == passes
+
+
+@pytest.mark.slow
+def test_a_calibration_leaves_nothing_behind(tmp_path: Path) -> None:
+    losses = json.loads(torchrun(WORKER, [], 2, tmp_path).splitlines()[-1])
+    assert losses["calibrated"] == losses["not calibrated"] == pytest.approx(losses["plain"], rel=1e-5)
+
+
+class Late(nn.Module):
+    """Changes a parameter in its second pass only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.frozen = nn.Linear(2, 2), nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def write(self) -> None:
+        with torch.no_grad():
+            self.frozen += 1
+
+
+def test_parameters_that_change_late_are_restored_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, changing = Late(), ChangingParameters(ranks=1)
+
+    def save() -> PreservedState:
+        return PreservedState(model, torch.device("cpu"), [], changing)
+
+    save().restore("the pass", "Use none.")
+    assert changing.known and not changing.names  # noqa: PT018
+    late = save()
+    model.write()
+    model.layer = nn.Linear(3, 3)
+    model.frozen.requires_grad_(True)
+    late.restore("the pass", "Use none.")
+    assert (model.frozen.tolist(), model.frozen.requires_grad, model.layer.in_features) == ([0] * 3, False, 2)
+    assert changing.names == {"frozen"}
+    changing.names.clear()
+    monkeypatch.setattr(preserved_state, "MAX_COPY_BYTES", 4)
+    large = save()
+    model.write()
+    with pytest.raises(TaskError, match=r"changes the parameters frozen, too large .* after the pass\.\n  Use none"):
+        large.restore("the pass", "Use none.")
+    known = save()
+    model.write()
+    known.restore("the pass", "Use none.")
+    assert model.frozen.tolist() == [1] * 3, "a parameter that is known to change is always copied"

@@ -14,6 +14,7 @@ from launcher.config.schema import Norm
 from launcher.errors import ConfigError, TaskError
 from launcher.plan.run_plan import RunPlan
 from launcher.train.data.loader import MicroBatch
+from launcher.train.engine.preserved_state import ChangingParameters, PreservedState
 from launcher.train.engine.window_batchnorm import WindowNorms, norms_of
 from launcher.train.parallel.base import Parallel
 from launcher.train.parallel.batchnorm import batch_norms
@@ -113,7 +114,8 @@ def look_ahead(model: nn.Module, inputs: list[Tensor], norm: str = "window") -> 
     plan = plan_on_one_rank(norm, "precision=fp32")
     norms = norms_of(plan, Parallel(model, plan, CPU), Precision(plan.precision, CPU), CPU)
     assert isinstance(norms, WindowNorms)
-    norms.look_ahead([MicroBatch(x, len(x)) for x in inputs], lambda micro: model(micro.data).square().sum())
+    kept = PreservedState(model, CPU, [], ChangingParameters(ranks=1))
+    norms.look_ahead([MicroBatch(x, len(x)) for x in inputs], lambda micro: model(micro.data).square().sum(), kept)
     return norms
 
 
