@@ -34,6 +34,7 @@ from launcher.train.data.window_feed import BEGINNING, Window, WindowPosition, o
 from launcher.train.engine import loss_terms, oom
 from launcher.train.engine.build import ModelFrom, OptimizerFrom, OtherValues, TrainedParameters, build_parts
 from launcher.train.engine.calibration import Calibrated, Calibration, measured_as
+from launcher.train.engine.foreign_leaves import ForeignLeaves
 from launcher.train.engine.item_count import ItemCount, Items
 from launcher.train.engine.optimizer_step import OptimizerStep
 from launcher.train.engine.progress import EngineProgress
@@ -111,7 +112,7 @@ class Engine(EngineProgress):
         self._loss = WindowLoss(self.world, self.device, self.parallel.meter)
         self._optimizer_step = step = OptimizerStep(parts, self._loss, schedule)
         self.schedule = step.schedule
-        self.outputs = WindowOutputs(parts)
+        self.outputs, self._leaves = WindowOutputs(parts), ForeignLeaves(parts)
         count = ItemCount(parts, self._loss, step.weight)
         self._current = CurrentWindow(parts, self.buffers, step, count, self.outputs)
         self._calibration, self.preserve = Calibration(parts), parts.preserve
@@ -227,9 +228,11 @@ class Engine(EngineProgress):
                 other micro-batches.
         """
         current, totals = self._current, self._totals
-        samples = current.take_micro_batch().samples
+        micro = current.take_micro_batch()
+        samples = micro.samples
         losses = loss_terms.as_terms(loss, items, metrics)
         current.require_sum(losses)
+        self._leaves.require_none(losses, micro.data)
         weight = self._optimizer_step.weight(losses, samples)
         self._loss.require_parts(losses)
         if self._loss.several and current.must_count():

@@ -30,6 +30,7 @@ from launcher.plan.solve import norm_of_window_loss
 from launcher.plan.sync_policy import Collective
 from launcher.train.data.loader import MicroBatch
 from launcher.train.engine.build import EngineParts
+from launcher.train.engine.foreign_leaves import leaves_of
 from launcher.train.engine.loss_terms import require_terms
 from launcher.train.engine.output_rows import Rows, gathered, joined, same_random_numbers
 from launcher.train.engine.window_batchnorm import WindowNorms
@@ -225,7 +226,8 @@ class WindowOutputs:
                 "The result of window_loss does not depend on the outputs, or was detached from them: there is nothing "
                 "to train."
             )
-        if others := _parameters_of(loss.total, trained):
+        rows_of_loss = {id(leaf) for leaf in trained}
+        if others := [leaf for leaf in leaves_of([loss.total]) if id(leaf) not in rows_of_loss]:
             raise TaskError(
                 f"window_loss uses a parameter of shape {list(others[0].shape)} itself, which would get no gradient.\n"
                 "  Use it in outputs(model, batch): scale the rows with it, or return it once for each sample, such as "
@@ -284,19 +286,3 @@ def _share(loss: Loss, start: int, count: int, of: int) -> Loss:
 
 def _wide(value: float | Tensor) -> float | Tensor:
     return value.detach().double() if isinstance(value, Tensor) else value
-
-
-def _parameters_of(total: Tensor, rows: Sequence[Tensor]) -> list[Tensor]:
-    """Return the leaves in the graph of ``total`` that are none of ``rows``."""
-    own, waiting, seen = {id(row) for row in rows}, [total.grad_fn], set[Any]()
-    found: list[Tensor] = []
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in own:
-            found.append(leaf)
-        waiting.extend(following for following, _ in node.next_functions)
-    return found

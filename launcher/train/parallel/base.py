@@ -149,6 +149,10 @@ class Parallel:
         two windows."""
         part.train() if training else part.eval()
 
+    def leaves(self) -> list[Tensor]:
+        """Return the parameters as they are in the graph of a loss."""
+        return [*self.module.parameters()]
+
     def gradient_order(self) -> list[str]:
         """Return the parameters' names in the order in which their gradients are reduced; empty if the first window
         does not determine it, or if it does not affect rounding. All ranks call it."""

@@ -191,6 +191,11 @@ class Fsdp(Parallel):
             )
         return whole
 
+    def leaves(self) -> list[Tensor]:
+        groups = [group for module in self._modules for group in groups_of(module)]
+        gathered = [getattr(each, "_unsharded_param", None) for group in groups for each in group.fsdp_params]
+        return [*super().leaves(), *(leaf for leaf in gathered if leaf is not None)]
+
     def _parameters_of_root(self) -> list[Any]:
         return [parameter for group in groups_of(self._modules[0]) for parameter in group.fsdp_params]
 
