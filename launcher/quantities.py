@@ -52,6 +52,16 @@ def first_names(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+# control characters but line feeds and tabs; marks that reorder text; parts of names that are not UTF-8
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Return ``text`` with control characters as in Python's source, such as ``\\x1b``: a name, a path or a message
+    that somebody else has written must not control the terminal."""
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 def first_lines(lines: Sequence[str], most: int) -> list[str]:
     """Return the first ``most`` lines, and one that says how many there are besides."""
     return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]

@@ -11,6 +11,7 @@ from importlib import metadata
 from launcher.cli.overrides import OnLoginNode, discard_output, print_disk_error, print_error
 from launcher.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, LauncherError, UserError, did_you_mean
 from launcher.process import ENDS_WITH_INPUT, interrupt_at_end_of_input
+from launcher.rundir.files import Unreadable
 
 HELP = """\
 launch: distributed training with an exact global batch.
@@ -85,6 +86,8 @@ def run(arguments: Sequence[str]) -> int:
         return _dispatch(list(arguments))
     except LauncherError as error:
         return print_error(error)
+    except Unreadable as error:
+        return print_error(UserError(f"{error}.\n  Restore the file from a copy, or remove it."))
     except BrokenPipeError:
         raise
     except OSError as error:

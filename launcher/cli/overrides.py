@@ -22,6 +22,7 @@ from launcher.errors import (
 )
 from launcher.plan.gpus import require_at_hand
 from launcher.process import signal_handler
+from launcher.quantities import printable
 
 if TYPE_CHECKING:
     from launcher.config.multirun import RequestedCell, Result
@@ -54,7 +55,7 @@ class OnLoginNode(Exception):
 
 
 def print_error(error: LauncherError) -> int:
-    print(f"launch: error: {error}", file=sys.stderr)
+    print(printable(f"launch: error: {error}"), file=sys.stderr)
     return error.exit_status
 
 

@@ -22,7 +22,7 @@ from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.tracker_plan import MLFLOW_STORE
 from launcher.process import no_collection
-from launcher.quantities import bytes_text, count, first_names
+from launcher.quantities import bytes_text, count, first_names, printable
 from launcher.report import live, run_list
 from launcher.report.tables import near
 from launcher.rundir import history
@@ -113,7 +113,7 @@ def _print_failure(paths: RunPaths, run: Run) -> None:
     if run.failure is not None:
         print(f"\n{run_list.failure_of(run)}")
     elif run.state.value in ("failed", "lost"):
-        print("\n".join(live.end_of_log(paths, run)))
+        print(printable("\n".join(live.end_of_log(paths, run))))
 
 
 def _watch(paths: RunPaths | SweepPaths) -> int:
@@ -175,7 +175,7 @@ def launch_cancel(arguments: list[str]) -> int:
     runs = _chosen(target, ACTIVE, "there is nothing to cancel")
     ended = control.cancel_runs(runs, partial(print, flush=True))
     for run in ended:
-        print(f"{run.name}: {run.state.value}.")
+        print(f"{printable(run.name)}: {run.state.value}.")
     newest = f"the newest checkpoint{'' if len(ended) == 1 else 's'}"
     print(f"`launch resume {run_list.command_name(target.root)}` continues from {newest}.")
     return EXIT_DONE
@@ -203,7 +203,9 @@ def launch_resume(arguments: list[str]) -> int:
     parser.add_argument("--force", action="store_true", help="allow changes of keys that affect what is learned")
     options = parser.parse_intermixed_args(arguments)
     if not options.overrides and not options.force:
-        states = frozenset(RunState) - ACTIVE - {RunState.done, RunState.unknown, RunState.impossible}
+        states = frozenset(RunState) - ACTIVE - {
+            RunState.done, RunState.unknown, RunState.unreadable, RunState.impossible,
+        }  # fmt: skip
         return _restart("resume", options, states, control.to_resume)
     target = resolve_any(options.run, options.dir)
     if isinstance(target, SweepPaths) or is_sweep(target.root.parent):
@@ -299,7 +301,7 @@ def launch_export(arguments: list[str]) -> int:
         print(json.dumps(dataclasses.asdict(exported), indent=2))
         return EXIT_DONE
     size = f"{count(exported.tensors, 'tensor')}, {bytes_text(exported.bytes)}"
-    print(f"Exported step {exported.step} of {exported.run} to {near(exported.directory)}: {size}.")
+    print(f"Exported step {exported.step} of {printable(exported.run)} to {near(exported.directory)}: {size}.")
     print(f"Files: {first_names(exported.files, 12)}")
     if exported.tied:
         print(f"Tied: {first_names([f'{name} is {kept}' for name, kept in exported.tied.items()])}")
@@ -335,7 +337,7 @@ def launch_report(arguments: list[str]) -> int:
     compared = compare_runs(chosen, title=first_names(names, 3), loss=options.loss)
     if options.csv or options.json:
         as_text = comparison_tables.as_csv if options.csv else comparison_tables.as_json
-        print(as_text(compared), end="" if options.csv else "\n")
+        print(printable(as_text(compared)), end="" if options.csv else "\n")
         if options.html is not None:
             write_page(compared, options.html, standalone=options.standalone)
         return EXIT_DONE

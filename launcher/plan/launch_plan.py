@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from launcher.config.schema import ClusterKind, ContainerRuntime, Device
 from launcher.errors import ConfigError, UserError
-from launcher.rundir.files import Absent, value_from_json, write_text
+from launcher.rundir.files import Absent, read_bytes, value_from_json, write_text
 from launcher.rundir.paths import RunPaths
 
 PLAN_FORMAT = 1
@@ -236,7 +236,7 @@ class LaunchPlan:
         return json.dumps(dataclasses.asdict(self), indent=2)
 
     @classmethod
-    def from_json(cls, text: str) -> Self:
+    def from_json(cls, text: str | bytes) -> Self:
         """Return the plan in ``text``.
 
         Raises:
@@ -261,4 +261,4 @@ class LaunchPlan:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        return cls.from_json(path.read_text(encoding="utf-8"))
+        return cls.from_json(read_bytes(path))

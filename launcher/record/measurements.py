@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -18,7 +18,7 @@ from launcher.plan.tracker_plan import trackers_of_plan
 from launcher.plan.windows import WARM_UP_WINDOWS
 from launcher.quantities import Interval, interval
 from launcher.record.curves import SMOOTH_POINTS, Columns, Point, curve_json, smoothed_points, thinned
-from launcher.rundir.files import read_json
+from launcher.rundir.files import Unreadable, open_file, read_bytes, read_json
 from launcher.rundir.paths import RunPaths
 
 # the latest prediction of the windows that the run's figures are of
@@ -49,6 +49,10 @@ POLICY_TIMES = (
     "step_s", "low_s", "high_s", "data_s", "compute_s", "optimizer_s", "communication_s", "exposed_s",
 )  # fmt: skip
 _SECTION = re.compile(r"^(?=[A-Za-z_])", re.MULTILINE)  # matches before each top-level key of config.yaml
+_MOST_CONFIG, _MOST_LINE = 2**22, 2**20  # bytes of config.yaml, and of a line of metrics.jsonl
+# bytes of YAML that cannot be nested too deeply for the C loader; levels of nesting that a longer one may have
+_SURELY_FLAT, _DEEPEST = 2**12, 100
+_TEXTS = ("version", "task", "device", "strategy", "sync", "loss/hours_unit")  # figures that are no numbers
 _OTHER_VERSION = "its plan was written by another version of launcher"
 _NOTHING_RECORDED = "nothing was recorded"
 # the launcher's own metrics of training and evaluation
@@ -102,7 +106,7 @@ def read_run(run: Path) -> RunData:
 
     paths = RunPaths(run)
     try:
-        plan = orjson.loads(paths.plan.read_bytes())
+        plan = orjson.loads(read_bytes(paths.plan))
         if not isinstance(plan, dict) or plan.get("format") != PLAN_FORMAT:  # pyright: ignore[reportUnknownMemberType]
             return RunData(problem=_OTHER_VERSION, trackers=_trackers(plan))  # pyright: ignore[reportUnknownArgumentType]
         if "batch" not in plan:
@@ -111,17 +115,41 @@ def read_run(run: Path) -> RunData:
             plan = _plan_of_loop(plan, paths)  # pyright: ignore[reportUnknownArgumentType]
         figures, settings = _planned(plan), _settings(plan, paths)  # pyright: ignore[reportUnknownArgumentType]
         trackers, policies = _trackers(plan), _policies(plan)  # pyright: ignore[reportUnknownArgumentType]
+        data = checked(RunData(figures=figures, settings=settings, trackers=trackers, policies=policies))
     except FileNotFoundError as error:
         return RunData(problem=f"its {Path(error.filename).name} is missing")
     except Exception as error:  # any content is possible: another version, a damaged disk
-        return RunData(problem=f"unreadable: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
-    data = RunData(figures=figures, settings=settings, trackers=trackers, policies=policies)
+        return RunData(problem=f"unreadable: {reason(error, run)}")
     try:
-        return _measured(paths.metrics, data)
+        return checked(_measured(paths.metrics, data))
     except FileNotFoundError:
         return replace(data, problem=_NOTHING_RECORDED)
-    except OSError as error:
-        return replace(data, problem=f"unreadable: {error.strerror}: metrics.jsonl")
+    except Exception as error:
+        return replace(data, problem=f"unreadable: {reason(error, run)}")
+
+
+def reason(error: Exception, run: Path) -> str:
+    """Return in one line why a file in the directory ``run`` cannot be read."""
+    if isinstance(error, OSError):
+        return f"{error.strerror}: {Path(str(error.filename)).name}"
+    kind = "" if isinstance(error, Unreadable) else f"{type(error).__name__}: "
+    return f"{kind}{str(error).replace(f'{run}/', '').partition(chr(10))[0]}"
+
+
+def checked(data: RunData) -> RunData:
+    """Return ``data`` if reports can reckon with it, whoever has written the files.
+
+    Raises:
+        TypeError: a text where a number belongs, or the other way round.
+    """
+    for name, value in [*data.figures.items(), *data.metrics.items()]:
+        if value is not None and not isinstance(value, str if name in _TEXTS else int | float):
+            raise TypeError(f"{name} is {json.dumps(value, default=str)[:40]}")
+    float(data.settings.get("cluster.price_per_gpu_hour", "null").replace("null", "0"))
+    rows = [*data.policies.values(), *data.minima]
+    if not all(isinstance(value, int | float) for row in rows for value in row):
+        raise TypeError("a predicted or measured time is no number")
+    return data
 
 
 def _trackers(plan: Any) -> list[str]:
@@ -137,7 +165,7 @@ def _plan_of_loop(plan: dict[str, Any], paths: RunPaths) -> dict[str, Any]:
     """Return the plan of the engine in a script of `launch run`, of which ``plan`` is the job's; its task is the
     script."""
     script = next((word for word in plan["command"] if word.endswith(".py")), "")
-    engine: dict[str, Any] = json.loads(paths.loop_plan.read_text(encoding="utf-8"))
+    engine: dict[str, Any] = json.loads(read_bytes(paths.loop_plan))
     return engine | {"task": engine["task"] | {"target": Path(script).name}}
 
 
@@ -157,7 +185,7 @@ def _planned(plan: dict[str, Any]) -> dict[str, Any]:
 def _settings(plan: dict[str, Any], paths: RunPaths) -> dict[str, str]:
     """Return config.yaml flattened, with the values that the plan has solved."""
     config: dict[str, str] = {}
-    for section in _SECTION.split(paths.config.read_text(encoding="utf-8")):
+    for section in _SECTION.split(read_bytes(paths.config, _MOST_CONFIG).decode()):
         config |= _flat_section(section)
     cluster, precision = plan["cluster"], plan["precision"]["kind"]
     solved = {f"cluster.{name}": cluster[name] for name in ("workers_per_node", "device")}
@@ -177,9 +205,27 @@ def _flat_section(text: str) -> dict[str, str]:
 
     # the C loader is ten times as fast, but not in every build
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    if "*" in text or len(text) > _SURELY_FLAT:
+        _require_plain(yaml.parse(text, loader))
     content = yaml.load(text, loader)
     flat = _flat(content, "") if content else {}
     return {key: value for key, value in flat.items() if not key.startswith(_NO_SETTINGS)}
+
+
+def _require_plain(events: Iterable[Any]) -> None:
+    """Check that a YAML text has no alias, and is not nested too deeply for the C loader, which would crash.
+
+    A few nested aliases stand for more values than any computer can write down.
+
+    Raises:
+        Unreadable: it is no composed config.
+    """
+    depth = 0
+    for event in events:
+        kind = type(event).__name__
+        depth += kind.endswith("StartEvent") - kind.endswith("EndEvent")
+        if kind == "AliasEvent" or depth > _DEEPEST:
+            raise Unreadable(f"config.yaml: {'has an alias' if kind == 'AliasEvent' else 'is nested too deeply'}")
 
 
 def _flat(value: Any, prefix: str) -> dict[str, str]:
@@ -266,14 +312,16 @@ def _measured(metrics: Path, planned: RunData) -> RunData:
     import orjson  # not at module level: `launch runs` works without it
 
     record = _Record()
-    with metrics.open("rb") as file:
-        for line in file:
+    with open_file(metrics) as file:
+        while line := file.readline(_MOST_LINE):
             try:
                 record.add(orjson.loads(line))
-            except (ValueError, KeyError, TypeError, AttributeError):
+            except Exception:
                 # an incomplete last line of an active run is not damage
                 record.damaged_lines += line.endswith(b"\n")
     if not record.points:
+        if record.damaged_lines:
+            raise Unreadable("metrics.jsonl: none of its lines is a record")
         return replace(planned, problem=_NOTHING_RECORDED)
     smoothed = smoothed_points(record.points)
     minima: list[list[float]] = []

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from rich.console import Console
+from rich.text import Text
 
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.tracker_plan import TRACKER_KINDS
 from launcher.process import EXCEPTION_MARK
-from launcher.quantities import Interval, duration_text, seconds_left
+from launcher.quantities import Interval, duration_text, printable, seconds_left
 from launcher.rundir.files import Tail, last_lines, read_json
 from launcher.rundir.paths import RunPaths, SweepPaths
 from launcher.runs.status import Run
@@ -107,7 +108,7 @@ class LiveDisplay(MessageDisplay):
             self._output = RankOutput(newest)
             output += [f"--- {newest.name} ---", *self._output.lines()]
         for line in output:
-            self.say(line)
+            self._console.print(Text(line), soft_wrap=True)  # as it is: the user's program may have coloured it
         replaced = self._metrics.replaced
         records = [json.loads(line) for line in self._metrics.lines()]
         if self._metrics.replaced > replaced:  # the run was restarted, and its record truncated to the resume point
@@ -213,11 +214,18 @@ class _Trimmed:
         return getattr(self._file, name)
 
 
+class _PrintableConsole(Console):
+    """Console that shows the control characters of a text; those of a rich.text.Text reach the terminal."""
+
+    def render_str(self, text: str, **options: Any) -> Text:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().render_str(printable(text), **options)
+
+
 def console(*, quiet: bool = False) -> Console:
     if sys.stdout.isatty():
-        return Console(file=sys.stdout, quiet=quiet)
+        return _PrintableConsole(file=sys.stdout, quiet=quiet)
     # lines are not wrapped in a file, so that a printed command can be pasted
-    return Console(file=cast("TextIO", _Trimmed(sys.stdout)), quiet=quiet, width=200)
+    return _PrintableConsole(file=cast("TextIO", _Trimmed(sys.stdout)), quiet=quiet, width=200)
 
 
 @contextmanager

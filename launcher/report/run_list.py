@@ -23,6 +23,7 @@ COLOURS: dict[str, str] = {
     RunState.done: "green", RunState.running: "cyan", RunState.failed: "red", RunState.lost: "red",
     RunState.pending: "yellow", RunState.requeued: "yellow", RunState.stopped: "yellow",
     RunState.cancelled: "dim", RunState.unknown: "magenta", RunState.impossible: "magenta",
+    RunState.unreadable: "red",
 }  # fmt: skip
 
 
@@ -133,7 +134,7 @@ def _at(event: Mapping[str, Any]) -> datetime:
 
 def _event_text(event: dict[str, Any]) -> str:
     fields = {name: value for name, value in event.items() if name not in ("at", "event") and value is not None}
-    if "nodes" in fields:
+    if isinstance(fields.get("nodes"), list):
         fields["nodes"] = " ".join(map(str, fields["nodes"]))
     keys = event["event"] == "changed"  # config keys, which are shown as they are written
     text = fields.get("what") or ", ".join(

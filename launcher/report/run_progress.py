@@ -102,7 +102,7 @@ class ProgressReader:
         if progress is None or known != run or when != changed:
             try:
                 progress = RunProgress.of(run)
-            except (OSError, ValueError, LookupError, TypeError) as error:  # a damaged file must not hide other runs
+            except Exception as error:  # a damaged file must not hide other runs
                 progress = RunProgress(run=run, name=run.name, event=f"cannot be read: {error}")
             self._read[run.dir] = run, changed, progress
         return progress
@@ -114,8 +114,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
     parts = [values[len(values) * i // count : len(values) * (i + 1) // count] for i in range(count)]
     means = [sum(part) / len(part) for part in parts]
     low, high = min(means, default=0.0), max(means, default=0.0)
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+    span = high - low or 1.0
+    return "".join(_BARS[round((mean - low) / span * (len(_BARS) - 1))] for mean in means)
 
 
 def device_use(runs: Iterable[Run]) -> dict[str, str]:

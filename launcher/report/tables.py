@@ -35,9 +35,10 @@ from launcher.plan.run_plan import OptimizerPlan, PrecisionPlan, RunPlan, Strate
 from launcher.plan.strategy import compression_texts
 from launcher.plan.tracker_plan import TRACKER_KINDS, mlflow_uri, recorded_trackers
 from launcher.process import CRASH_MARK
-from launcher.quantities import count
+from launcher.quantities import count, printable
 from launcher.report.forecast_tables import STEP_TIME, WIRE, forecast_lines
-from launcher.rundir.files import last_lines, read_json
+from launcher.rundir.files import Unreadable, last_lines, read_json
+from launcher.rundir.history import failure_record
 from launcher.rundir.paths import RunPaths
 
 
@@ -49,7 +50,7 @@ def named_lines(title: str) -> tuple[Table, Callable[..., None]]:
     table.add_column(overflow="fold")
 
     def add(name: str, text: str, style: str | None = None) -> None:
-        table.add_row(name, Text(text, style or ""))
+        table.add_row(name, Text(printable(text), style or ""))
 
     return table, add
 
@@ -252,10 +253,14 @@ def tracker_lines(paths: RunPaths, trackers: Iterable[str] | None = None) -> Ite
             return  # the plan need not be read
         trackers = recorded_trackers(paths)
     for tracker in map(Tracker, trackers):
-        if status := read_json(paths.tracker_status(tracker)):
+        try:
+            status = read_json(paths.tracker_status(tracker))
+        except (OSError, Unreadable):
+            status = {"problem": f"{paths.tracker_status(tracker).name} is unreadable"}
+        if status:
             closed = tracker is Tracker.prometheus and paths.summary.exists()  # the endpoint, at the end of the run
-            where = (not closed and status.get("url")) or (near(status["dir"]) if status.get("dir") else "")
-            yield TRACKER_KINDS[tracker].title, where, status.get("problem") or ""
+            where = (not closed and status.get("url")) or (near(str(status["dir"])) if status.get("dir") else "")
+            yield TRACKER_KINDS[tracker].title, str(where), str(status.get("problem") or "")
 
 
 def failure_text(summary: dict[str, Any], node: int = 0) -> str:
@@ -265,13 +270,15 @@ def failure_text(summary: dict[str, Any], node: int = 0) -> str:
         node: number of the host that shows the text. A failure on another host is summarised: that host shows it in
             full.
     """
-    failure: dict[str, Any] = summary["failure"]
+    failure: dict[str, Any] = failure_record("", None) | summary["failure"]
     if failure.get("log") is None:  # the host is lost
-        return f"launch: the job failed: {failure['error']}"
+        return printable(f"launch: the job failed: {failure['error']}")
     if failure.get("node", node) != node:
         rank = "" if failure["rank"] is None else f"rank {failure['rank']}: "
         where = f"node {failure['node']} ({failure['host']})"
-        return f"launch: the job failed on {where}: {rank}{failure['error']}\n  Its log there: {failure['log']}"
+        return printable(
+            f"launch: the job failed on {where}: {rank}{failure['error']}\n  Its log there: {failure['log']}"
+        )
     log = Path(failure["log"])
     # the launcher's own errors, which have a kind, are complete; for a killed process the end of its log may help
     output = [failure["traceback"].rstrip()] if failure["traceback"] else []
@@ -280,7 +287,7 @@ def failure_text(summary: dict[str, Any], node: int = 0) -> str:
         crash = next((number for number, line in enumerate(lines) if line.startswith(CRASH_MARK)), len(lines) - 15)
         output = lines[max(crash, 0) :][:15]
     rank = "the job" if failure["rank"] is None else f"rank {failure['rank']}"
-    return "\n".join([*output, f"launch: {rank} failed: {failure['error']}", f"  Its log: {near(log)}"])
+    return printable("\n".join([*output, f"launch: {rank} failed: {failure['error']}", f"  Its log: {near(log)}"]))
 
 
 def resume_text(plan: RunPlan, failure: dict[str, Any], name: str) -> str:
@@ -297,6 +304,6 @@ def resume_text(plan: RunPlan, failure: dict[str, Any], name: str) -> str:
 
 
 def near(path: str | Path) -> str:
-    """Return ``path``, relative if it is below the working directory."""
+    """Return ``path`` for the terminal, relative if it is below the working directory."""
     path = Path(path)
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    return printable(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))

@@ -21,7 +21,7 @@ from textual.screen import ModalScreen, Screen
 from textual.widgets import DataTable, Footer, Label, RichLog, Static
 
 from launcher.errors import LauncherError
-from launcher.quantities import count, duration_text, exposed_text, first_lines, speedup_text
+from launcher.quantities import count, duration_text, exposed_text, first_lines, printable, speedup_text
 from launcher.report.live import LogSource, rank_logs
 from launcher.report.run_list import COLOURS, LISTED, progress_text, states_text
 from launcher.report.run_progress import ProgressReader, RunProgress, device_use, sparkline
@@ -82,7 +82,7 @@ class Confirmation(ModalScreen[bool]):
         self._text = text
 
     def compose(self) -> ComposeResult:
-        yield Label(Text(f"{self._text}\n\ny: yes    n: no"))
+        yield Label(Text(f"{printable(self._text)}\n\ny: yes    n: no"))
         yield Footer()
 
 
@@ -111,7 +111,7 @@ class Log(Screen[None]):
 
     def action_rank(self, rank: int) -> None:
         """Follow the output of ``rank`` from its start."""
-        self._caption.update(Text(f"{self._paths.root.name}, rank {rank}", "bold"))
+        self._caption.update(Text(printable(f"{self._paths.root.name}, rank {rank}"), "bold"))
         self._output.clear()
         self.run_worker(self._follow(rank_logs(self._paths, rank)), exclusive=True)
 
@@ -187,7 +187,7 @@ class Top(App[None]):
                 LookupError,
                 LauncherError,
             ) as error:  # a file is damaged, or just gone
-                self._headline.update(Text(f"{type(error).__name__}: {error}", "red"))
+                self._headline.update(Text(printable(f"{type(error).__name__}: {error}"), "red"))
             asks_slurm = any(each.run.job is not None and each.run.state is not RunState.done for each in self._shown)
             await asyncio.sleep(_LOOK_AT_SLURM_S if asks_slurm else _LOOK_S)
 
@@ -203,7 +203,7 @@ class Top(App[None]):
             self.bell()
         self._shown = shown
         states = states_text([each.run for each in shown], noun="run") if shown else "no run yet"
-        self._headline.update(Text(f"{states}  ({self._runs})"))
+        self._headline.update(Text(printable(f"{states}  ({self._runs})")))
         if self._columns != (columns := _fitting(self.size.width)):
             self._columns = columns
             table.clear(columns=True)
@@ -213,9 +213,9 @@ class Top(App[None]):
                 table.add_column(column.title, width=column.width)
         table.clear()
         for each in shown:
-            name = Text(each.name, no_wrap=True, overflow="ellipsis")
+            name = Text(printable(each.name), no_wrap=True, overflow="ellipsis")
             cells = (column.text(each) for column in columns)  # a plain string would be taken for markup
-            table.add_row(name, *(Text(cell) if isinstance(cell, str) else cell for cell in cells))
+            table.add_row(name, *(Text(printable(cell)) if isinstance(cell, str) else cell for cell in cells))
         rows = [number for number, each in enumerate(shown) if chosen is not None and each.run.dir == chosen.run.dir]
         table.move_cursor(row=rows[0] if rows else 0)
         self._detail()
@@ -230,7 +230,7 @@ class Top(App[None]):
         text = Text()
         if (chosen := self._chosen) is not None:
             for name, value in self._details(chosen):
-                text.append(f"{name:9} ", "bold").append(f"{value}\n")
+                text.append(f"{name:9} ", "bold").append(f"{printable(value)}\n")
         text.right_crop(1)
         self._facts.update(text)
 
@@ -276,11 +276,13 @@ class Top(App[None]):
         if (chosen := self._chosen) is None:
             return
         if (chosen.run.state in ACTIVE) != (verb == "cancel") or chosen.run.state is RunState.done:
-            self.notify(f"{chosen.name} is {chosen.run.state.value}.", severity="warning", markup=False)
+            self.notify(f"{printable(chosen.name)} is {chosen.run.state.value}.", severity="warning", markup=False)
             return
         earlier = _CONTROLLING.get((chosen.run.dir, "resume"))  # a cancel that is done may be about to end
         if earlier is not None and earlier.poll() is None and verb == "resume":
-            self.notify(f"{chosen.name} is being resumed by process {earlier.pid}.", severity="warning", markup=False)
+            self.notify(
+                f"{printable(chosen.name)} is being resumed by process {earlier.pid}.", severity="warning", markup=False
+            )
             return
 
         def answered(yes: bool | None) -> None:
@@ -306,10 +308,12 @@ class Top(App[None]):
         while (status := process.poll()) is None and (verb == "cancel" or time.monotonic() < end):
             await asyncio.sleep(_LOOK_S / 10)
         if status is None:
-            self.notify(f"{each.name} resumes. Its output: {log}", markup=False)
+            self.notify(f"{printable(each.name)} resumes. Its output: {log}", markup=False)
             return
         text = "\n".join(last_lines(log, _MESSAGE_LINES)) or f"{each.name}: exit status {status}"
-        self.notify(text, severity="error" if status else "information", timeout=20 if status else 8, markup=False)
+        self.notify(
+            printable(text), severity="error" if status else "information", timeout=20 if status else 8, markup=False
+        )
 
 
 # they may outlive the view, and are not ended with their objects

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import io
+import json
 import os
 import shutil
 import site
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import cast
 
 from launcher.errors import SiteError
-from launcher.rundir.files import read_json, write_json
+from launcher.rundir.files import read_bytes, write_json
 from launcher.rundir.paths import RunPaths, SweepPaths
 
 _MOST_FILES, _MOST_BYTES = 20_000, 200 * 2**20
@@ -158,7 +159,8 @@ def commit_of(file: Path, copies: Sequence[str]) -> str | None:
         copies: those that ``copy_code`` has made; empty if the code is used in place.
     """
     if copies:
-        notes = cast("list[dict[str, str | None]]", read_json(Path(copies[0]).parent / _NOTES) or [])
+        listed = Path(copies[0]).parent / _NOTES
+        notes = cast("list[dict[str, str | None]]", json.loads(read_bytes(listed)) if listed.exists() else [])
         commits = (note["commit"] or None for note, copy in zip(notes, copies, strict=False) if _is_below(file, copy))
         return next(commits, None)
     installed = (Path(__file__).parents[1], *site.getsitepackages(), sysconfig.get_paths()["stdlib"])

@@ -8,18 +8,26 @@ import json
 import os
 import re
 import secrets
+import stat
 import time
 import types
 import typing
 from collections.abc import Mapping
 from contextlib import suppress
 from enum import Enum
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 _STALE_TRIES = 5
 _WRITTEN_WITHIN_S = 1.0
 _FEW_BYTES, _END_BYTES = 2**13, 2**16
+# most bytes of a file that is read as a whole: far more than any that this package writes
+MOST_BYTES = 2**26
+
+
+class Unreadable(ValueError):
+    """File that cannot be what its name says, because it was damaged, replaced, or made by somebody else."""
 
 
 def clear_torn(directory: Path) -> None:
@@ -82,11 +90,50 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
+def open_file(path: str | Path) -> BinaryIO:
+    """Open a regular file for reading.
+
+    Raises:
+        Unreadable: it is something else: the writer of a FIFO may never come, and a device may never end.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise Unreadable(f"{path}: is no regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
+    """Return the content of a regular file.
+
+    Raises:
+        Unreadable: it is no regular file, or has more than ``most`` bytes.
+    """
+    with open_file(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise Unreadable(f"{path}: has more than {most:,} bytes, which none of these files needs")
+    return content
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object in ``path``, or None if the file does not exist."""
+    """Return the object in ``path``, or None if the file does not exist.
+
+    Raises:
+        Unreadable: the file does not contain an object.
+    """
     for tries_left in reversed(range(_STALE_TRIES)):
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
+            value: object = json.loads(read_bytes(path))
+            if isinstance(value, dict):
+                return typing.cast("dict[str, Any]", value)
+            raise Unreadable(f"{path}: contains no JSON object")
+        except Unreadable:
+            raise
+        except ValueError as error:
+            raise Unreadable(f"{path}: is not JSON: {error}") from None
+        except RecursionError:
+            raise Unreadable(f"{path}: is nested too deeply") from None
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -118,9 +165,11 @@ def value_from_json(kind: Any, value: Any, absent: Absent | None = None) -> Any:
 
     Raises:
         KeyError: a field is missing that may not be.
+        TypeError: a value has another type than the field.
     """
     if dataclasses.is_dataclass(kind):
-        hints, fields = typing.get_type_hints(kind), dataclasses.fields(kind)
+        hints, fields = _hints(kind), dataclasses.fields(kind)
+        _require(value, dict)
         defaults = (absent or {}).get(kind)  # pyright: ignore
         if defaults is None:
             made = {f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING}
@@ -132,17 +181,33 @@ def value_from_json(kind: Any, value: Any, absent: Absent | None = None) -> Any:
         return kind(value)
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is types.UnionType:
-        inner = next(a for a in args if a is not types.NoneType)
-        return None if value is None else value_from_json(inner, value, absent)
+        inner = [a for a in args if a is not types.NoneType]
+        return value if value is None or len(inner) > 1 else value_from_json(inner[0], value, absent)
     if origin is tuple:
+        _require(value, list, tuple)
         return tuple(value_from_json(args[0], item, absent) for item in value)
+    if origin is dict:
+        _require(value, dict)
+        return {name: value_from_json(args[1], item, absent) for name, item in value.items()}
+    if kind in (str, int, float):
+        _require(value, *((int, float) if kind is float else (kind,)))
     return value
+
+
+def _require(value: Any, *kinds: type) -> None:
+    if not isinstance(value, kinds):
+        raise TypeError(f"{json.dumps(value, default=str)[:40]} is no {kinds[-1].__name__}")
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
 
 
 def last_lines(path: Path, count: int) -> list[str]:
     """Return the last ``count`` lines of a file of any size, from its last 64 KiB; none if it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             size = file.seek(0, os.SEEK_END)
             for read in (_FEW_BYTES, _END_BYTES):
                 file.seek(max(0, size - read))
@@ -150,7 +215,7 @@ def last_lines(path: Path, count: int) -> list[str]:
                 if len(lines) > count or size <= read:  # the first one may not be whole
                     break
             return lines[-count:]
-    except OSError:
+    except (OSError, Unreadable):
         return []
 
 
@@ -173,7 +238,7 @@ class Tail:
             over: nobody writes to the file any more, so an unterminated last line is returned too.
         """
         try:
-            with self.path.open("rb") as file:
+            with open_file(self.path) as file:
                 status = os.fstat(file.fileno())
                 previous, self._file = self._file, (status.st_dev, status.st_ino)
                 if previous is not None and (previous != self._file or status.st_size < self._offset):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import UserError
-from launcher.rundir.files import object_from_json, read_json, write_json
+from launcher.rundir.files import object_from_json, read_bytes, read_json, write_json
 from launcher.rundir.paths import RunPaths
 
 
@@ -183,12 +183,20 @@ def note_event(paths: RunPaths, event: str, **fields: Any) -> None:
 def read_events(paths: RunPaths) -> list[dict[str, Any]]:
     """Return the events without lines that are torn or interleaved by two hosts."""
     try:
-        lines = paths.events.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = read_bytes(paths.events).decode(errors="replace").splitlines()
     except FileNotFoundError:
         return []
-    events = (object_from_json(line) or {} for line in lines)
     # the end of a torn line may also be valid JSON: part of an event
-    return [event for event in events if "at" in event and "event" in event]
+    return [event for line in lines if is_event(event := object_from_json(line) or {})]
+
+
+def is_event(fields: Mapping[str, Any]) -> bool:
+    """Return whether ``fields`` has the time and the name of an event."""
+    try:
+        datetime.fromisoformat(fields["at"])
+        return isinstance(fields["event"], str)
+    except (KeyError, TypeError, ValueError):
+        return False
 
 
 Failure = dict[str, Any]

@@ -56,6 +56,7 @@ def cancel_runs(runs: Sequence[Run], say: Callable[[str], None]) -> list[Run]:
     for run in runs:
         if run.state is RunState.unknown:
             raise SiteError(f"{run.name}: cannot be cancelled from this host: {run.detail}.")
+        _require_readable(run)
         if run.state not in ACTIVE:
             raise UserError(f"{run.name}: is {run.state.value}; there is nothing to cancel.")
     places = [RunPaths(Path(run.dir)) for run in runs]
@@ -261,7 +262,13 @@ def mirror_again(run: Run) -> list[tuple[str, str]]:
     return [(TRACKER_KINDS[tracker].title, problem(tracker)) for tracker in trackers]
 
 
+def _require_readable(run: Run) -> None:
+    if run.state is RunState.unreadable:
+        raise UserError(f"{run.name}: is unreadable: {run.detail}.\n  Restore that file of {run.dir} from a copy.")
+
+
 def _require_over(run: Run, verb: str) -> None:
+    _require_readable(run)
     if run.state in MAY_CONTINUE:
         raise UserError(
             f"{run.name}: is {run.state.value}{f' ({run.detail})' if run.detail else ''}.\n"

@@ -5,20 +5,23 @@ No other state exists that could be stale: a run that was moved, or that another
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from launcher.config.schema import ClusterKind, PrecisionKind
 from launcher.errors import SiteError
 from launcher.launch.slurm import client
 from launcher.launch.slurm.client import Listed
 from launcher.quantities import folded_names
-from launcher.record.measurements import task_metrics
+from launcher.record.measurements import reason, task_metrics
 from launcher.rundir import history
-from launcher.rundir.files import last_lines, object_from_json, read_json
+from launcher.rundir.files import last_lines, object_from_json, open_file, read_json, value_from_json
 from launcher.rundir.history import Submission
 from launcher.rundir.paths import RunPaths, SweepPaths
 
@@ -31,7 +34,8 @@ class RunState(StrEnum):
 
     ``requeued``: it has run, and Slurm will restart it. ``stopped``: it was stopped and can resume. ``lost``: no
     process is left, and no verdict. ``unknown``: only another host, or a Slurm that does not answer now, could tell.
-    ``impossible``: cell of a sweep whose configuration cannot run.
+    ``impossible``: cell of a sweep whose configuration cannot run. ``unreadable``: one of its files is damaged, is
+    something else, or may not be read by this user.
     """
 
     pending = "pending"
@@ -44,6 +48,7 @@ class RunState(StrEnum):
     lost = "lost"
     unknown = "unknown"
     impossible = "impossible"
+    unreadable = "unreadable"
 
 
 ACTIVE = frozenset({RunState.pending, RunState.running, RunState.requeued})
@@ -97,7 +102,9 @@ def statuses_of(runs: Iterable[RunPaths], *, brief: bool = False) -> list[Run]:
     Args:
         brief: do not read what the state does not depend on: step, loss, metrics, best evaluation and precision.
     """
-    read = [_Read.of(paths) for paths in runs]
+    runs = [*runs]
+    found = [_attempted(paths, partial(_Read.of, paths)) for paths in runs]
+    read = [r for r in found if isinstance(r, _Read)]
     jobs = [r.job for r in read if r.job is not None and not r.is_over]
     unrecorded = [r.job_name for r in read if r.lacks_job]
     answers: dict[str, Listed] | None = {}
@@ -112,23 +119,34 @@ def statuses_of(runs: Iterable[RunPaths], *, brief: bool = False) -> list[Run]:
             answers = None
     elif jobs:
         answers = None
-    return [_judged(r, answers, brief=brief) for r in read]
+    judged = {r.paths: _attempted(r.paths, partial(r.judge, answers, brief=brief)) for r in read}
+    first = {paths: judged.get(paths, each) for paths, each in zip(runs, found, strict=True)}
+    return [cast("Run", first[paths]) for paths in runs]
 
 
-def _judged(read: _Read, answers: dict[str, Listed] | None, *, brief: bool) -> Run:
-    """Return a run's status; of one whose files are damaged, that they are, because it must not hide the others."""
+Result = TypeVar("Result")
+
+
+def _attempted(paths: RunPaths, read: Callable[[], Result]) -> Result | Run:
+    """Return the result of ``read``, or that the run is unreadable: it must not hide the others, whatever its files
+    contain."""
     try:
-        return read.judge(answers, brief=brief)
-    except (TypeError, ValueError, AttributeError, LookupError) as error:
-        name, where = read.paths.root.name, str(read.paths.root)
-        return Run(name=name, dir=where, state=RunState.unknown, detail=f"its files are damaged: {error}")
+        return read()
+    except Exception as error:
+        detail = reason(error, paths.root)
+        return Run(name=paths.root.name, dir=str(paths.root), state=RunState.unreadable, detail=detail)
 
 
 def newest(runs: Sequence[RunPaths], number: int) -> list[RunPaths]:
     """Return the ``number`` runs that were created last, without reading more of the others than their plans."""
     if len(runs) <= number:
         return [*runs]
-    return sorted(runs, key=lambda paths: _created(_object(paths.plan)))[-number:]
+    return sorted(runs, key=_created_or_never)[-number:]
+
+
+def _created_or_never(paths: RunPaths) -> str:
+    created = _attempted(paths, lambda: _created(_object(paths.plan)))
+    return created if isinstance(created, str) else ""
 
 
 @dataclass(frozen=True)
@@ -148,13 +166,16 @@ class _Read:
 
     @classmethod
     def of(cls, paths: RunPaths) -> _Read:
-        return cls(
+        """Return the content, of which all can be read on which a question to Slurm depends."""
+        read = cls(
             paths,
             _object(paths.plan),
             _object(paths.summary),
             _object(paths.newest_attempt),
             history.parse_submissions(_object(paths.job)),
         )
+        _ = read.is_over, read.lacks_job, read.job_name
+        return read
 
     @property
     def name(self) -> str:
@@ -231,7 +252,7 @@ class _Read:
         state, detail = self._of_slurm(listed, silent) if self.kind == ClusterKind.slurm else self._of_this_host()
         record = {} if brief else _last_record(self.paths.metrics)
         names = folded_names(self.newest_attempt.get("nodes", []))
-        return Run(
+        run = Run(
             name=self.name,
             dir=str(self.paths.root),
             kind=self.kind,
@@ -251,6 +272,7 @@ class _Read:
             precision=None if brief else self.precision,
             best=self._best(record),
         )
+        return value_from_json(Run, run.to_json())  # checks the types
 
     def _best(self, record: dict[str, Any]) -> dict[str, Any] | None:
         """Return the best evaluation. ``record``: the last one."""
@@ -259,7 +281,8 @@ class _Read:
             return None
         directory = self.paths.checkpoint(int(step))
         saved = str(directory) if directory.exists() else None
-        return {"metric": metric, "step": int(step), "value": record.get("best/value"), "directory": saved}
+        value = value_from_json(float, value) if (value := record.get("best/value")) is not None else None
+        return {"metric": str(metric), "step": int(step), "value": value, "directory": saved}
 
     def _of_slurm(self, listed: Listed | None, silent: bool) -> tuple[RunState, str]:
         if self.is_over:
@@ -330,16 +353,15 @@ class _Read:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in ``path``; empty if it is none, or cannot be read, as another user's file may not be."""
-    try:
-        value: object = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}  # pyright: ignore[reportUnknownVariableType]
+    """Return the JSON object in ``path``; empty if there is none."""
+    return read_json(path) or {}
 
 
 def _created(plan: Mapping[str, Any]) -> str:
-    return plan.get("run", {}).get("created", "")
+    created = plan.get("run", {}).get("created", "")
+    if created:
+        datetime.fromisoformat(created)  # checks it
+    return created
 
 
 def metrics_text(metrics: Mapping[str, float | None]) -> str:
@@ -350,6 +372,8 @@ def metrics_text(metrics: Mapping[str, float | None]) -> str:
 
 def _last_record(metrics: Path) -> dict[str, Any]:
     """Return the last complete record of metrics.jsonl; empty without one."""
+    with suppress(FileNotFoundError):
+        open_file(metrics).close()  # checks that it can be read
     for line in reversed(last_lines(metrics, 2)):
         if (record := object_from_json(line)) is not None:  # rank 0 may be writing the last one
             return record

@@ -82,7 +82,9 @@ def load_sweep(paths: SweepPaths) -> Sweep:
     try:
         fields: dict[str, Any] = read_json(paths.manifest) or {}
         if fields.get("format") == FORMAT:
-            return value_from_json(Sweep, fields)
+            sweep: Sweep = value_from_json(Sweep, fields)
+            sweep.runs(paths)  # checks the paths
+            return sweep
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise UserError(f"{paths.manifest}: cannot be read: {type(error).__name__}: {error}.") from None
     raise UserError(f"{paths.manifest} does not have format {FORMAT}: another version of launcher wrote it.")

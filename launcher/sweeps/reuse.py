@@ -32,7 +32,7 @@ def look_at_sweeps(
             cells_of[str(paths.root)] = _cells(paths)
         except UserError as error:
             sweep = str(paths.root)
-            cells_of[sweep] = Run(state=RunState.unknown, detail=str(error), sweep=sweep, cell=paths.root.name)
+            cells_of[sweep] = Run(state=RunState.unreadable, detail=str(error), sweep=sweep, cell=paths.root.name)
     runs = statuses(
         [run for cells in cells_of.values() if isinstance(cells, list) for _, run in cells if run is not None]
     )

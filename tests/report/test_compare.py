@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import statistics
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -18,6 +20,8 @@ from launcher.quantities import NO_INTERVAL
 from launcher.rundir.paths import RunPaths
 from tests.infra.made_runs import cell, make_run, make_sweep, read_records, write_records
 
+# 40 names, each after the one before: lists that contain the one before twice have 2**40 entries
+NESTED = [*pairwise("a" * length for length in range(1, 41))]
 GRID = [(accumulation, workers) for accumulation in (1, 2, 4) for workers in (1, 2)]
 
 
@@ -138,7 +142,7 @@ def test_a_run_under_way_with_half_a_line(tmp_path: Path) -> None:
 
 
 def test_no_own_window_yet_is_no_zero(tmp_path: Path) -> None:
-    paths = make_run(tmp_path, "new", verdict=None, steps=1, **{"batch/samples": 1})
+    paths = make_run(tmp_path, "new", verdict=None, steps=1, **cast("dict[str, Any]", {"batch/samples": 1}))
     given = as_json(paths.root)
     shown = given["runs"][0]
     assert (shown["time/step_s"], shown["throughput/samples_per_s"], shown["comm/wire_bytes"]) == (None, None, None)
@@ -256,7 +260,7 @@ def test_a_sweep_of_another_version_is_shown_as_that(tmp_path: Path, capsys: pyt
     (tmp_path / "s" / "sweep.json").write_text('{"format": 9}')
     assert launch_report([str(tmp_path / "s"), "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["runs"]
-    assert row["state"] == "unknown"
+    assert row["state"] == "unreadable"
     assert "another version" in row["detail"]
 
 
@@ -269,7 +273,7 @@ def test_runs_with_the_same_problem_share_a_note(tmp_path: Path) -> None:
 def test_metrics_of_the_evaluation_are_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Runs of other metrics, and one without any."""
     make_run(tmp_path, "a", **{"eval/accuracy": 0.75, "eval/far/auroc": 0.5, "best/step": 7, "best/value": 0.875})
-    make_run(tmp_path, "b", **{"eval/f1": None})
+    make_run(tmp_path, "b", **cast("dict[str, Any]", {"eval/f1": None}))
     make_run(tmp_path, "c")
     runs = by_name(tmp_path)
     assert [runs[name]["eval/accuracy"] for name in "abc"] == [0.75, None, None]
@@ -300,3 +304,42 @@ def test_speed_with_outer_steps_includes_them(tmp_path: Path, capsys: pytest.Cap
     assert apart["outer/step_s"] == pytest.approx(spent)
     assert together["throughput/samples_per_s"] == pytest.approx(64 / together["time/step_s"])
     assert apart["throughput/samples_per_s"] == pytest.approx(64 / (apart["time/step_s"] + spent))
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("plan", {"cluster": []}), ("plan", {"batch": {"world_size": "two"}}), ("plan", {"strategy": 3}),
+        ("plan", "[" * 200_000), ("summary", "[" * 200_000), ("metrics", None), ("config", None), ("loop_plan", None),
+        ("report_entry", None), ("metrics", {"comm/speedup": [1], "comm/exposed_s": {}}),
+        ("metrics", {"time/step_s": "x", "train/loss": [3]}), ("metrics", {"step": 10**400}),
+        ("metrics", {"eval/accuracy": {"a": 1}}), ("config", "cluster: {price_per_gpu_hour: many}"),
+        ("config", f"task: {{a: &a [1], {', '.join(f'{b}: &{b} [*{a}, *{a}]' for a, b in NESTED)}}}"),
+        ("config", f"task: {{a: &a {{x: 1}}, {', '.join(f'{b}: &{b} {{l: *{a}, r: *{a}}}' for a, b in NESTED)}}}"),
+        ("config", "[" * 100_000),
+    ],
+)  # fmt: skip
+def test_a_run_of_any_content_hides_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, content: object
+) -> None:
+    good, bad = make_run(tmp_path, "good"), make_run(tmp_path, "bad", target="b.Task", loss=9.0)
+    place: Path = getattr(bad, file)
+    if content is None:
+        place.unlink(missing_ok=True)
+        os.mkfifo(place)
+    elif isinstance(content, str):
+        place.write_text(content)
+    elif file == "metrics":
+        write_records(bad, [each | cast("dict[str, Any]", content) for each in read_records(bad)])
+    else:
+        plan = json.loads(place.read_text())
+        for name, value in cast("dict[str, Any]", content).items():
+            plan[name] = plan[name] | value if isinstance(value, dict) else value
+        place.write_text(json.dumps(plan))
+    assert launch_report([str(tmp_path), "--html", str(tmp_path / "page.html")]) == 0
+    assert "good" in capsys.readouterr().out
+    by_label = by_name(tmp_path)
+    assert by_label["good"]["step"] == 30
+    problems = [by_label["bad"]["problem"], by_label["bad"]["state"], "".join(as_json(tmp_path)["notes"])]
+    assert file in ("loop_plan", "report_entry") or any("unreadable" in str(p) or "damaged" in str(p) for p in problems)
+    assert good.root.exists()

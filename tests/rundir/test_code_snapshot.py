@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -14,7 +15,6 @@ from launcher.plan.host import Site
 from launcher.plan.launch_plan import RunInfo
 from launcher.plan.placement import solve_script
 from launcher.rundir import code_snapshot
-from launcher.rundir.files import read_json
 
 
 def files(copy: str) -> set[str]:
@@ -56,7 +56,7 @@ def test_of_a_git_tree_what_git_knows_with_uncommitted_changes(project: Path, tm
     (copy,) = code_snapshot.copy_code([project], tmp_path / "code", project / "runs")
     assert files(copy) == {".gitignore", "pkg/tasks.py", "pkg/new.py", "pkg/words.json", "data.bin"}
     assert (Path(copy) / "pkg" / "tasks.py").read_text() == "x = 2\n"
-    notes = read_json(tmp_path / "code" / "code.json")
+    notes = json.loads((tmp_path / "code" / "code.json").read_text())
     assert isinstance(notes, list)
     head = subprocess.check_output(["git", "-C", str(project), "rev-parse", "HEAD"], text=True).strip()
     assert notes[0]["commit"].startswith(f"{head}-dirty.")

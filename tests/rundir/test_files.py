@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from launcher.launch.agent import open_attempt
+from launcher.rundir import files
 from launcher.rundir.fencing import Attempt, Fence
 from launcher.rundir.files import last_lines, read_json, write_json, write_text
 from launcher.rundir.paths import RunPaths
@@ -55,16 +56,16 @@ def test_a_file_that_another_host_replaces_is_opened_again(
 ) -> None:
     path = tmp_path / "incarnation.json"
     write_json(path, {"incarnation": "0.1"})
-    read_text, asked = Path.read_text, 0
+    asked = 0
 
-    def read(self: Path, encoding: str) -> str:
+    def read(path: Path) -> bytes:
         nonlocal asked
         asked += 1
         if asked <= stale:
             raise OSError(errno.ESTALE, "Stale file handle")
-        return read_text(self, encoding=encoding)
+        return path.read_bytes()
 
-    monkeypatch.setattr(Path, "read_text", read)
+    monkeypatch.setattr(files, "read_bytes", read)
     if stale < 1000:
         assert read_json(path) == {"incarnation": "0.1"}
         return

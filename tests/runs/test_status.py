@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
 
+from launcher import cli
 from launcher.cli import names
 from launcher.errors import SiteError, UserError
 from launcher.launch.slurm import client
@@ -239,7 +241,7 @@ def test_a_broken_directory_does_not_trip_the_others(tmp_path: Path) -> None:
     broken.metrics.write_text(json.dumps({"step": 3, "train/loss": 1.0}) + '\n{"step": 4, "tr')
     runs = {run.name: run for run in status.statuses_of(paths.find(tmp_path))}
     assert set(runs) == {"good", "broken"}
-    assert runs["broken"].step == 3
+    assert (runs["broken"].state, runs["broken"].detail[:18]) == (RunState.unreadable, "plan.json: is not ")
 
 
 def test_lines_that_do_not_parse_are_no_events(tmp_path: Path) -> None:
@@ -257,7 +259,7 @@ def test_lines_that_do_not_parse_are_no_events(tmp_path: Path) -> None:
 
 
 def test_what_a_newer_version_wrote_is_read_as_far_as_it_is_known() -> None:
-    known = {"at": "2025-01-01T00:00:00+00:00", "host": "h", "user": "u", "job": "7"}
+    known: dict[str, Any] = {"at": "2025-01-01T00:00:00+00:00", "host": "h", "user": "u", "job": "7"}
     assert history.parse_submissions({"submissions": [known | {"federation": "west"}]}) == [Submission(**known)]
     for malformed in (
         {},
@@ -273,7 +275,10 @@ def test_what_a_newer_version_wrote_is_read_as_far_as_it_is_known() -> None:
     ("file", "content"),
     [
         ("summary", "[1]"), ("plan", "[1]"), ("plan", '"x"'), ("plan", '{"run": null}'), ("plan", '{"precision": []}'),
-        ("newest_attempt", '{"incarnation": 3}'), ("metrics", '{"best/step": "many"}'),
+        ("newest_attempt", '{"incarnation": 3}'), ("metrics", '{"step": "many"}'), ("plan", '{"cluster": []}'),
+        ("plan", '{"run": {"created": "x"}}'), ("plan", '{"run": {"name": 3}}'), ("plan", "[" * 200_000),
+        ("summary", "[" * 200_000), ("summary", '{"a":' * 200_000), ("job", "[" * 200_000), ("plan", " " * (2**26 + 1)),
+        ("newest_attempt", '{"incarnation": "0.0", "nodes": 3}'), ("newest_attempt", '{"ranks": "x"}'),
     ],
 )  # fmt: skip
 def test_a_damaged_run_hides_no_other(tmp_path: Path, file: str, content: str) -> None:
@@ -281,5 +286,37 @@ def test_a_damaged_run_hides_no_other(tmp_path: Path, file: str, content: str) -
     expected = status.statuses_of([good])
     getattr(bad, file).write_text(content + "\n")
     first, second = status.statuses_of([bad, good])
-    assert first.dir == str(bad.root)
+    assert (first.dir, first.state) == (str(bad.root), RunState.unreadable)
+    assert first.detail
     assert [second] == expected
+    assert status.newest([bad, good], 1)[0] in (bad, good)
+    for change in (control.to_resume, control.to_retry, lambda run: control.cancel_runs([run], print)):
+        with pytest.raises(UserError):
+            change(first)
+
+
+@pytest.mark.parametrize("file", ["summary", "metrics", "newest_attempt", "job"])
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path, file: str) -> None:
+    good, bad = (make_run(tmp_path, name, job=None) for name in ("good", "bad"))
+    expected = status.statuses_of([good])
+    place = getattr(bad, file)
+    place.unlink(missing_ok=True)
+    os.mkfifo(place)
+    first, second = status.statuses_of([bad, good])
+    assert (first.state, first.detail) == (RunState.unreadable, f"{place.name}: is no regular file")
+    assert [second] == expected
+
+
+def test_terminal_escapes_are_shown_and_not_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evil = "a\x1b]0;owned\x07\x1b[31mb\x9b2J"
+    paths = make_run(tmp_path, evil, job=None, submissions=0)
+    history.add_submission(paths, dataclasses.replace(Submission.now(), user=evil, job="7", host=evil))
+    begin(paths)
+    write_json(paths.summary, {"verdict": "failed", "failure": {"rank": 1, "error": evil, "log": f"/{evil}"}})
+    history.note_event(paths, "started", nodes=[evil], what=evil)
+    write_json(paths.tracker_status("wandb"), {"url": evil, "problem": evil})
+    for command in (["runs"], ["status", str(paths.root)], ["resume", evil], ["report", str(tmp_path)]):
+        cli.run([*command, "--dir", str(tmp_path)])
+        shown = "".join(capsys.readouterr())
+        assert not {"\x1b", "\x07", "\x9b"} & {*shown}, command
+        assert "\\x1b" in shown, command

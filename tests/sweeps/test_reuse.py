@@ -154,7 +154,7 @@ def test_a_sweep_that_cannot_be_read_stands_beside_the_others(tmp_path: Path) ->
     broken.manifest.write_text("{")
     found = look_at_sweeps([broken, whole])
     (line,) = found[str(broken.root)]
-    assert line.state is RunState.unknown
+    assert line.state is RunState.unreadable
     assert "cannot be read" in line.detail
     assert [run.state for run in found[str(whole.root)]] == [RunState.pending]
 
