@@ -141,7 +141,7 @@ def _run_workers(
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     place = plan.cluster.place or rendezvous.ALONE
-    rendezvous.register(plan, place, lambda: shield.received)
+    leave = rendezvous.register(plan, place, lambda: shield.received)
     arguments = (*plan.command, str(plan_file)) if isinstance(plan, RunPlan) else plan.command
     error_files: dict[int, Path] = {}
     config = LaunchConfig(
@@ -162,6 +162,7 @@ def _run_workers(
         with deaths, watch:
             elastic_launch(config, sys.executable)(*arguments)
     except SignalException as stop:
+        leave()
         return _outcome_of_stop(plan, stop.sigval)
     except ChildFailedError as failed:
         return _outcome_of_failure(plan, failed, error_files, deaths, watch, shield)

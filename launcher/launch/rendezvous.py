@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 BACKEND = "launcher"
 _JOIN_WITHIN_S = 600
 _POLL_S = 0.1
+_LEAVE_WITHIN_S = 5
 # reason of a closed round if another host reports the failure
 GIVEN_UP = "another host has given up"
 
@@ -59,7 +61,7 @@ def register(
     plan: LaunchPlan,
     place: HostPosition,
     stop_signal: Callable[[], signal.Signals | None],
-) -> None:
+) -> Callable[[], None]:
     """Register ``rdzv_backend=BACKEND`` with torch, for this process.
 
     torch's agent asks the rendezvous several times a second whether more hosts are waiting. There a stop signal is
@@ -68,10 +70,28 @@ def register(
 
     Args:
         stop_signal: returns the stop signal that was received, or None.
+
+    Returns:
+        Function that an agent calls after a stop signal, when its workers have ended: torch's agents of other hosts,
+        whose workers have ended by themselves, wait 300 s for it otherwise.
     """
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
-    rendezvous_handler_registry.register(BACKEND, lambda _: _handler(plan, place, stop_signal))
+    handlers: list[Any] = []
+
+    def make(_: object) -> RendezvousHandler:
+        handlers.append(_handler(plan, place, stop_signal))
+        return handlers[-1]
+
+    def leave() -> None:
+        # the host of the store may be gone without a word
+        threads = [threading.Thread(target=handler.leave, daemon=True) for handler in handlers]
+        for thread in threads:
+            thread.start()
+            thread.join(_LEAVE_WITHIN_S)
+
+    rendezvous_handler_registry.register(BACKEND, make)
+    return leave
 
 
 def _handler(
@@ -186,6 +206,19 @@ def _handler(
                 return int(int(self._store.get("round")) > self._round)
             except RuntimeError:  # node 0 is gone; the workers notice that, and so does `launch`
                 return 0
+
+        def leave(self) -> None:
+            """Take part in the barrier at which torch's agents wait for each other before they end."""
+            from torch.distributed.elastic.agent.server import api
+            from torch.distributed.elastic.utils import store as _store_util
+
+            store_util: Any = _store_util
+
+            if self._store is not None and self._round and plan.cluster.nodes > 1:
+                store = PrefixStore(f"round{self._round}", self._store)
+                with suppress(RuntimeError):  # node 0 may have gone, and the store with it
+                    key = api._TERMINAL_STATE_SYNC_ID  # pyright: ignore[reportPrivateUsage]
+                    store_util._barrier_nonblocking(store, plan.cluster.nodes, key)
 
         def is_closed(self) -> bool:
             return False

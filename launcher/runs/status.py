@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 
 from launcher.config.schema import ClusterKind, PrecisionKind
 from launcher.errors import SiteError
-from launcher.launch.slurm import client
+from launcher.launch.slurm import client, job_log
 from launcher.launch.slurm.client import Listed
 from launcher.quantities import folded_names
 from launcher.record.measurements import reason, task_metrics
@@ -301,6 +301,9 @@ class _Read:
             return RunState.stopped, f"by {self.summary.get('stopped_by', 'Slurm')}{unsaved}; `launch resume` continues"
         if ended:
             began = "" if self.has_started else f" before its first line: {self._reason_without_start()}"
+            begin = self.newest_attempt.get("output_from", 0)
+            if self.job and (killed := job_log.killed_task(self.paths, self.job, begin)) is not None:
+                began = f": {killed}"  # alone in the job, so that nobody could report it
             return RunState.failed, f"Slurm reports {ended}{began}"
         if self.job is None:
             return RunState.lost, "it was never submitted"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import subprocess
 from pathlib import Path
 
@@ -76,4 +78,41 @@ def test_a_node_that_slurm_has_given_up_overwrites_nothing(
     assert summary(mine.run)["verdict"] == "done"
     there.heal(node)
     there.wait(lambda: there.idle() == there.nodes, "the node to come back", 60)
+    mine.nothing_is_left()
+
+
+def kill(there: Cluster, node: str, words: str) -> None:
+    """Kill the processes of the node's jobs whose command line has these words."""
+    pids = [pid for pid in there.pids(node) if words in Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")]
+    assert pids
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_a_killed_task_is_named(by_cgroup: Cluster, project: Path) -> None:
+    mine = Project(by_cgroup, project)
+    mine.submit("cluster.nodes=2", "cluster.workers_per_node=1")
+    mine.wait_for_step(5)
+    number = random.randrange(2)
+    node = mine.events()[-1]["nodes"][number]
+    kill(by_cgroup, node, "launcher.launch.slurm.node")
+    by_cgroup.wait(lambda: by_cgroup.jobs() == [], "the job's end", 60)
+    assert f"Slurm's task {number} on {node}, which ran the launcher's agent, was killed: SIGKILL" in (
+        mine.launch("status", "own").stdout
+    )
+    assert summary(mine.run)["failure"]["node"] == number
+    mine.nothing_is_left()
+
+
+def test_a_killed_slurmstepd_costs_no_step(by_cgroup: Cluster, project: Path, undisturbed: Path) -> None:
+    mine = Project(by_cgroup, project)
+    job = mine.submit("cluster.nodes=2", "cluster.workers_per_node=1")
+    mine.wait_for_step(5)
+    node = mine.events()[-1]["nodes"][random.randrange(2)]
+    kill(by_cgroup, node, f"slurmstepd: [{job}.0]")
+    mine.wait_for_start(2)
+    (requeued,) = (event for event in mine.events() if event["event"] == "requeued")
+    assert f"slurmstepd, the Slurm process on {node}" in requeued["why"]
+    mine.finish()
+    assert_as_undisturbed(mine.run, undisturbed)
     mine.nothing_is_left()

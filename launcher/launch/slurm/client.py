@@ -283,6 +283,7 @@ class SlurmTask:
         node: number of this node, from 0.
         restart: number of restarts of the job by Slurm.
         can_ask: True if Slurm's commands are here and Slurm answers them.
+        parent: process id of the slurmstepd that runs the task; 0 if it is not known.
     """
 
     job: str
@@ -291,6 +292,12 @@ class SlurmTask:
     node_list: str
     restart: int
     can_ask: bool = True
+    parent: int = 0
+
+    @property
+    def lost_parent(self) -> bool:
+        """True if the task's slurmstepd has ended before the task."""
+        return self.parent not in (0, os.getppid())
 
     @classmethod
     def here(cls) -> SlurmTask:
@@ -301,6 +308,7 @@ class SlurmTask:
             nodes=int(env["SLURM_JOB_NUM_NODES"]),
             node_list=env["SLURM_JOB_NODELIST"],
             restart=int(env.get("SLURM_RESTART_COUNT", "0")),
+            parent=os.getppid(),
         )
 
 

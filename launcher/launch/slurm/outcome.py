@@ -15,20 +15,28 @@ from pathlib import Path
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, SiteError
 from launcher.launch.agent import NodeOutcome
 from launcher.launch.local import report_outcome
-from launcher.launch.slurm import client
+from launcher.launch.slurm import client, job_log
 from launcher.launch.slurm.client import SlurmTask
 from launcher.plan.callback_plan import REQUEUED
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
-from launcher.process import shared_interval
+from launcher.process import shared_interval, wait_until
 from launcher.rundir import history
 from launcher.rundir.fencing import Fence
 from launcher.rundir.files import last_lines, read_json, write_json
 from launcher.rundir.history import HANG, Failure, failure_record
 from launcher.rundir.paths import RunPaths
 
-# seconds for messages before a requeue, which must not come too late
+# seconds for messages after a requeue: Slurm ends the processes of the job meanwhile
 _REPORT_WITHIN_S = 5.0
+# seconds for which a failing query or requeue is repeated at least, and the interval
+_RETRY_WITHIN_S, _RETRY_EVERY_S = 60.0, 1.0
+# seconds within which a node reports why it was stopped
+_REASON_WITHIN_S = 30.0
+# kind of the report of a node whose slurmstepd is gone
+LOST_STEP = "LostStep"
+# answers of `scontrol requeue` that repeating does not change
+_REFUSED = re.compile(r"not on this machine's PATH|Invalid job id|disabled|[Dd]enied|permission")
 # seconds that Slurm may take to end the processes of a job that it requeues
 _REQUEUE_WITHIN_S = 120
 # a job that was restarted so often without a further step is not requeued again
@@ -48,6 +56,12 @@ def conclude(plan: LaunchPlan, task: SlurmTask, fence: Fence, ended: NodeOutcome
     if others.all() and not others.only_lost_connections():  # this node was stopped because another one failed
         return EXIT_FAILED
     stopped_by = ended.fields.get("stopped_by") or (summary.get("verdict") == "stopped" and "a signal on another node")
+    if stopped_by == "a signal on another node":
+        wait_until(others.all, _REASON_WITHIN_S)
+    elif stopped_by and task.lost_parent:
+        others.write(_lost_step(task, paths))
+    elif stopped_by and task.node == 0 and others.find_killed_task(task):
+        return EXIT_FAILED
     if not stopped_by:
         if task.node == 0 and ended.status == EXIT_DONE:
             if not isinstance(plan, RunPlan):
@@ -56,10 +70,15 @@ def conclude(plan: LaunchPlan, task: SlurmTask, fence: Fence, ended: NodeOutcome
         return ended.status
     if task.node:
         return EXIT_DONE  # node 0 decides
+    lost = next((str(each["error"]) for each in others.all().values() if each["kind"] == LOST_STEP), "")
+    stopped_by = lost or stopped_by
     # workers that could not save in time leave no summary
     verdict = "stopped" if summary or not isinstance(plan, RunPlan) else "killed"
     write_json(paths.summary, {"verdict": verdict} | summary | hang | {"stopped_by": stopped_by})
     why = reason_to_requeue(plan, task, stopped_by)
+    # a `launch run` script reports no progress, so it might be restarted without end
+    if lost and isinstance(plan, RunPlan) and _state(task.job) in (None, "RUNNING"):
+        why = lost
     history.note_event(paths, verdict, by=stopped_by, why=why or "Slurm ends the job", step=summary.get("steps"))
     return _requeue_unless_futile(plan, task, fence, why) if why else EXIT_RESUMABLE
 
@@ -67,11 +86,9 @@ def conclude(plan: LaunchPlan, task: SlurmTask, fence: Fence, ended: NodeOutcome
 def reason_to_requeue(plan: LaunchPlan, task: SlurmTask, signal_name: str = "") -> str:
     """Return why the job is to stop now and continue later, as reported by Slurm; empty if it is not to continue."""
     assert plan.cluster.slurm is not None
-    try:
-        job = client.job(task.job)
-    except SiteError as error:
-        print(f"{error}", file=sys.stderr, flush=True)
-        job = None
+    # only Slurm knows the cause of a SIGTERM
+    within_s = _grace_s(plan) if signal_name == "SIGTERM" and task.can_ask else 0
+    job = _answer(task.job, within_s)
     if job is not None and job.state != "RUNNING":  # it is being cancelled, or requeued
         return ""
     if job is not None and job.preempted:
@@ -80,6 +97,30 @@ def reason_to_requeue(plan: LaunchPlan, task: SlurmTask, signal_name: str = "") 
     if job is not None and job.end and (job.end - datetime.now()).total_seconds() < plan.cluster.slurm.signal_s + 60:
         return "time limit" if signal_name else ""
     return "SIGUSR2" if signal_name == "SIGUSR2" else ""
+
+
+def _grace_s(plan: LaunchPlan) -> float:
+    """Return the seconds that the job has, at least, between a stop signal and its end."""
+    assert plan.cluster.slurm is not None
+    return max(plan.cluster.slurm.signal_s, _RETRY_WITHIN_S)
+
+
+def _answer(job: str, within_s: float) -> client.SlurmJob | None:
+    """Return what Slurm knows of the job; None if it knows nothing, or has not answered within ``within_s`` seconds."""
+    end = time.monotonic() + within_s
+    while True:
+        try:
+            return client.job(job)
+        except SiteError as error:
+            print(f"{error}", file=sys.stderr, flush=True)
+        if time.monotonic() >= end:
+            return None
+        time.sleep(_RETRY_EVERY_S)
+
+
+def _lost_step(task: SlurmTask, paths: RunPaths) -> Failure:
+    error = f"slurmstepd, the Slurm process on {socket.gethostname()} that runs task {task.node}, was killed"
+    return failure_record(error, paths.node_log(task.node), kind=LOST_STEP, at=datetime.now(UTC))
 
 
 def _requeue_unless_futile(plan: LaunchPlan, task: SlurmTask, fence: Fence, why: str) -> int:
@@ -99,18 +140,40 @@ def _requeue_unless_futile(plan: LaunchPlan, task: SlurmTask, fence: Fence, why:
     if cancelled(paths):
         return EXIT_RESUMABLE
     fence.check()
-    history.note_event(paths, "requeued", why=why)  # before the requeue, which ends this process
-    report_outcome(plan, (read_json(paths.summary) or {}) | {"verdict": REQUEUED}, _REPORT_WITHIN_S)
-    try:
-        client.requeue(task.job)
-    except SiteError as error:
-        history.note_event(paths, "not requeued", why=str(error))
+    if error := _requeue(plan, task, fence):
+        history.note_event(paths, "not requeued", why=error)
         print(
             f"The job could not be requeued: {error}\n  Continue it with `launch resume`.", file=sys.stderr, flush=True
         )
         return EXIT_RESUMABLE
+    # Slurm now sends SIGTERM, which the shield takes, and kills what is left after KillWait (30 s)
+    fence.check()
+    history.note_event(paths, "requeued", why=why)
+    report_outcome(plan, (read_json(paths.summary) or {}) | {"verdict": REQUEUED}, _REPORT_WITHIN_S)
     time.sleep(_REQUEUE_WITHIN_S)
     return EXIT_RESUMABLE
+
+
+def _requeue(plan: LaunchPlan, task: SlurmTask, fence: Fence) -> str:
+    """Requeue the job, and repeat that until the grace is over. Return why it was not requeued; empty if it was."""
+    end = time.monotonic() + _grace_s(plan)
+    while True:
+        try:
+            client.requeue(task.job)
+            return ""
+        except SiteError as error:
+            why = str(error)
+        print(f"{why}\n  Trying again.", file=sys.stderr, flush=True)
+        try:
+            job = client.job(task.job)  # the request may have arrived although the answer was lost
+        except SiteError:
+            job = None
+        if job is not None and (job.restarts > task.restart or job.state in client.WAITING):
+            return ""
+        over = job is not None and job.state in client.ENDED
+        if over or _REFUSED.search(why) or time.monotonic() >= end or cancelled(fence.paths):
+            return why
+        time.sleep(_RETRY_EVERY_S)
 
 
 def cancelled(paths: RunPaths) -> bool:
@@ -132,7 +195,7 @@ def conclude_failure(plan: LaunchPlan, task: SlurmTask, fence: Fence, own: Failu
     if not reports.only_lost_connections():
         return EXIT_FAILED
     print("The connection to other nodes is lost. Waiting for reports of these nodes or of Slurm.", flush=True)
-    requeue = reports.wait_for_slurm(task.job, can_ask=task.can_ask)
+    requeue = reports.wait_for_slurm(task)
     # a `launch run` script reports no progress, so it might be restarted without end
     if not requeue or not isinstance(plan, RunPlan):
         return EXIT_FAILED
@@ -165,14 +228,38 @@ class Reports:
     def add(self, failure: Failure) -> None:
         """Report the failure of this node's workers, and put the earliest failure of any node into the summary."""
         paths = self._fence.paths
-        own = failure | {"node": self._node, "host": socket.gethostname()}
-        self._fence.check()
-        write_json(paths.failure_of(self._node), {"incarnation": str(self._fence.own), "failure": own})
+        self.write(failure | {"node": self._node, "host": socket.gethostname()})
         failures: dict[int, Failure] = {}
         while (newest := self.all()) != failures:  # another node may have added its own while this one wrote
             failures = newest
             first = min(failures.values(), key=lambda failure: failure.get("at", "~"))
             write_json(paths.summary, (read_json(paths.summary) or {}) | {"verdict": "failed", "failure": first})
+
+    def write(self, failure: Failure) -> None:
+        """Report a failure to the other nodes, and leave the summary as it is."""
+        self._fence.check()
+        own = {"node": self._node} | failure
+        write_json(self._fence.paths.failure_of(own["node"]), {"incarnation": str(self._fence.own), "failure": own})
+
+    def find_killed_task(self, task: SlurmTask) -> bool:
+        """Return True if Slurm reports that a task was killed, which cannot report itself; the run then failed by it.
+
+        Only the first node of those that have reported anything writes that.
+        """
+        paths = self._fence.paths
+        killed = job_log.killed_task(paths, task.job, self._fence.newest().get("output_from", 0))
+        if killed is None or killed.node in (failures := self.all()) or killed.node == self._node:
+            return False
+        if self._node == min(failures, default=self._node):
+            log = job_log.output_of(paths, task.job)
+            failure = failure_record(str(killed), log, at=datetime.now(UTC)) | {
+                "node": killed.node,
+                "host": killed.host,
+            }
+            self.write(failure)
+            write_json(paths.summary, (read_json(paths.summary) or {}) | {"verdict": "failed", "failure": failure})
+            history.note_event(paths, "failed", node=killed.node, error=str(killed))
+        return True
 
     def all(self) -> dict[int, Failure]:
         """Return the failures by node.
@@ -190,13 +277,13 @@ class Reports:
         """Return True if every node that failed only lost some of its peers; then none of them is the cause."""
         return self._nodes > 1 and all(map(lost_its_peers, self.all().values()))
 
-    def wait_for_slurm(self, job: str, *, can_ask: bool = True) -> bool:
+    def wait_for_slurm(self, task: SlurmTask) -> bool:
         """Wait for Slurm to notice that a node is gone: it then restarts the job and ends this process.
 
         Returns:
-            True if this node must requeue the job instead, because all nodes are up but lost each other, or Slurm
-            does not act on a silent node. False if a node reported the cause, Slurm ends the job, or, without
-            ``can_ask``, Slurm had time enough to do so.
+            True if this node must requeue the job instead, because all nodes are up but lost each other, srun has
+            given up one of them, or Slurm does not act on a silent node. False if a node reported the cause, Slurm
+            reports a killed task, Slurm ends the job, or, without ``can_ask``, Slurm had time enough to do so.
 
         Raises:
             Superseded: The job continues elsewhere.
@@ -204,16 +291,17 @@ class Reports:
         end = time.monotonic() + _slurmd_timeout_s() + _SLURM_ACTS_WITHIN_S
         while True:
             self._fence.check()
-            if not self.only_lost_connections():
+            if not self.only_lost_connections() or self.find_killed_task(task):
                 return False
-            if not can_ask and time.monotonic() > end:
+            if not task.can_ask and time.monotonic() > end:
                 return False
-            state = _state(job) if can_ask else None
+            state = _state(task.job) if task.can_ask else None
             if state is not None:
                 if state != "RUNNING":  # Slurm has ended the job, or is about to
                     return False
                 failures = self.all()
-                if len(failures) == self._nodes or time.monotonic() > end:
+                gave_up = job_log.gave_up(self._fence.paths, task.job, self._fence.newest().get("output_from", 0))
+                if len(failures) == self._nodes or gave_up or time.monotonic() > end:
                     return self._node == min(failures)
             time.sleep(shared_interval(_LOOK_EVERY_S, self._nodes, client.QUERIES_PER_S))
 
@@ -221,6 +309,8 @@ class Reports:
 def lost_its_peers(failure: Failure) -> bool:
     """Return True if this is the error of a rank whose peer is gone, not an error of its own."""
     text = str(failure["error"])
+    if failure["kind"] == LOST_STEP:
+        return True
     if failure["kind"] == HANG:  # the stacks of waiting ranks contain torch's texts
         return False
     if text == "killed by SIGABRT":  # NCCL's watchdog aborts the process; the cause is in its log

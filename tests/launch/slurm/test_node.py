@@ -73,15 +73,15 @@ class Situation:
         return [event["event"] for event in history.read_events(self.paths)]
 
 
+def broken(error: str, **known: Any) -> NodeOutcome:
+    return NodeOutcome(EXIT_FAILED, {"verdict": "failed", "failure": failure_record(error, None, rank=1, **known)})
+
+
 @pytest.fixture
 def now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Situation:
     situation = Situation(tmp_path / "run", monkeypatch)
     situation.begin()
     return situation
-
-
-def broken(error: str, **known: Any) -> NodeOutcome:
-    return NodeOutcome(EXIT_FAILED, {"verdict": "failed", "failure": failure_record(error, None, rank=1, **known)})
 
 
 @pytest.mark.parametrize(
@@ -111,19 +111,134 @@ def test_what_was_saved_is_queued_again(now: Situation) -> None:
     assert now.requeued == ["7"], "node 0 alone does it"
 
 
-def test_a_message_precedes_the_requeue(now: Situation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_follows_the_requeue(now: Situation, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[str, list[str]]] = []
 
     def send(plan: object, summary: dict[str, Any], within_s: float) -> None:
         assert plan is now.plan
-        assert within_s < 10
+        assert within_s < 10, "Slurm ends the process after KillWait"
         sent.append((summary["verdict"], [*now.requeued]))
 
     monkeypatch.setattr(outcome, "report_outcome", send)
     write_json(now.paths.summary, {"verdict": "stopped", "steps": 5})
     now.conclude(STOPPED)
-    assert sent == [("requeued", [])]
+    assert sent == [("requeued", ["7"])]
+
+
+class Failing:
+    """`scontrol requeue` that fails ``times`` times with ``error``, and counts."""
+
+    def __init__(self, now: Situation, monkeypatch: pytest.MonkeyPatch, error: SiteError, times: int = 10**9) -> None:
+        self.calls, self.error, self.times, self.now = 0, error, times, now
+        self.sent: list[str] = []
+        monkeypatch.setattr(client, "requeue", self.requeue)
+        monkeypatch.setattr(outcome, "_RETRY_EVERY_S", 0.001)
+        monkeypatch.setattr(outcome, "report_outcome", lambda _, summary, __: self.sent.append(summary["verdict"]))
+        write_json(now.paths.summary, {"verdict": "stopped", "steps": 5})
+
+    def requeue(self, job: str) -> None:
+        self.calls += 1
+        if self.calls <= self.times:
+            raise self.error
+        self.now.requeued.append(job)
+
+
+def test_a_requeue_that_fails_is_repeated(now: Situation, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = Failing(now, monkeypatch, SlurmSilent("Slurm does not answer"), times=3)
+    assert now.conclude(STOPPED) == EXIT_RESUMABLE
+    assert (slurm.calls, now.requeued, slurm.sent) == (4, ["7"], ["requeued"])
+    assert now.told() == ["started", "stopped", "requeued"]
+
+
+def test_a_requeue_whose_answer_is_lost_is_not_repeated(now: Situation, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = Failing(now, monkeypatch, SlurmSilent("timed out"))
+    answers = [slurms_job(), slurms_job("COMPLETING", restarts=1)]
+    monkeypatch.setattr(client, "job", lambda _: answers.pop(0))
+    now.conclude(STOPPED)
+    assert (slurm.calls, slurm.sent) == (1, ["requeued"])
+    assert now.told() == ["started", "stopped", "requeued"]
+
+
+@pytest.mark.parametrize(
+    ("error", "once"),
+    [
+        (SlurmSilent("Slurm does not answer: Unable to contact slurm controller"), False),
+        (SiteError("`scontrol requeue 7`: Unexpected message received"), False),
+        (SiteError("`scontrol requeue 7`: Requested operation is presently disabled for job 7"), True),
+        (SiteError("scontrol is not on this machine's PATH."), True),
+    ],
+)
+def test_what_was_not_requeued_is_not_called_so(
+    now: Situation, monkeypatch: pytest.MonkeyPatch, error: SiteError, once: bool
+) -> None:
+    monkeypatch.setattr(outcome, "_grace_s", lambda _: 0.2)
+    slurm = Failing(now, monkeypatch, error)
+    assert now.conclude(STOPPED) == EXIT_RESUMABLE
+    assert (slurm.calls == 1) is once
+    assert slurm.sent == []
+    assert now.told() == ["started", "stopped", "not requeued"]
+    assert history.read_events(now.paths)[-1]["why"] == str(error)
+
+
+def test_a_sigterm_whose_cause_slurm_does_not_tell_at_first(now: Situation, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[SlurmJob | None] = [None, None, slurms_job(preempted=True)]
+
+    def answer(_: str) -> SlurmJob:
+        now.job = answers.pop(0)
+        return now.answer() or slurms_job()
+
+    monkeypatch.setattr(client, "job", answer)
+    monkeypatch.setattr(outcome, "_RETRY_EVERY_S", 0.001)
+    assert outcome.reason_to_requeue(now.plan, now.task(), "SIGTERM") == "preempted"
+
+
+TERMINATED = NodeOutcome(EXIT_RESUMABLE, {"stopped_by": "SIGTERM"})
+
+
+def test_a_killed_slurmstepd_is_named_and_the_job_requeued(now: Situation) -> None:
+    write_json(now.paths.summary, {"verdict": "stopped", "steps": 5})
+    orphan = dataclasses.replace(now.task(1), parent=1)
+    assert outcome.conclude(now.plan, orphan, now.fence, TERMINATED) == EXIT_DONE
+    assert now.conclude(NodeOutcome(EXIT_DONE, {})) == EXIT_RESUMABLE, "node 0 has no signal of its own"
     assert now.requeued == ["7"]
+    stopped, requeued = history.read_events(now.paths)[1:]
+    assert "slurmstepd" in requeued["why"]
+    assert "task 1, was killed" in requeued["why"]
+    assert (stopped["event"], stopped["by"]) == ("stopped", requeued["why"])
+    assert (read_json(now.paths.summary) or {})["verdict"] == "stopped"
+
+
+SRUN = """\
+srun: error: node2: task 1: Killed
+srun: launch/slurm: _step_signal: Terminating StepId=7.0
+srun: error: node1: task 0: Exited with exit code 1
+"""
+
+
+def say(now: Situation, text: str) -> None:
+    now.paths.slurm.mkdir(exist_ok=True)
+    with (now.paths.slurm / "7_0_log.out").open("a") as file:
+        file.write(text)
+
+
+@pytest.mark.parametrize("ended", [broken(PEER_GONE), TERMINATED])
+def test_a_killed_task_is_the_failure(now: Situation, ended: NodeOutcome) -> None:
+    """The others have lost their peer, or were told to stop before they noticed."""
+    say(now, SRUN)
+    assert now.conclude(ended) == EXIT_FAILED
+    failure = (read_json(now.paths.summary) or {})["failure"]
+    assert failure["error"] == "Slurm's task 1 on node2, which ran the launcher's agent, was killed: SIGKILL"
+    assert (failure["node"], failure["host"], failure["traceback"]) == (1, "node2", None)
+    assert now.told()[-1] == "failed"
+    assert now.requeued == []
+
+
+def test_a_task_that_was_killed_in_an_earlier_start_is_not_the_failure(now: Situation) -> None:
+    say(now, SRUN)
+    now.begin(restart=1)
+    say(now, "srun: error: Cannot communicate with node 1.  Aborting job.\n")
+    ended = outcome.conclude(now.plan, now.task(0, 1), now.fence, broken(PEER_GONE))
+    assert (ended, now.requeued) == (EXIT_RESUMABLE, ["7"]), "srun has given up a node: the job is requeued"
 
 
 def test_what_could_not_be_saved_is_not_called_stopped(now: Situation) -> None:
