@@ -27,17 +27,17 @@ class KilledTask:
         return f"Slurm's task {self.node} on {self.host}, which ran the launcher's agent, was killed: {self.how}"
 
 
-def output_of(paths: RunPaths, job: str) -> Path:
+def file_of_output(paths: RunPaths, job: str) -> Path:
     """Return the file with the output of the job's batch script; cells of a sweep have it in the sweep's directory."""
     name = f"{job}_0_log.out"
     files = [folder / name for folder in (paths.slurm, SweepPaths(paths.root.parent).slurm)]
     return next((file for file in files if file.exists()), files[0])
 
 
-def size_of(paths: RunPaths, job: str) -> int:
+def output_size(paths: RunPaths, job: str) -> int:
     """Return the size of that file in bytes: a restarted job appends to it."""
     try:
-        return output_of(paths, job).stat().st_size
+        return file_of_output(paths, job).stat().st_size
     except OSError:
         return 0
 
@@ -59,7 +59,7 @@ def gave_up(paths: RunPaths, job: str, begin: int) -> bool:
 def _text(paths: RunPaths, job: str, begin: int) -> str:
     """Return the first 64 KiB of the output after byte ``begin``."""
     try:
-        with output_of(paths, job).open("rb") as file:
+        with file_of_output(paths, job).open("rb") as file:
             file.seek(begin, os.SEEK_SET)
             return file.read(_MOST_BYTES).decode(errors="replace")
     except OSError:

@@ -195,7 +195,7 @@ def _open_attempt(plan: LaunchPlan, task: SlurmTask, fence: Fence) -> None:
     ranks = plan.cluster.world_size
     open_attempt(fence, job=task.job, from_step=steps, fruitless=fruitless, ranks=ranks)
     names = client.host_names(task.node_list) if task.can_ask else [task.node_list]
-    fence.add(nodes=names, output_from=job_log.size_of(paths, task.job))
+    fence.add(nodes=names, output_from=job_log.output_size(paths, task.job))
     history.note_event(
         paths, "started", incarnation=str(fence.own), job=task.job, nodes=names, ranks=ranks, from_step=steps
     )

@@ -251,7 +251,7 @@ class Reports:
         if killed is None or killed.node in (failures := self.all()) or killed.node == self._node:
             return False
         if self._node == min(failures, default=self._node):
-            log = job_log.output_of(paths, task.job)
+            log = job_log.file_of_output(paths, task.job)
             failure = failure_record(str(killed), log, at=datetime.now(UTC)) | {
                 "node": killed.node,
                 "host": killed.host,
