@@ -359,9 +359,15 @@ class RunPlan(LaunchPlan):
         Args:
             window: index of its window in the run, from 0.
         """
-        train, windows = self.train, self.epoch.windows
+        train = self.train
         often = (train.log_every, train.eval_every, self.checkpoint.every if self.checkpoint.enabled else 0)
-        if step == train.steps or any(every and step % every == 0 for every in often):
+        return self.ends_with(step, window) or any(every and step % every == 0 for every in often)
+
+    def ends_with(self, step: int, window: int) -> bool:
+        """Return whether the run ends with optimizer step ``step`` of window ``window``, as far as is known before it.
+        See ``records``."""
+        train, windows = self.train, self.epoch.windows
+        if step == train.steps:
             return True
         return train.epochs is not None and windows is not None and window + 1 == train.epochs * windows
 

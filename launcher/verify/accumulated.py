@@ -19,7 +19,15 @@ from torch.utils.data import IterableDataset, Subset
 
 from launcher.config.choices import SumFormat
 from launcher.config.schema import Compress, GatherFormat, OnNonfinite, Parameters, PrecisionKind, ShortWindow
-from launcher.errors import CollectiveInLoss, DataError, NotFinite, SyncPolicyViolated, TaskError, UnusedParameters
+from launcher.errors import (
+    CollectiveInLoss,
+    DataError,
+    NotFinite,
+    ReplicasDiffer,
+    SyncPolicyViolated,
+    TaskError,
+    UnusedParameters,
+)
 from launcher.plan.batch import Batch
 from launcher.plan.run_plan import EpochPlan, RunPlan
 from launcher.task import Task, load_task, seed_everything, train_data
@@ -36,6 +44,7 @@ from launcher.train.data.stream import (
 from launcher.train.data.window_feed import WindowPosition
 from launcher.train.engine.engine import Engine
 from launcher.train.engine.preserved_state import SavedState
+from launcher.train.engine.replica_check import ReplicaCheck
 from launcher.train.engine.window_totals import StepResult
 from launcher.train.evaluation import EvaluatingEngine
 from launcher.train.training_loop import items_method_of, losses_of
@@ -295,7 +304,7 @@ def _run_window(engine: Engine, task: Task, trial: Trial) -> StepResult | str:
     """
     loss_of = functools.partial(losses_of, task, engine)
     kept = SavedState(engine.parallel.module, engine.device)
-    raised_on_all_ranks = (UnusedParameters, NotFinite, SyncPolicyViolated, DataError, TaskError)
+    raised_on_all_ranks = (UnusedParameters, NotFinite, SyncPolicyViolated, DataError, ReplicasDiffer, TaskError)
     while True:
         engine.position = trial.position
         collate = getattr(task, "collate", None)
@@ -309,6 +318,7 @@ def _run_window(engine: Engine, task: Task, trial: Trial) -> StepResult | str:
             return f"{type(error).__name__}: {error}"
         try:
             result = engine.step()
+            ReplicaCheck(engine).require_same()
         except raised_on_all_ranks as error:
             return f"{type(error).__name__}: {error}"
         stream.close()

@@ -140,6 +140,15 @@ class Unused(Padded):
         return model
 
 
+class WritesRows(Padded):
+    """Loss that scales an embedding by what is in its rank's samples."""
+
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        with torch.no_grad():
+            model[0].weight.mul_(1 + batch.sum() / 2**14)
+        return super().loss(model, batch)
+
+
 # to be caught: the data
 
 

@@ -91,6 +91,8 @@ BLIND = {
 # with words of the message
 REFUSED = {
     "Unused": "does not depend on 1 of the model's parameters: forgotten",
+    "WritesRows": "have different models: 1 of 3 parameters on rank 1 differ from those of rank 0: 0.weight.",
+    "WritesRows strategy=fsdp": "0.weight: written by the forward pass, the loss or the backward pass, which strategy=",
     "OtherLength": "not the same on all ranks",
     "AllPadding": "holds an item",
     "NotEvaluated": "The evaluation fails: ValueError: no labels in the held-out data",

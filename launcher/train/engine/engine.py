@@ -119,7 +119,8 @@ class Engine(EngineProgress):
         self._stop, self._save_due = stop, save_due if self.world.rank == 0 else lambda: False
         self.stragglers = StragglerDetector(self.world, self.device, plan.train.straggler_share)
         self._noise = NoiseScale(self.world.size, self.device, self.parallel.local_norm, random=plan.batch.random_parts)
-        self._observers: list[Observer] = [self._noise, self.buffers, self.stragglers, self.outputs]
+        own = [self._noise, self.buffers, self.stragglers, self.outputs]
+        self._observers: list[Observer] = [*own, *self.parallel.observers]
         self._totals = WindowTotals(self.world, self.device, self.parallel.meter, self._loss, self._observers)
         self.position, self.stream, self._finished = BEGINNING, StreamCheckpoint(), False
         self.context = ContextSource(self.device, plan.train.seed, *self.world.in_job, progress=self._step_and_epoch)
@@ -199,6 +200,7 @@ class Engine(EngineProgress):
         current, forward = self._current, self._current.forward
         due = self.calibrated is None and self._calibration.wanted(self.plan)
         calibrate = functools.partial(self._calibrate, forward) if forward is not None and due else None
+        self.parallel.last_window = self.plan.ends_with(self.steps + 1, window.index)
         micro_batches = current.prepare(window, calibrate)
         while current.handed_out < window.count:
             micro = current.fetch(micro_batches, window.count)
@@ -305,6 +307,7 @@ class Engine(EngineProgress):
             save_due=agreed.save_due, flags_bytes=flags_bytes, metrics=self._loss.averages,
         )  # fmt: skip
         self.callbacks.call("on_step", self, result)
+        self.parallel.end_step()
         if result.last:
             self.sites.leave()
         return result

@@ -9,7 +9,7 @@ store a mixture. Buffers are not compared: training gives all ranks those of ran
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -21,13 +21,10 @@ from launcher.errors import CallbackFailed, ReplicasDiffer
 from launcher.heartbeat import HEARTBEAT, Wait
 from launcher.quantities import count, first_names
 from launcher.train.engine.engine import Engine
-from launcher.train.parallel.base import local
+from launcher.train.parallel.checksum import BITS, checksum
+from launcher.train.parallel.lost_writes import limited_norms
 
-# 64-bit words of a row; a row's sum and a column's sum need little memory beside the tensor
-_ROW = 1024
-_BITS = (1 << 62) - 1  # of a checksum, whose negative is an int64 too
 _NOTHING = -(1 << 62)  # below each checksum and each negative of one
-_MIX = (0x9E3779B97F4A7C15 - (1 << 64), 0x2545F4914F6CDD1D, 0x5851F42D4C957F2D)  # odd
 
 
 class ReplicaCheck:
@@ -158,7 +155,13 @@ class ReplicaCheck:
         if changed:
             cause = f"Callbacks that have changed parameters, learning rates or what is frozen: {'; '.join(changed)}."
         else:
-            cause = f"The optimizer does not do that: look for code in {self._places()} that changes them."
+            model = self._engine.model
+            names = [name for name, _ in model.named_parameters() if name in difference]
+            cause = (
+                f"The optimizer does not do that: look for code in {self._places()} that changes them.\n"
+                f"  What a forward pass or a loss writes to a parameter{limited_norms(model, names)} depends on its "
+                "rank's samples: write it in a\n  callback's on_step instead, the whole parameter, alike on all ranks."
+            )
         return ReplicasDiffer(
             f"After step {self._engine.steps} the ranks have different models: {difference}.\n"
             f"  {cause}\n"
@@ -202,32 +205,4 @@ def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 def _digest(values: Mapping[str, Any]) -> int:
     text = repr(sorted(values.items())).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") & _BITS
-
-
-@torch.no_grad()
-def checksum(tensor: Tensor) -> Tensor:
-    """Return a number of 62 bits for the bit pattern of this rank's part of a tensor, as a tensor on its device.
-
-    Values are weighted by their position, so that a permutation is noticed.
-    """
-    data = local(tensor).detach()
-    if data.layout != torch.strided or not data.numel():
-        return torch.zeros((), dtype=torch.int64, device=data.device)
-    data = data.resolve_conj().resolve_neg().contiguous().reshape(-1)
-    if data.storage_offset() * data.itemsize % 8:  # cannot be read as 64-bit words
-        data = data.clone()
-    octets = data.view(torch.uint8)
-    words = octets[: len(octets) // 8 * 8].view(torch.int64)
-    table = words[: len(words) // _ROW * _ROW].view(-1, _ROW)
-    parts = [table.sum(0), table.sum(1), words[table.numel() :], octets[len(words) * 8 :].long()]
-    return (_mixed(parts) & _BITS).squeeze()
-
-
-def _mixed(parts: Iterable[Tensor]) -> Tensor:
-    """Return the sum over all numbers, each times an odd number that depends on its position."""
-    numbers = torch.cat([*parts])
-    weights = torch.arange(1, len(numbers) + 1, device=numbers.device) * _MIX[0]
-    weights = ((weights ^ (weights >> 29)) * _MIX[1]) | 1
-    mixed = numbers * weights
-    return ((mixed ^ (mixed >> 32)) * _MIX[2]).sum()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") & BITS

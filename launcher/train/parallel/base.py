@@ -19,6 +19,7 @@ from launcher.plan.sync_policy import Layout
 from launcher.quantities import first_names
 from launcher.train.measure.comm_meter import Meter
 from launcher.train.measure.noise_scale import LocalGradNorm
+from launcher.train.measure.observer import Observer
 
 ShardUnits = Callable[[nn.Module], Sequence[nn.Module]]
 
@@ -33,9 +34,13 @@ class Parallel:
         averaged_over: number of ranks over which the collectives average the gradients; 1 if they sum.
         local_norm: norm of this rank's gradient before the reduction, for the gradient noise scale.
         frozen: parameters whose gradients are computed and reduced, but left out of the norm and the optimizer step.
+        observers: what the strategy itself observes in each window.
+        last_window: the window that begins next, or is under way, is the run's last one.
     """
 
     averaged_over = 1
+    observers: Sequence[Observer] = ()
+    last_window = False
 
     def __init__(self, model: nn.Module, plan: RunPlan, device: torch.device, layout: Layout | None = None) -> None:
         """Set up what all strategies have.
@@ -56,6 +61,9 @@ class Parallel:
         """Discard gradients that passes outside of windows have left, such as those of another model's loss."""
         if any(parameter.grad is not None for parameter in self._parameters):
             self.zero_grad()
+
+    def end_step(self) -> None:
+        """Check parameters after the optimizer step, and after the callbacks that may have written them."""
 
     def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:  # noqa: ARG002
         """Return the context for forward *and* backward of one micro-batch.

@@ -29,6 +29,7 @@ from launcher.train.parallel.base import Parallel, local, trained
 from launcher.train.parallel.block_codec import code_dtypes, gathered_row, part_of, reduced_row, row_of
 from launcher.train.parallel.collectives import Gather, Scatter, UnitCollective
 from launcher.train.parallel.deferred_init import Recipe, fill
+from launcher.train.parallel.lost_writes import LostWrites
 from launcher.train.parallel.mixed_precision import groups_of, matmul_parameters, narrow
 from launcher.train.parallel.replaced_parameters import ReplacedParameters
 from launcher.train.parallel.shard_units import Uses, owned, refuse_direct_use
@@ -91,6 +92,8 @@ class Fsdp(Parallel):
         for module in self._modules:
             narrow(module, places, dtype or torch.float32, reduce_dtype, None if plan.train.compile else self._widen)
         self._uses = Uses(self._modules)
+        self._writes = LostWrites(self._modules, model, strategy.kind, quantised=codes[0] is not None)
+        self.observers = [self._writes]
         self._scatter = Scatter(self.meter, self.local_norm, exchanges=on_cpu)
         for module in self._modules:
             module.set_gradient_divide_factor(1.0)
@@ -223,9 +226,13 @@ class Fsdp(Parallel):
 
     def begin_window(self) -> None:
         self._reshard()
+        self._writes.begin_window(last=self.last_window)
         for module in self._modules:
             _drop_gradients(module)
         super().begin_window()
+
+    def end_step(self) -> None:
+        self._writes.require_same_shards()
 
     def _reshard(self) -> None:
         """Free parameters that a pass outside of micro-batches has gathered: they are outdated after the next step."""
@@ -266,6 +273,7 @@ class Fsdp(Parallel):
             self._gather_root()
             yield
             self._reshard()
+            self._writes.require_none()
         finally:
             self._gather.exact = False
 

@@ -1,0 +1,54 @@
+"""Parameters written from a rank's own samples, and after the step, run by test_lost_writes.py.
+
+Prints one JSON object from rank 0: by case, the error on each rank and the sum of the parameters' magnitudes.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from launcher import make_plan
+from launcher.errors import LauncherError
+from launcher.train.world import World, device_of, join
+from tests.infra.workers import leave_group, print_on_rank_0
+from tests.train.parallel.lost_writes_models import OPTIONS, SAMPLES, follow, normalise, plain, train, writing
+
+RANKS = int(sys.argv[1])
+
+
+def outcome(*arguments: Any, **more: Any) -> list[Any]:
+    error, size = "", 0.0
+    try:
+        engine = train(*arguments, f"cluster.workers_per_node={RANKS}", **more)
+        for each in engine.model.parameters():
+            whole = each.full_tensor() if isinstance(each, DTensor) else each
+            size += whole.detach().double().abs().sum().item()
+    except LauncherError as refused:
+        error = f"{type(refused).__name__}: {refused}"
+    everyone: list[str] = [error] * RANKS
+    dist.all_gather_object(everyone, error)
+    return [everyone, size]
+
+
+def main() -> None:
+    plan = make_plan([*OPTIONS, "train.steps=1", f"cluster.workers_per_node={RANKS}"], samples=SAMPLES)
+    join(World.here(), device_of(World.here(), plan.cluster.device), None)
+    results: dict[str, Any] = {}
+    hsdp = ("strategy=hsdp", f"strategy.shard_size={RANKS // 2}", "strategy.sync=replicas_at_boundary")
+    for strategy in (("strategy=ddp",), ("strategy=fsdp",), hsdp):
+        for name, case in {
+            "samples": lambda options: outcome(plain, 4, *options, max_norm=1.0),
+            "follow": lambda options: outcome(writing(follow), 4, *options),
+            "on_step": lambda options: outcome(plain, 4, *options, on_step=lambda model: normalise(model, 0)),
+        }.items():
+            results[f"{name} {strategy[0]}"] = case(strategy)
+    print_on_rank_0(results)
+    leave_group()
+
+
+if __name__ == "__main__":
+    main()
