@@ -22,6 +22,7 @@ from launcher.plan.run_plan import RunPlan
 from launcher.targets import find_target, require_arguments
 from launcher.tracebacks import users_frames
 from launcher.train.data.randomness import random_state, restore_random_state
+from launcher.train.optimizers import evaluation_values
 
 # events after which a checkpoint has the random state
 _WITHIN_STEPS = ("on_window", "on_step")
@@ -101,11 +102,12 @@ class CallbackSet:
 
     @contextmanager
     def around_evaluation(self, engine: Any) -> Iterator[None]:
-        """Context manager for an evaluation: those of all callbacks, the first one outermost. Random state is restored
-        at the end."""
+        """Context manager for an evaluation: the values that the optimizer has for it, then those of all callbacks, the
+        first one outermost. Random state is restored at the end."""
         methods = self._methods[AROUND_EVALUATION]
         random = random_state(engine.device) if methods else None
         with ExitStack() as stack:
+            stack.enter_context(evaluation_values(engine.optimizer))
             for name, method in methods:
                 stack.enter_context(_guarded(name, method, engine))
             yield

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -82,6 +83,36 @@ def as_one(optimizers: Any) -> Optimizer:
 def members_of(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizers that ``optimizer`` combines, or itself: torch saves and restores them one by one."""
     return optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else [optimizer]
+
+
+def set_mode(optimizer: Optimizer, *, training: bool) -> None:
+    """Call ``train()`` or ``eval()`` of optimizers that have both: between steps, schedule-free ones exchange the
+    parameters' values for training and for evaluation."""
+    for member in _with_modes(optimizer):
+        member.train() if training else member.eval()
+
+
+def has_modes(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer has values for training and others for evaluation, see ``set_mode``."""
+    return bool(_with_modes(optimizer))
+
+
+def _with_modes(optimizer: Optimizer) -> list[Any]:
+    return [member for member in members_of(optimizer)
+            if all(callable(getattr(member, name, None)) for name in ("train", "eval"))]  # fmt: skip
+
+
+@contextmanager
+def evaluation_values(optimizer: Optimizer) -> Iterator[None]:
+    """Context manager in which parameters have the values for evaluation, see ``set_mode``. Their bits are restored."""
+    members = _with_modes(optimizer)
+    parameters = [p.detach() for member in members for group in member.param_groups for p in group["params"]]
+    kept = [parameter.clone() for parameter in parameters]
+    set_mode(optimizer, training=False)
+    yield
+    set_mode(optimizer, training=True)
+    for parameter, value in zip(parameters, kept, strict=True):
+        parameter.copy_(value)
 
 
 def _refusal(optimizer: Any) -> tuple[str, str] | None:

@@ -40,6 +40,11 @@ class PlanSchedule(LambdaLR):
         self._last_lr = rates
 
 
+def base_rates(schedule: LRScheduler) -> list[float | Tensor]:
+    """Return the rate of each group that a schedule multiplies; none for one made of others, such as SequentialLR."""
+    return getattr(schedule, "base_lrs", [])
+
+
 def schedule_state(schedule: LRScheduler) -> dict[str, Any]:
     """Return the state as JSON values. That of other classes than PlanSchedule is serialized by torch.save and base64,
     because JSON would change types such as Counter.
@@ -77,7 +82,7 @@ def restore_schedule(schedule: LRScheduler, state: dict[str, Any]) -> None:
         )
     if "torch" in state:
         state = torch.load(io.BytesIO(base64.b64decode(state["torch"])), weights_only=True)
-    formats = schedule.base_lrs
+    formats = base_rates(schedule)
     schedule.load_state_dict(state)
     if isinstance(schedule, PlanSchedule):  # JSON has made numbers of rates that are tensors
         schedule.base_lrs = [

@@ -25,7 +25,9 @@ from launcher.task import Task, is_mapped
 from launcher.train import metrics
 from launcher.train.checkpoint import save
 from launcher.train.checkpoint.async_save import Saver
+from launcher.train.checkpoint.contents import require_restorable
 from launcher.train.checkpoint.load import Restored
+from launcher.train.checkpoint.optimizer_parts import optimizer_state
 from launcher.train.checkpoint.run_totals import RunTotals
 from launcher.train.engine import oom
 from launcher.train.engine.engine import Engine
@@ -84,6 +86,8 @@ class TrainingLoop:
             self.totals.restore(restored)
         if plan.checkpoint.enabled:
             save.require_writable(engine, plan.paths.checkpoints, resumed=restored is not None)
+            for each in (engine, *saves.parts.values()):
+                require_restorable(each)
         self.cadence, self.fence = saves.cadence, saves.fence
         self.saver = Saver(engine, self.totals, saves.fence, saves.failed, saves.parts)
         self.replicas = [ReplicaCheck(each) for each in (engine, *saves.parts.values())]
@@ -175,6 +179,8 @@ class TrainingLoop:
     def finish_step(self, result: StepResult) -> None:
         """Save, evaluate and record what is due. The save comes first: an error in the evaluation must not lose the
         steps so far."""
+        if self.windows == 1 and self.plan.checkpoint.enabled:
+            optimizer_state(self.engine)  # an error of the first step, not of the first checkpoint
         values, saves, evaluates = self.step_metrics(result), self.save_due(result), self.eval_due(result)
         if records := self.log_due(result, extra=evaluates or saves):
             values |= self.engine.context.take_scalars() | self.engine.sites.take_metrics()

@@ -23,7 +23,7 @@ from tests.helpers import make_plan
 from tests.infra.runs import OWN
 
 seen: list[tuple[Any, ...]] = []
-ON_CPU: Any = SimpleNamespace(device=torch.device("cpu"))
+ON_CPU: Any = SimpleNamespace(device=torch.device("cpu"), optimizer=torch.optim.SGD([torch.zeros(1)]))
 
 
 class Noting:

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import mmap
 import weakref
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    _init_optim_state,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 from torch.utils._pytree import KeyPath, keystr, tree_leaves_with_path, tree_map_with_path
 
+from launcher.errors import TaskError
+from launcher.quantities import first_names
 from launcher.train.checkpoint.file_format import STREAM_KEY
+from launcher.train.checkpoint.optimizer_parts import named_parameters, optimizer_state
 from launcher.train.data.randomness import random_state
 from launcher.train.engine.engine import Engine
-from launcher.train.optimizers import members_of
+from launcher.train.optimizers import evaluation_values, has_modes, members_of
 from launcher.train.parallel.base import local
+from launcher.train.schedules import schedule_state
 from launcher.train.world import World
 
 
@@ -34,14 +43,22 @@ def checkpoint_tensors(
         create_optimizer_state: let an optimizer that has no state yet create it, to be filled from a checkpoint. It
             takes a step, so parameters must be loaded afterwards.
     """
-    with nullcontext() if create_optimizer_state else without_steps(engine.optimizer):
-        model, optimizer = get_state_dict(engine.parallel.module, members_of(engine.optimizer))
+    if create_optimizer_state:
+        for member in members_of(engine.optimizer):
+            _init_optim_state(member)
+    module, training = engine.parallel.module, dict[str, Tensor]()
+    model = get_model_state_dict(module)
+    if has_modes(engine.optimizer):  # the checkpoint is used for evaluation and export, and to resume
+        training = {name: p.detach() for name, p in named_parameters(module) if p.requires_grad}
+        with evaluation_values(engine.optimizer):
+            model = {name: value.clone() if isinstance(value, Tensor) else value for name, value in model.items()}
     buffers = dict(engine.parallel.module.named_buffers())
     callbacks, _ = engine.callbacks.state_dict()
     return {
         **({"callbacks": callbacks} if callbacks else {}),
+        **({"training": training} if training else {}),
         "model": model,
-        "optimizer": optimizer,
+        "optimizer": optimizer_state(engine),
         # buffers that training changes and the model's state_dict leaves out (persistent=False)
         "buffers": {name: buffers[name] for name in changing_buffers if name not in model},
         random_key(engine): random_state(engine.device),
@@ -50,29 +67,64 @@ def checkpoint_tensors(
     }
 
 
-@contextmanager
-def without_steps(optimizer: Optimizer) -> Iterator[None]:
-    """Context manager in which the optimizer's steps have no effect.
+def require_restorable(engine: Engine) -> None:
+    """Check before the first step that the state of model and schedule can be restored from a checkpoint: the model's
+    own ``load_state_dict`` loads a state that has all parameters.
 
-    torch's state_dict functions let an optimizer without state take a step with gradients and learning rate zero, to
-    create the state. For one whose parameters were all frozen so far, that would be Adam's first step, which the bias
-    correction counts; and one that adds noise would change the parameters.
+    Raises:
+        TaskError: they cannot.
     """
-    members = members_of(optimizer)
-    own = [vars(member).get("step") for member in members]  # a schedule wraps it
-    for member in members:
-        member.step = _no_step  # pyright: ignore[reportAttributeAccessIssue]
+    module = engine.parallel.module
+    problem = None
     try:
-        yield
+        state = get_model_state_dict(module)
+        left_out = [name for name, p in named_parameters(module) if p.requires_grad and name not in state]
+        if left_out:
+            problem = f"state_dict() leaves out trained parameters: {first_names(left_out)}"
+        elif type(module).load_state_dict is not nn.Module.load_state_dict:
+            with any_signature(module):
+                set_model_state_dict(module, state, options=StateDictOptions(strict=False))
+    except Exception as error:  # of the user's methods, or of torch on what they return
+        problem = f"{type(error).__name__}: {error}"
+    if problem is not None:
+        raise TaskError(
+            f"The state of {type(module).__name__} cannot be restored from a checkpoint: {problem}.\n  "
+            "Let its state_dict() return all parameters under their names, and its load_state_dict(state_dict, strict) "
+            "load that; or train\n  without checkpoints: checkpoint.enabled=false."
+        )
+    schedule_state(engine.schedule)
+
+
+@torch.no_grad()
+def take_training_values(engine: Engine, values: Mapping[str, Tensor]) -> None:
+    """Set the parameters to the values for training, where a checkpoint has them beside those for evaluation."""
+    for name, parameter in named_parameters(engine.parallel.module):
+        if name in values:
+            local(parameter).copy_(local(values[name]))
+
+
+@contextmanager
+def any_signature(module: nn.Module) -> Iterator[nn.Module]:
+    """Context manager in which torch's functions can load a model whose own ``load_state_dict`` lacks the argument
+    ``assign``, or ``strict``, of newer versions."""
+    load = module.load_state_dict
+    known = inspect.signature(load).parameters
+    if "assign" in known or any(each.kind is each.VAR_KEYWORD for each in known.values()):
+        yield module
+        return
+
+    def load_any(state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: ARG001
+        return load(state_dict, **({"strict": strict} if "strict" in known else {}))
+
+    own = vars(module).get("load_state_dict")
+    module.load_state_dict = load_any
+    try:
+        yield module
     finally:
-        for member, step in zip(members, own, strict=True):
-            if step is None:
-                del member.step
-            else:
-                member.step = step
-
-
-def _no_step(closure: object = None) -> None: ...
+        if own is None:
+            del module.load_state_dict
+        else:
+            module.load_state_dict = own
 
 
 def stream_key(rank: int) -> str:
@@ -91,7 +143,7 @@ def random_key(engine: Engine) -> str:
 
 
 # parts that are the same on all ranks, except for shards
-_REPLICATED = ("model", "optimizer", "buffers", "callbacks")
+_REPLICATED = ("model", "training", "optimizer", "buffers", "callbacks")
 Keys = tuple[str, ...]
 
 

@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from launcher.config.schema import Compress
 from launcher.errors import NoGoodCheckpoint, WrongCheckpoint
@@ -35,13 +35,13 @@ from launcher.task import seed_everything, seed_for
 from launcher.train.callback_set import load_tensors
 from launcher.train.checkpoint import contents, file_format
 from launcher.train.checkpoint.file_format import Planner, Reader
-from launcher.train.checkpoint.optimizer_state import OptimizerOptions, leave_out_unknown, require_whole_state
+from launcher.train.checkpoint.optimizer_parts import load_optimizers, state_to_load
+from launcher.train.checkpoint.optimizer_state import OptimizerOptions
 from launcher.train.checkpoint.origin import Origin, require_same_model, require_same_run
 from launcher.train.data.randomness import restore_random_state
 from launcher.train.data.stream import is_sharded
 from launcher.train.engine.calibration import measured_alike
 from launcher.train.engine.engine import Engine
-from launcher.train.optimizers import members_of
 from launcher.train.world import World
 
 
@@ -260,20 +260,18 @@ def load(engine: Engine, directory: Path) -> Restored:
     stream_keys = [contents.stream_key(rank) for rank in range(ranks)]
     tensors |= {key: _empty_state(stored, key, engine.device) for key in stream_keys}
     tensors[strategy_key] = _empty_state(stored, strategy_key, engine.device) if same_ranks and compresses else {}
-    leave_out_unknown(directory, tensors["optimizer"]["state"], stored)
-    if not any(
-        key.startswith("optimizer.") for key in plan.forced
-    ):  # without momentum there is less state, for example
-        require_whole_state(directory, tensors["optimizer"]["state"], stored)
+    training = {name: value.clone() for name, value in tensors.get("training", {}).items()}
+    tensors["training"] = {
+        name: value for name, value in training.items() if f"training.{name}" in stored.state_dict_metadata
+    }
     options = OptimizerOptions(engine, directory, tensors["optimizer"]["param_groups"], stored)
+    tensors["optimizer"] = state_to_load(engine, directory, stored, state.get("optimizers"))
     dcp.load(tensors, storage_reader=Reader(directory), planner=Planner())
     options.require_same_groups(tensors["optimizer"]["param_groups"])
-    with contents.without_steps(engine.optimizer):
-        set_state_dict(
-            engine.parallel.module, members_of(engine.optimizer),
-            model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"],
-            options=StateDictOptions(strict=False),  # the model's names were compared; a parameter may have no state
-        )  # fmt: skip
+    with contents.any_signature(engine.parallel.module) as module:  # strict=False: the names were compared
+        set_model_state_dict(module, tensors["model"], options=StateDictOptions(strict=False))
+    load_optimizers(engine, tensors["optimizer"])
+    contents.take_training_values(engine, tensors["training"])
     comparable = same_ranks and measured_alike(saved.get("measured_as"), plan)
     engine.load_state_dict(saved, alike=comparable, same_order=same_ranks)
     options.restore(scheduled=saved.get("follows_plan", True))

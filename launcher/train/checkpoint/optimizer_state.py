@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.optim import Optimizer
 
 from launcher.config.schema import LrScaling
 from launcher.errors import WrongCheckpoint
 from launcher.quantities import count, first_names
 from launcher.train.engine.engine import Engine
 from launcher.train.optimizers import members_of
-from launcher.train.schedules import PlanSchedule
+from launcher.train.schedules import PlanSchedule, base_rates
 
 # options that choose an optimizer's implementation, not its results: the present machine's are kept
 _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
@@ -37,7 +39,7 @@ class OptimizerOptions:
     def __init__(self, engine: Engine, directory: Path, groups: Sequence[dict[str, Any]], stored: Metadata) -> None:
         self._engine, self._directory = engine, directory
         self._planned = [dict(group) for group in engine.optimizer.param_groups]
-        self._rates = [_plain(rate) for rate in engine.schedule.base_lrs]
+        self._rates = [_plain(rate) for rate in base_rates(engine.schedule)]
         self._members = [set(group["params"]) for group in groups]
         names = (name for name in stored.state_dict_metadata if name.startswith(_GROUPS))
         saved = len({name.removeprefix(_GROUPS).partition(".")[0] for name in names})
@@ -58,7 +60,7 @@ class OptimizerOptions:
         return forced
 
     def require_same_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Check that each parameter is in the group that it was in, unless the user changed the groups by force.
+        """Check that each parameter is in the group that it was in.
 
         Args:
             groups: those of the checkpoint, with the names of their parameters.
@@ -66,8 +68,6 @@ class OptimizerOptions:
         Raises:
             WrongCheckpoint: parameters have moved.
         """
-        if self._forced:
-            return
         before = {name: number for number, group in enumerate(groups) for name in group["params"]}
         now = {name: number for number, names in enumerate(self._members) for name in names}
         if moved := sorted(name for name in now if before.get(name, now[name]) != now[name]):
@@ -103,7 +103,7 @@ class OptimizerOptions:
         """Return a line for each argument whose value in the user's code is not that of the checkpoint."""
         engine, schedule = self._engine, self._engine.schedule
         own = isinstance(schedule, PlanSchedule)
-        known = set[str]().union(*(member.defaults for member in members_of(engine.optimizer)))
+        known = set[str]().union(*map(_arguments, members_of(engine.optimizer)))
         ignored = {"lr", *_IMPLEMENTATION, *(() if own else _CYCLED)}
         lines: list[str] = []
         for number, (group, options) in enumerate(zip(engine.optimizer.param_groups, self._planned, strict=True)):
@@ -114,7 +114,8 @@ class OptimizerOptions:
                 if name in group and name in options
             ]
             rate = f"engine.schedule.base_lrs[{number}]" if own else f'{place}["lr"]'
-            pairs.append(("lr", _plain(schedule.base_lrs[number]), self._rates[number], rate))
+            if rates := base_rates(schedule):
+                pairs.append(("lr", _plain(rates[number]), self._rates[number], rate))
             lines += [self._line(number, *pair) for pair in pairs if pair[1] != pair[2]]
         return lines
 
@@ -126,37 +127,13 @@ class OptimizerOptions:
         )
 
 
+def _arguments(optimizer: Optimizer) -> set[str]:
+    """Return the arguments of an optimizer's class. Other entries of a group are what its steps have counted."""
+    return optimizer.defaults.keys() & inspect.signature(type(optimizer)).parameters.keys()
+
+
 def _plain(value: object) -> object:
     """Return a value that can be compared: numbers for tensors, tuples for lists."""
     if isinstance(value, Tensor):
         return value.tolist()
     return tuple(value) if isinstance(value, list) else value  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-
-
-def leave_out_unknown(directory: Path, state: dict[str, dict[str, Any]], stored: Metadata) -> None:
-    """Remove the parameters without state in the checkpoint: they never had a gradient, or the optimizer kept none.
-
-    Raises:
-        WrongCheckpoint: the checkpoint has a part of a parameter's state, so that a changed option needs more of it.
-    """
-    for parameter, entries in list(state.items()):
-        lacking = [name for name in entries if f"optimizer.state.{parameter}.{name}" not in stored.state_dict_metadata]
-        if len(lacking) == len(entries):
-            del state[parameter]
-        elif lacking:
-            raise WrongCheckpoint(
-                f"{directory} has no {lacking[0]} of {parameter}, which the optimizer needs as it is configured now.\n"
-                "  Leave out the change of optimizer.* that needs it, or start a new run."
-            )
-
-
-def require_whole_state(directory: Path, state: dict[str, dict[str, Any]], stored: Metadata) -> None:
-    """Raise WrongCheckpoint if the checkpoint has state that this run's optimizer has no place for."""
-    expected = {f"optimizer.state.{parameter}.{name}" for parameter, entries in state.items() for name in entries}
-    left = sorted(name for name in stored.state_dict_metadata if name.startswith("optimizer.state."))
-    left = [name.removeprefix("optimizer.state.") for name in left if name not in expected]
-    if left:
-        raise WrongCheckpoint(
-            f"{directory} has optimizer state that this run's optimizer does not have: {first_names(left, 4)}.\n"
-            "  Use the same optimizer and groups, or start a new run."
-        )

@@ -34,6 +34,7 @@ from launcher.rundir.paths import STATE, RunPaths
 from launcher.train.checkpoint import contents, file_format
 from launcher.train.checkpoint.contents import own_share
 from launcher.train.checkpoint.file_format import Writer
+from launcher.train.checkpoint.optimizer_parts import class_names
 from launcher.train.checkpoint.origin import origin_of
 from launcher.train.engine.engine import Engine
 from launcher.train.engine.window_totals import StepResult
@@ -177,6 +178,7 @@ def take_snapshot(
     _, callbacks = engine.callbacks.state_dict()
     state = {
         "origin": origin_of(engine.plan), "engine": engine.state_dict(), "run": run or {}, "callbacks": callbacks,
+        "optimizers": class_names(engine),
     }  # fmt: skip
     return Snapshot(
         step=engine.steps,

@@ -24,7 +24,7 @@ from launcher.train.data.randomness import random_state, restore_random_state
 from launcher.train.engine.modes import start_training
 from launcher.train.engine.preserved_state import ChangingParameters, PreservedState
 from launcher.train.engine.window_batchnorm import norms_of
-from launcher.train.optimizers import as_one, trained_parameters
+from launcher.train.optimizers import as_one, set_mode, trained_parameters
 from launcher.train.parallel.base import Parallel, ShardUnits
 from launcher.train.parallel.batchnorm import Norms
 from launcher.train.parallel.deferred_init import Recipe, build_deferred
@@ -158,6 +158,7 @@ def build_parallel(
             made = optimizer(parameter for parameter in model.parameters() if parameter.requires_grad)
         optimizer = as_one(made)
         _require_all_parameters(model, optimizer)
+        set_mode(optimizer, training=True)
         return parallel, optimizer
     _require_all_parameters(model, optimizer)
     before = dict(model.named_parameters())
@@ -165,6 +166,7 @@ def build_parallel(
     if values is not None:
         values.fill(model)
     _replace_parameters(optimizer, before, model)
+    set_mode(optimizer, training=True)
     return parallel, optimizer
 
 
@@ -321,10 +323,11 @@ def _replace_parameters(optimizer: Optimizer, before: dict[str, nn.Parameter], m
     after = dict(model.named_parameters())
     if all(after.get(name) is parameter for name, parameter in before.items()):
         return
-    if optimizer.state:
+    if any(optimizer.state.values()):
         raise EngineMisuse(
             "The optimizer has already taken steps, and its state cannot be sharded.\n  Pass the engine a new one."
         )
+    optimizer.state.clear()  # train() of an optimizer may have added empty entries
     new = {id(parameter): after[name] for name, parameter in before.items()}
     for group in optimizer.param_groups:
         group["params"] = [new.get(id(parameter), parameter) for parameter in group["params"]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from launcher.errors import DataError, NotFinite
 from launcher.loss import Loss
 from launcher.quantities import first_names
 from launcher.train.engine.build import EngineParts
+from launcher.train.engine.sharded_step import sharded_step
 from launcher.train.engine.window_loss import WindowLoss
 from launcher.train.engine.window_totals import ReducedTotals, WindowTotals, explain_bad_loss
 from launcher.train.parallel.base import local
@@ -68,6 +70,7 @@ class OptimizerStep:
         require_length(self.schedule, plan.schedule_steps)
         self.follows_plan = True
         self.lr = float(self.schedule.get_last_lr()[0])
+        self._stepped = False  # by this process
         self._divisor: float | None = None
         self._items_in_epoch = False  # the epoch has had an item so far
         self._empty_in_a_row = self._nonfinite_in_a_row = 0
@@ -133,7 +136,9 @@ class OptimizerStep:
             torch._foreach_mul_(
                 gradients, factor if clip_norm is None else factor * min(1.0, clip_norm / (norm + 1e-6))
             )
-            self._precision.step(self._optimizer)
+            with nullcontext() if self._stepped else sharded_step(self._optimizer, self._plan.strategy.kind):
+                self._precision.step(self._optimizer)
+            self._stepped = True
             if self.follows_plan:
                 self.schedule.step()
             self._norms.track()

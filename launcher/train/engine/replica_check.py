@@ -21,6 +21,7 @@ from launcher.errors import CallbackFailed, ReplicasDiffer
 from launcher.heartbeat import HEARTBEAT, Wait
 from launcher.quantities import count, first_names
 from launcher.train.engine.engine import Engine
+from launcher.train.optimizers import members_of
 from launcher.train.parallel.checksum import BITS, checksum
 from launcher.train.parallel.lost_writes import limited_norms
 
@@ -152,7 +153,11 @@ class ReplicaCheck:
         for (name, events), ranks in by_callback.items():
             on = "" if len(ranks) == self._world.size else f" on rank {first_names([*map(str, ranks)])}"
             changed.append(f"{name} ({events}{on})")
-        if changed:
+        own = difference.partition(" of the optimizer's group")
+        if own[1] and own[0] not in ("lr", "initial_lr"):
+            classes = first_names([type(each).__name__ for each in members_of(self._engine.optimizer)])
+            cause = f"The step of {classes} may set {own[0]} from what each rank has alone: use another optimizer then."
+        elif changed:
             cause = f"Callbacks that have changed parameters, learning rates or what is frozen: {'; '.join(changed)}."
         else:
             model = self._engine.model

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher import Loss
+from tests.train.checkpoint import stateful_optimizers
 
 
 def augmented(sample: Tensor) -> Tensor:
@@ -88,9 +89,13 @@ class Remembering(Model):
 
 class Noisy:
     def __init__(
-        self, samples: int = 90, streams: bool = False, norm: bool = True, remembers: bool = False
+        self, samples: int = 90, streams: bool = False, norm: bool = True, remembers: bool = False,
+        optimizer: str | None = None,
     ) -> None:  # fmt: skip
         self.samples, self.streams, self.norm = samples, streams, norm
+        if optimizer is not None:
+            kind = getattr(stateful_optimizers, optimizer)
+            self.optimizer = lambda model: kind(model.parameters())
         self.kind = Remembering if remembers else Model
 
     def model(self) -> nn.Module:

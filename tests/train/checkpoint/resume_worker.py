@@ -40,7 +40,8 @@ def plan_of(job: dict[str, Any]) -> RunPlan:
         samples=None if streams else job["task"].get("samples", 90),
     )  # fmt: skip
     target = job.get("target", "tests.train.checkpoint.resume_task.Noisy")
-    task = dataclasses.replace(plan.task, target=target, params=job["task"])
+    own = "optimizer" in job["task"]
+    task = dataclasses.replace(plan.task, target=target, params=job["task"], own_optimizer=own)
     return dataclasses.replace(plan, task=task)
 
 

@@ -10,10 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import ChainedScheduler, CosineAnnealingLR, LinearLR, SequentialLR, StepLR
 
 from launcher import Engine, make_plan
+from launcher.errors import TaskError
 from launcher.rundir.fencing import Fence
 from launcher.train.checkpoint import load, save
+from launcher.train.checkpoint.contents import require_restorable
+from launcher.train.checkpoint.optimizer_parts import optimizer_state
+from tests.infra.checkpoints import tensors
+from tests.train.checkpoint.stateful_optimizers import Remembers, TwoPoints
 
 DATA = list(torch.sin(torch.arange(48.0)).reshape(12, 4))
 STEPS = 6
@@ -49,11 +55,28 @@ OPTIMIZERS: dict[str, Make] = {
         AdamW(model[0].parameters(), 0.05),
         Adam(model[1].parameters(), 0.05),
     ],
+    "all kinds of state": lambda model: [Remembers(model.parameters())],
+    "two of all kinds": lambda model: [Remembers(model[0].parameters()), Remembers(model[1].parameters())],
+    "two points": lambda model: [TwoPoints(model.parameters())],
     "rates are tensors": lambda model: [AdamW(model.parameters(), torch.tensor(0.05))],
 }
 
 
-def train(place: Path, make: Make, *, saves: Sequence[int] = (), resume: int = 0) -> Tensor:
+Schedule = Callable[[Optimizer, int | None], Any]
+
+
+def warm_then_cosine(optimizer: Optimizer, steps: int | None) -> SequentialLR:
+    parts = [LinearLR(optimizer, 0.1, 1.0, 2), CosineAnnealingLR(optimizer, steps or 0)]
+    return SequentialLR(optimizer, parts, [3])
+
+
+def both_at_once(optimizer: Optimizer, _: int | None) -> ChainedScheduler:
+    return ChainedScheduler([LinearLR(optimizer, 0.1, 1.0, 4), StepLR(optimizer, 2, 0.5)])
+
+
+def train(
+    place: Path, make: Make, *, schedule: Schedule | None = None, saves: Sequence[int] = (), resume: int = 0
+) -> Tensor:
     """Return the parameters after STEPS steps, from the checkpoint of step ``resume`` on."""
     plan = make_plan(
         [f"run.dir={place}", "run.name=a", "batch.global_size=4", f"train.steps={STEPS}", "cluster.device=cpu",
@@ -61,7 +84,7 @@ def train(place: Path, make: Make, *, saves: Sequence[int] = (), resume: int = 0
     )  # fmt: skip
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
-    engine = Engine(model, make(model), plan, callbacks=[ThawsLate()])
+    engine = Engine(model, make(model), plan, callbacks=[ThawsLate()], schedule=schedule)
     if resume:
         load.load(engine, plan.paths.checkpoint(resume))
     for window in engine.windows(DATA):
@@ -79,3 +102,98 @@ def test_saves_and_a_resume_do_not_change_what_is_learned(tmp_path: Path, name: 
     assert train(tmp_path / "saved", OPTIMIZERS[name], saves=(1, 2, 4)).equal(undisturbed)
     for step in (2, 4):
         assert train(tmp_path / "saved", OPTIMIZERS[name], resume=step).equal(undisturbed)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("schedule", [warm_then_cosine, both_at_once])
+def test_a_schedule_made_of_others_continues(tmp_path: Path, schedule: Schedule) -> None:
+    adam = OPTIMIZERS["one of two has no state yet"]
+    undisturbed = train(tmp_path / "never", adam, schedule=schedule)
+    assert train(tmp_path / "saved", adam, schedule=schedule, saves=(2, 4)).equal(undisturbed)
+    for step in (2, 4):
+        assert train(tmp_path / "saved", adam, schedule=schedule, resume=step).equal(undisturbed)
+
+
+def engine_of(place: Path, model: nn.Module, optimizer: Optimizer | None = None) -> Engine:
+    plan = make_plan(
+        [f"run.dir={place}", "run.name=a", "batch.global_size=4", f"train.steps={STEPS}", "cluster.device=cpu",
+         "precision=fp32", "train.loader_workers=0"], samples=len(DATA),
+    )  # fmt: skip
+    return Engine(model, optimizer or AdamW(model.parameters(), 0.05), plan)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_an_evaluation_and_a_checkpoint_have_the_values_for_evaluation(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1, bias=False)
+    engine = engine_of(tmp_path, model, TwoPoints(model.parameters()))
+
+    def loss(model: Any, batch: Tensor) -> tuple[Tensor, int]:
+        return (model(batch) - 1).square().sum(), len(batch)
+
+    for window in engine.windows(DATA):
+        for batch in window:
+            engine.backward(*loss(engine.model, batch))
+        engine.step()
+    y, z = model.weight.detach().clone(), engine.optimizer.state[model.weight]["z"]
+    x = y.lerp(z, -0.25)
+    expected = sum((sample @ x.T - 1).square().item() for sample in DATA) / len(DATA)
+    assert engine.evaluate(DATA, loss)["eval/loss"] == pytest.approx(expected, rel=1e-5)
+    place = save.write(save.take_snapshot(engine, Fence.here(engine.plan.paths)))
+    assert tensors(place)["model.weight"].equal(x)
+    assert model.weight.equal(y), "training goes on with the bits that it had"
+
+
+class KeepsAnObject(Adam):
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] # noqa: ARG002
+        super().step()
+        for state in self.state.values():
+            state["memory"] = [object()]
+
+
+@pytest.mark.usefixtures("alone")
+def test_state_that_no_checkpoint_gives_back_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    engine = engine_of(tmp_path, model, KeepsAnObject(model.parameters()))
+    for window in engine.windows(DATA):
+        for batch in window:
+            engine.backward(engine.model(batch).square().sum(), len(batch))
+        engine.step()
+    with pytest.raises(TaskError, match=r"\(KeepsAnObject: state of weight\): [^\n]*\n[^\n]*checkpoint.enabled=false"):
+        optimizer_state(engine)
+
+
+class Older(nn.Linear):
+    """With the signature that load_state_dict had before torch 2.1."""
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().load_state_dict(state_dict, strict)
+
+
+class Oldest(nn.Linear):
+    def load_state_dict(self, state: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().load_state_dict(state)
+
+
+class Broken(nn.Linear):
+    def load_state_dict(self, state_dict: Any, **_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().load_state_dict(state_dict["model"])
+
+
+class Forgets(nn.Linear):
+    def state_dict(self, *_: Any, **__: Any) -> Any:
+        return {"weight": self.weight}
+
+
+@pytest.mark.usefixtures("alone")
+def test_models_with_methods_of_their_own(tmp_path: Path) -> None:
+    for kind in (Older, Oldest):
+        first, second = (engine_of(tmp_path / kind.__name__, kind(4, 1)) for _ in range(2))
+        require_restorable(first)
+        place = save.write(save.take_snapshot(first, Fence.here(first.plan.paths)))
+        load.load(second, place)
+        assert first.model.state_dict()["weight"].equal(second.model.state_dict()["weight"]), kind
+    with pytest.raises(TaskError, match=r"state of Broken cannot be restored from a checkpoint: KeyError: 'model'"):
+        require_restorable(engine_of(tmp_path, Broken(4, 1)))
+    with pytest.raises(TaskError, match=r"leaves out trained parameters: bias\.\n[^\n]* return all parameters"):
+        require_restorable(engine_of(tmp_path, Forgets(4, 1)))

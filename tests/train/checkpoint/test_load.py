@@ -41,6 +41,8 @@ CASES: dict[int, dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[int, ...
         "int8": (("strategy=fsdp", *QUANTISED, "batch.micro_size=2"), {}, (4,)),
         "window": (("strategy=fsdp", *HERE, "batch.micro_size=4", "batch.norm=window", "precision=bf16"), {}, (5,)),
         "fp16": ((*FP16, "batch.micro_size=4", "train.log_every=2"), {}, (8, 4)),
+        "remembers": (("strategy=fsdp", *HERE, "batch.micro_size=4"), {"optimizer": "Remembers"}, (4,)),
+        "two points": ((*DDP, *HERE, "batch.micro_size=4", "train.eval_every=2"), {"optimizer": "TwoPoints"}, (4, 3)),
         "stream": (("batch.micro_size=4",), STREAM, (2, 3)),
         "stream here": (
             ("batch.micro_size=4", "train.epochs=3", "train.steps=null", "schedule=constant", *HERE),
@@ -111,7 +113,7 @@ def test_in_pieces_it_is_the_same_run(ranks: int, names: list[str], tmp_path: Pa
     rest = [job for job in jobs.values() if job["run"] not in {piece["run"] for piece in second}]
     run([*second, *rest], ranks, tmp_path)
     if second:
-        run([jobs[Path(piece["run"]).name] for piece in second], ranks, tmp_path)
+        run([jobs[Path(str(piece["run"])).name] for piece in second], ranks, tmp_path)
     for name, (_, _, stops) in cases.items():
         assert_same(tmp_path / name, tmp_path / f"{name} whole", resumed=len(stops))
         saved = sorted((tmp_path / name / "checkpoints").glob("step_*/state.json"))

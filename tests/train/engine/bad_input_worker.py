@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from launcher import Engine, make_plan
 from launcher.errors import LauncherError
 from tests.infra.workers import leave_group, print_on_rank_0
+from tests.train.checkpoint.stateful_optimizers import ReadsNumbers
 
 COMMON = ("precision=fp32", "run.calibrate_s=0", "train.loader_workers=0", "batch.global_size=8", "batch.micro_size=2")
 SAMPLES, EMPTY = 24, (1, 4)  # three windows an epoch
@@ -49,14 +50,18 @@ ANSWERS: dict[str, Answer] = {
 }
 
 
+def sgd(parameters: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(parameters, 0.05, momentum=0.9)
+
+
 def train(
-    answer: Answer, *options: str, empty: Callable[[int], bool] = lambda _: False
+    answer: Answer, *options: str, empty: Callable[[int], bool] = lambda _: False, kind: Callable[..., Any] = sgd
 ) -> tuple[Engine, list[Any], Tensor]:
     """The engine at its end, its results, and its parameters. ``empty``: which windows hold no item."""
     torch.manual_seed(0)
     plan = make_plan([*COMMON, *options], samples=SAMPLES)
     model = nn.Linear(4, 2)
-    engine = Engine(model, torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), plan)
+    engine = Engine(model, kind(model.parameters()), plan)
     data = [(torch.full((4,), 1.0 + index / SAMPLES), 1.0) for index in range(SAMPLES)]
     results: list[Any] = []
     for number, window in enumerate(engine.windows(data)):
@@ -105,6 +110,9 @@ def main() -> None:
     seen["no item anywhere"] = words(lambda: train(right, "train.epochs=2", empty=lambda _: True))
     powersgd = ("train.steps=2", "strategy.compress=powersgd")
     seen["powersgd"] = words(lambda: train(right, *powersgd, empty=lambda window: window == 0))
+    for kind in (torch.optim.Adafactor, ReadsNumbers):
+        seen[kind.__name__] = words(lambda k=kind: train(right, "train.steps=2", "strategy=fsdp", kind=k))
+    train(right, "train.steps=2", kind=ReadsNumbers)  # whole gradients
     empty_windows_move_nothing()
     empty_windows_leave_no_trace()
     everyone: list[dict[str, str]] = [seen] * dist.get_world_size()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from launcher.config.schema import PrecisionKind
+from launcher.config.schema import PrecisionKind, SumFormat
 from launcher.errors import ConfigError
 from launcher.plan.run_plan import PrecisionPlan
 from launcher.train import precision
@@ -29,6 +29,8 @@ SAID = {
     "inf items on one rank": "rank 1, micro-batch 1 has inf; rank 1, micro-batch 2 has inf.",
     "a sum in fp16": "it is summed in float16, which ends at 65504: call .float() before the sum",
     "no item anywhere": "DataError: No window of epoch 1 holds an item",
+    "Adafactor": "TaskError: Adafactor cannot be used with strategy=fsdp: its step fails on sharded parameters",
+    "ReadsNumbers": "TaskError: ReadsNumbers cannot be used with strategy=fsdp: its step reads numbers of sharded",
     "powersgd": "DataError: The window of step 1 holds no item. With strategy.compress=powersgd",
 }
 
@@ -46,7 +48,7 @@ def test_a_format_that_the_device_lacks(monkeypatch: pytest.MonkeyPatch) -> None
     def lacking(*_: Any) -> None:
         raise RuntimeError("\"addmm_impl_cpu_\" not implemented for 'Half'")
 
-    plan = PrecisionPlan(kind=PrecisionKind.fp16, reduce_dtype=PrecisionKind.fp32, init_scale=1.0, growth_interval=1)
+    plan = PrecisionPlan(kind=PrecisionKind.fp16, reduce_dtype=SumFormat.fp32, init_scale=1.0, growth_interval=1)
     precision.Precision(plan, torch.device("cpu"))
     monkeypatch.setattr(precision.functional, "linear", lacking)
     with pytest.raises(ConfigError, match=r"precision=fp16: this device \(cpu\) cannot .*'Half'\n  Use precision=bf16"):
