@@ -196,7 +196,7 @@ class Replica(Parallel):
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._reduce)
 
-    def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:
+    def _synchronised(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:
         self._reduces = reduces(sync, last=last)
         if self._reduced and self._lays_out:
             self._lays_out = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from launcher.config.schema import Sync
+from launcher.config.schema import Compress, Sync
 from launcher.errors import UnusedParameters
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import Layout
@@ -20,6 +20,10 @@ from launcher.quantities import first_names
 from launcher.train.measure.comm_meter import Meter
 from launcher.train.measure.noise_scale import LocalGradNorm
 from launcher.train.measure.observer import Observer
+from launcher.train.precision import NARROW_DTYPES
+
+# most micro-batches whose gradients are added up in the format of narrow parameters; more take the memory of fp32 sums
+MOST_NARROW = 8
 
 ShardUnits = Callable[[nn.Module], Sequence[nn.Module]]
 
@@ -50,9 +54,11 @@ class Parallel:
         """
         self.module = model
         self._parameters = trained(model)
+        self._compress, self._long = plan.strategy.compress, plan.batch.accumulation > MOST_NARROW
         self._unused_allowed = plan.strategy.find_unused_parameters
         self.frozen: set[nn.Parameter] = set()
         self._left_out: list[tuple[nn.Parameter, Tensor]] = []  # frozen ones of this window, with their gradients
+        self._sums = WideSums()
         layout = layout or Layout.replicated(sum(p.nbytes for p in self._parameters), plan.batch.world_size)
         self.meter = Meter(plan.strategy.kind, layout, device)
         self.local_norm = LocalGradNorm()
@@ -65,14 +71,27 @@ class Parallel:
     def end_step(self) -> None:
         """Check parameters after the optimizer step, and after the callbacks that may have written them."""
 
-    def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:  # noqa: ARG002
+    def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:
         """Return the context for forward *and* backward of one micro-batch.
 
         Args:
             first: the micro-batch is the first of its window.
             last: it is the window's boundary.
         """
+        if not first:
+            self._sums.take(self._summed_wide(sync))
+        if last and sync is not Sync.every:
+            self._sums.give()  # the boundary's backward pass may reduce the sum
+        return self._synchronised(sync, first=first, last=last)
+
+    def _synchronised(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:  # noqa: ARG002
         return nullcontext()
+
+    def _summed_wide(self, sync: Sync) -> Iterable[nn.Parameter]:
+        """Return the parameters whose gradients are added up outside of ``grad``, in fp32."""
+        if sync is Sync.every and self._compress is Compress.bf16:  # the sum so far would be rounded and sent each time
+            return self._parameters
+        return [p for p in self._parameters if p.dtype in NARROW_DTYPES] if self._long else ()
 
     def abandon(self) -> None:
         """Discard the current window, none of whose passes has run a collective yet."""
@@ -110,6 +129,7 @@ class Parallel:
         Raises:
             UnusedParameters: a parameter has none, and ``strategy.find_unused_parameters`` is false.
         """
+        self._sums.give()
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if len(gradients) < len(self._parameters) and not self._unused_allowed:
             names = [name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
@@ -138,6 +158,7 @@ class Parallel:
         for parameter, gradient in self._left_out:
             parameter.grad = gradient
         self._left_out = []
+        self._sums.clear()
         self._zero_gradients()
 
     def _zero_gradients(self) -> None:
@@ -175,6 +196,41 @@ class Parallel:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what ``state_dict`` has returned."""
+
+
+class WideSums:
+    """Sums of a window's gradients in fp32, for gradients that are computed or reduced in a narrower format.
+
+    In bf16 a running sum stops to grow at 256 times what is added to it.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[nn.Parameter, Tensor] = {}
+
+    @torch.no_grad()
+    def take(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add the gradients to the sums, and set them to zero."""
+        for parameter in parameters:
+            if parameter.grad is None:
+                continue
+            gradient = local(parameter.grad)
+            if (total := self._sums.get(parameter)) is None:
+                self._sums[parameter] = wide_copy(gradient)
+            else:
+                total += gradient
+            gradient.zero_()
+
+    @torch.no_grad()
+    def give(self) -> None:
+        """Add the sums to the gradients, rounded once."""
+        for parameter, total in self._sums.items():
+            if parameter.grad is not None:
+                gradient = local(parameter.grad)
+                gradient.copy_(total + gradient)
+        self.clear()
+
+    def clear(self) -> None:
+        self._sums.clear()
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:

@@ -85,7 +85,7 @@ class Ddp(Parallel):
 
         return sent.then(finished)
 
-    def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:
+    def _synchronised(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:
         self._sync, self._reduces = sync, reduces(sync, last=last)
         # under `every` a mean: a bucket also holds the window's earlier micro-batches, already reduced
         sums = self._compression.can_sum and sync is not Sync.every

@@ -34,7 +34,7 @@ from launcher.train.parallel.mixed_precision import groups_of, matmul_parameters
 from launcher.train.parallel.replaced_parameters import ReplacedParameters
 from launcher.train.parallel.shard_units import Uses, owned, refuse_direct_use
 from launcher.train.parallel.whole_parameters import WholeParameters
-from launcher.train.precision import DTYPES
+from launcher.train.precision import DTYPES, NARROW_DTYPES
 from launcher.train.world import patience
 
 
@@ -119,7 +119,7 @@ class Fsdp(Parallel):
         for module, following in itertools.pairwise(outer):
             module.set_modules_to_forward_prefetch([following])
 
-    def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:
+    def _synchronised(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:
         keeps = sync is Sync.gather_once
         self._uses.begin(in_loss=True)
         over_all = reduces_over_all(sync, last=last)
@@ -131,6 +131,8 @@ class Fsdp(Parallel):
         )
         self._scatter.defers = self._may_defer and last and sync is not Sync.every
         self._scatter.sends_on = self._replicated and over_all
+        if self._replicated and not first:
+            self._widen_sums()
         if keeps and first:
             self._gather_all()
         self._gather_root()
@@ -149,6 +151,15 @@ class Fsdp(Parallel):
         root.set_reshard_after_forward(reshard_after_forward)
         root.set_reshard_after_forward(False, recurse=False)  # the root's backward pass directly follows its forward
         root.set_reshard_after_backward(reshard_after_backward)
+
+    def _widen_sums(self) -> None:
+        """Let torch add up in fp32 the sums that wait for their all-reduce between replicas."""
+        for module in self._modules:
+            for group in groups_of(module):
+                partial = group._partial_reduce_output
+                if partial is not None and partial.dtype in NARROW_DTYPES:
+                    with group.device_handle.stream(group.comm_ctx.reduce_scatter_stream):
+                        group._partial_reduce_output = partial.float()
 
     def _gather_all(self) -> None:
         for module in self._modules:
