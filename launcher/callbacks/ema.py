@@ -37,15 +37,15 @@ class Ema:
             raise ConfigError("every", every, "must be at least 1.")
         self._decay, self._every, self._evaluate = decay, every, evaluate
         self.averages: dict[str, Tensor] = {}
-        self._restored = False
+        self._restored = set[str]()  # names of averages that a checkpoint had
 
     def on_setup(self, engine: Engine) -> None:
         self.averages = {name: wide_copy(parameter.detach()) for name, parameter in _trained(engine)}
 
     def on_start(self, engine: Engine) -> None:
-        """Start with the present parameters if a checkpoint without averages was loaded."""
-        if not self._restored:
-            for average, parameter in zip(*self._pairs(engine), strict=True):
+        """Start with the present parameters where a checkpoint without these averages was loaded."""
+        for name, average, parameter in zip(self.averages, *self._pairs(engine), strict=True):
+            if name not in self._restored:
                 average.copy_(parameter)
 
     @torch.no_grad()
@@ -83,8 +83,9 @@ class Ema:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, average in state["averages"].items():
-            local(self.averages[name]).copy_(local(average))
-        self._restored = True
+            if name in self.averages:  # otherwise it is frozen now
+                local(self.averages[name]).copy_(local(average))
+        self._restored = {*state["averages"]}
 
 
 def _trained(engine: Engine) -> list[tuple[str, Tensor]]:

@@ -245,6 +245,7 @@ def load(engine: Engine, directory: Path) -> Restored:
     require_same_run(directory, origin, saved["place"]["index"], plan)
     buffers = dict(engine.parallel.module.named_buffers())
     changing = [name for name in saved["changing_buffers"] if name in buffers]
+    _resize_buffers(engine, changing, stored)
     tensors = contents.checkpoint_tensors(engine, changing, create_optimizer_state=True)
     unknown = [name for name in saved["changing_buffers"] if name not in buffers]
     require_same_model(directory, tensors["model"], stored, unknown)
@@ -294,6 +295,22 @@ def load(engine: Engine, directory: Path) -> Restored:
     if random:
         restore_random_state(random, engine.device)
     return Restored(directory, state["run"], origin, ranks, comparable)
+
+
+def _resize_buffers(engine: Engine, changing: list[str], stored: Metadata) -> None:
+    """Give the buffers whose shape training has changed the shape in the checkpoint.
+
+    Args:
+        changing: names of the buffers that training changes.
+    """
+    for name in changing:
+        entries = [stored.state_dict_metadata.get(f"{part}.{name}") for part in ("model", "buffers")]
+        owner, _, last = name.rpartition(".")
+        buffers = engine.parallel.module.get_submodule(owner)._buffers
+        buffer = buffers.get(last)
+        for entry in entries:
+            if isinstance(entry, TensorStorageMetadata) and buffer is not None and entry.size != buffer.shape:
+                buffers[last] = buffer.new_empty(entry.size)
 
 
 def _entries_under(stored: Metadata, prefix: str) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -229,6 +229,8 @@ class Ddp(Parallel):
     def take_gradient_order(self, names: list[str]) -> None:
         if not names or self._keeps_buckets:  # earlier versions saved names in the second case, too
             return
+        if {*names} != {name for name, p in self.module.named_parameters() if p.requires_grad}:
+            return  # others are trained now: the next backward pass determines the order
         # leave the reducer as after a backward pass in this order, with zero gradients
         parameters, reducer = dict(self.module.named_parameters()), self._ddp.reducer
         reducer.prepare_for_forward()

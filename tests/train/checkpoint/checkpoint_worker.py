@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,12 +78,29 @@ def require_no_gradient_copy(overrides: list[str]) -> None:
             break
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
             state = engine.state_dict()
-        taken = [event.self_cpu_memory_usage for event in profiled.events() if event.self_cpu_memory_usage > 0]
+        taken = [event.self_cpu_memory_usage for event in profiled.events() or () if event.self_cpu_memory_usage > 0]
         assert sum(taken) < 256 * 256, (steps, taken)
         assert state["gradient_order"] == [f"layers.{number}.weight" for number in range(4)], state["gradient_order"]
     names = {parameter: name for name, parameter in model.named_parameters()}
-    buckets = engine.parallel._ddp.reducer._get_zeros_like_grad_buckets()
+    parallel: Any = engine.parallel
+    buckets = parallel._ddp.reducer._get_zeros_like_grad_buckets()
     assert [names[parameter] for bucket in buckets for parameter in bucket.parameters()] == state["gradient_order"]
+
+
+def resume_with_more_trained_parameters(overrides: list[str], paths: RunPaths) -> None:
+    """The order of gradients in the checkpoint lacks parameters that were frozen then."""
+    plan = make_plan([*overrides, "train.loader_workers=0", "run.calibrate_s=0"], samples=90)
+    data, engines = list(torch.randn(90, 8)), list[Engine]()
+    for frozen in (True, False):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 1))
+        model[0].requires_grad_(not frozen)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.01)
+        engines.append(Engine(model, optimizer, plan))
+    run(engines[0], data, 3)
+    load.load(engines[1], save.write(save.take_snapshot(engines[0], Fence.here(paths))))
+    run(engines[1], data, 6)
+    assert engines[1].steps == 6
 
 
 def main() -> None:
@@ -105,6 +123,7 @@ def main() -> None:
 
     if second.plan.strategy.kind is StrategyKind.ddp and second.world.size > 1:
         require_no_gradient_copy(overrides)
+        resume_with_more_trained_parameters(overrides, RunPaths(paths.root / "thawed"))
     for steps in (999_998, 999_999, 1_000_000):
         second._optimizer_step.steps = steps
         save.write(save.take_snapshot(second, Fence.here(paths), Retention(keep=2)))
