@@ -29,8 +29,8 @@ from launcher.plan.callback_plan import (
     may_report,
     name_of,
     notify_entries,
-    without_path,
 )
+from launcher.plan.host import without_path
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.process import die_with_parent

@@ -18,6 +18,7 @@ from launcher.errors import EXIT_DONE, ConfigError, UserError
 from launcher.launch.planner import Once, plan_job, task_stem, trace_jobs
 from launcher.launch.slurm import submit
 from launcher.plan.batch import DEFAULT_GLOBAL_SIZE
+from launcher.plan.host import without_secrets
 from launcher.plan.ranking import Candidate, Ranking, rank
 from launcher.plan.run_forecast import RunForecast
 from launcher.plan.run_plan import RunPlan
@@ -86,7 +87,7 @@ def _show(solved: RunPlan, *, as_json: bool) -> int:
     if as_json:
         forecast = RunForecast.of(solved)
         fields = dataclasses.asdict(solved) | {"prediction": None if forecast is None else dataclasses.asdict(forecast)}
-        print(json.dumps(fields, indent=2))
+        print(json.dumps(without_secrets(fields), indent=2))
     else:
         live.console().print(tables.plan_table(solved))
         if solved.cluster.slurm is not None:

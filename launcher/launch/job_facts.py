@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from launcher.launch.channel import Message
 from launcher.plan.forecast import PREDICTIONS
+from launcher.plan.host import without_secrets
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import first_lines
@@ -85,7 +86,7 @@ def differences(here: Message, there: Any, host: str, other: str) -> str:
     theirs = cast(Message, there)
     missing = "nothing"
     lines = [
-        f"{key}: {_text(here.get(key, missing))} on {host}, {_text(theirs.get(key, missing))} on {other}"
+        f"{key}: {_shown(key, here.get(key, missing))} on {host}, {_shown(key, theirs.get(key, missing))} on {other}"
         for key in sorted({*here, *theirs})
         if here.get(key, missing) != theirs.get(key, missing)
     ]
@@ -96,5 +97,6 @@ def differences(here: Message, there: Any, host: str, other: str) -> str:
     return "\n  ".join([head, *first_lines(lines, _LINES), remedy])
 
 
-def _text(value: Any) -> str:
+def _shown(key: str, value: Any) -> str:
+    value = without_secrets(value, key)
     return value if isinstance(value, str) else json.dumps(value)

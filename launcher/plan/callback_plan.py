@@ -101,11 +101,6 @@ def _notifier(word: str) -> dict[str, Any]:
     return {**entry, "verdicts": [*_NOTIFIED]}
 
 
-def without_path(word: str) -> str:
-    """Return an entry of ``notify`` for people to read: the path of a web address may be a secret."""
-    return re.sub(r"^(https?://[^/?#\s]+)[/?#].*", r"\1/...", word)
-
-
 def scheme_only(word: str) -> str:
     """Return an address that has no known form for people to read: any part after the scheme may be a secret."""
     return re.sub(r"://.+", "://...", word, flags=re.DOTALL)

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any, cast
 
 from launcher.config.schema import Device, PrecisionKind, Tracker
 from launcher.errors import SiteError
@@ -50,6 +51,16 @@ BATCH_ENV = (
 _URLS = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "WANDB_BASE_URL", "MLFLOW_TRACKING_URI")
 # ends of the names of a URI's query values that are no one else's business
 _SECRET_VALUES = "password|passwd|pwd|token|secret|user|username"
+# last parts of config keys whose texts no output shows, and of those that are addresses whose path may be a secret
+_SECRET_KEYS = re.compile(
+    r"(^|_)(password|passwd|pwd|secret|credentials?|api_?key|access_key|private_key|secret_key)$"
+    r"|^token$|(auth|access|api|hf|hub|bot|secret|user|bearer|refresh)_?token$",
+    re.IGNORECASE,
+)
+_ADDRESS_KEYS = re.compile(r"(^|_)(notify|webhooks?(_url)?)$", re.IGNORECASE)
+_WEBHOOK = re.compile(
+    r"(https?://(?:hooks\.[\w.-]+|[\w.-]*webhook[\w.-]*|discord(?:app)?\.com/api/webhooks))/[^\s\"',]*"
+)
 
 # file systems that are stored in a machine's memory
 OWN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
@@ -219,6 +230,33 @@ def batch_env(env: Mapping[str, str], allow: Sequence[str]) -> dict[str, str]:
         return "@" not in url and without_credentials(url) == url
 
     return {name: allowed[name] for name in allowed if name in explicit or name not in _URLS or is_open(allowed[name])}
+
+
+def without_path(word: str) -> str:
+    """Return an entry of ``notify`` for people to read: the path of a web address may be a secret."""
+    return re.sub(r"^(https?://[^/?#\s]+)[/?#].*", r"\1/...", word)
+
+
+def without_secrets(value: Any, key: str = "") -> Any:
+    """Return a value of a config or a plan as every output shows it, trackers and reports included.
+
+    Args:
+        value: JSON value.
+        key: config key; only its last part matters.
+    """
+    if isinstance(value, Mapping):
+        fields = cast("Mapping[str, Any]", value)
+        in_webhook = str(fields.get("_target_", "")).endswith("Webhook")
+        names = {name: "webhook" if in_webhook and name == "url" else str(name) for name in fields}
+        return {name: without_secrets(each, names[name]) for name, each in fields.items()}
+    if isinstance(value, list | tuple):
+        return [without_secrets(each, key) for each in cast("Sequence[Any]", value)]
+    if not isinstance(value, str) or not value:
+        return value
+    last = key.rpartition(".")[2]
+    if _SECRET_KEYS.search(last):
+        return "***"
+    return _WEBHOOK.sub(r"\1/...", without_credentials(without_path(value) if _ADDRESS_KEYS.search(last) else value))
 
 
 def without_credentials(text: str, mark: str = "***") -> str:

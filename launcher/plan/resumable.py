@@ -14,7 +14,7 @@ from enum import Enum, auto
 from typing import Any, cast
 
 from launcher.config.schema import Config, key_of, known_keys
-from launcher.plan.callback_plan import without_path
+from launcher.plan.host import without_secrets
 
 
 class Permission(Enum):
@@ -41,10 +41,7 @@ class Change:
 
     @property
     def text(self) -> str:
-        values = (self.before, self.after)
-        if self.key == "notify":
-            values = tuple([without_path(word) for word in words or ()] for words in values)
-        return " -> ".join(map(shown, values))
+        return " -> ".join(shown(without_secrets(value, self.key)) for value in (self.before, self.after))
 
 
 _OF_THE_UPDATE = "it is part of the update rule"

@@ -13,6 +13,7 @@ from typing import Any
 
 from launcher.config.schema import PrecisionKind
 from launcher.loss import RESERVED_NAMES
+from launcher.plan.host import without_secrets
 from launcher.plan.launch_plan import PLAN_FORMAT
 from launcher.plan.tracker_plan import trackers_of_plan
 from launcher.plan.windows import WARM_UP_WINDOWS
@@ -208,7 +209,7 @@ def _flat_section(text: str) -> dict[str, str]:
     if "*" in text or len(text) > _SURELY_FLAT:
         _require_plain(yaml.parse(text, loader))
     content = yaml.load(text, loader)
-    flat = _flat(content, "") if content else {}
+    flat = _flat(without_secrets(content), "") if content else {}
     return {key: value for key, value in flat.items() if not key.startswith(_NO_SETTINGS)}
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from launcher.plan.host import without_secrets
 from launcher.plan.run_plan import RunPlan
 from launcher.report.tracker_entry import StepEntry, library, settings_of
 
@@ -47,7 +48,7 @@ class TensorboardAdapter:
         self._write(time.time(), 0, file_version="brain.Event:2")
         if not self._step:
             start = _session("session_start_info", settings_of(self._plan), group_name=self._plan.run.name)
-            plan = _text_value("plan", json.dumps(json.loads(self._plan.to_json()), indent=2))
+            plan = _text_value("plan", json.dumps(without_secrets(json.loads(self._plan.to_json())), indent=2))
             self._write(time.time(), 0, summary={"value": [start, plan]})
         return {"delivered": self._step, "dir": str(self._directory)}
 

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from launcher.config.choices import WandbMode
-from launcher.plan.host import without_credentials
+from launcher.plan.host import without_credentials, without_secrets
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.tracker_plan import mlflow_uri
 from launcher.report.tracker_entry import StepEntry, library, sample_name, settings_of
@@ -86,7 +86,7 @@ class WandbAdapter:
             tags=plan.wandb.tags or None,  # None: use W&B's own environment variable
             notes=plan.wandb.notes,
             job_type=plan.wandb.job_type,
-            config=json.loads(plan.to_json()),
+            config=without_secrets(json.loads(plan.to_json())),
             resume="allow" if mode is WandbMode.online else None,
             settings=wandb.Settings(init_timeout=INIT_TIMEOUT_S, console="off", disable_git=True, disable_code=True),
         )

@@ -25,9 +25,9 @@ from launcher.config.schema import (
     Tracker,
 )
 from launcher.errors import NoGoodCheckpoint, Superseded, UserError, WrongCheckpoint, class_named
-from launcher.plan.callback_plan import name_of, without_path
+from launcher.plan.callback_plan import name_of
 from launcher.plan.data_shards import data_shards_text
-from launcher.plan.host import without_credentials
+from launcher.plan.host import without_credentials, without_path
 from launcher.plan.optimizer_plan import MATCH, TARGET
 from launcher.plan.outer import outer_text
 from launcher.plan.resumable import shown

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+from launcher.plan.host import without_secrets
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir.paths import RunPaths
 
@@ -100,7 +101,7 @@ def settings_of(plan: RunPlan) -> dict[str, str | float | bool]:
         elif value is not None:
             flat[prefix] = value if isinstance(value, bool | int | float | str) else json.dumps(value)
 
-    fields = json.loads(plan.to_json())
+    fields = without_secrets(json.loads(plan.to_json()))
     add("", {name: value for name, value in fields.items() if name not in _NO_SETTINGS})
     return flat
 

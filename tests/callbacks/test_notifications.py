@@ -27,9 +27,9 @@ from launcher.plan.callback_plan import (
     notify_entries,
     require_variables,
     solve_notify,
-    without_path,
     without_reports,
 )
+from launcher.plan.host import without_path
 from tests.conftest import Launch
 from tests.helpers import ROOT, make_plan, patience
 from tests.infra.runs import OWN

@@ -84,3 +84,21 @@ def test_gpus(says: str, answer: bool | None, tmp_path: Path, monkeypatch: pytes
     assert host.computes(PrecisionKind.bf16, Device.cuda, {}) is answer
     assert host.computes(PrecisionKind.fp16, Device.cuda, {}) is True
     host._gpus_have.cache_clear()  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "shown"),
+    [
+        ("notify", ["bell", "https://hooks.slack.com/services/T/B/x"], ["bell", "https://hooks.slack.com/..."]),
+        ("task.webhook", "https://example.org/a?b", "https://example.org/..."),
+        ("task.note", "see https://hooks.slack.com/services/T/B/x", "see https://hooks.slack.com/..."),
+        ("task", {"api_key": "k", "a": {"password": "p"}}, {"api_key": "***", "a": {"password": "***"}}),
+        ("task", {"token": "t", "hf_token": "t"}, {"token": "***", "hf_token": "***"}),
+        ("callbacks", [{"_target_": "a.Webhook", "url": "https://h/p"}], [{"_target_": "a.Webhook", "url": "https://h/..."}]),
+        ("task", {"url": "https://host/data.tar", "pad_token": "<pad>", "tokens": 4, "token": None}, None),
+        ("task", {"password_from": "NAME", "secret": "", "monkey": "m", "tokenizer": "t"}, None),
+        ("mlflow.tracking_uri", "https://u:p@host/x?token=3", "https://***@host/x?token=***"),
+    ],
+)  # fmt: skip
+def test_every_output_leaves_out_the_same_secrets(key: str, value: object, shown: object) -> None:
+    assert host.without_secrets(value, key) == (value if shown is None else shown)

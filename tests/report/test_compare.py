@@ -343,3 +343,22 @@ def test_a_run_of_any_content_hides_no_other(
     problems = [by_label["bad"]["problem"], by_label["bad"]["state"], "".join(as_json(tmp_path)["notes"])]
     assert file in ("loop_plan", "report_entry") or any("unreadable" in str(p) or "damaged" in str(p) for p in problems)
     assert good.root.exists()
+
+
+def test_no_secret_in_which_runs_differ_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hook, page = "https://hooks.slack.com/services/T0/B0/", tmp_path / "page.html"
+    for name in "ab":
+        paths = make_run(tmp_path, name)
+        config = json.loads(paths.config.read_text())
+        config |= {
+            "notify": [f"{hook}hush{name}", "bell"],
+            "callbacks": [{"_target_": "x.Webhook", "url": f"{hook}hush{name}"}],
+        }
+        config["task"] |= {"hf_token": f"hush{name}", "store": f"s3://u:hush{name}@host/x", "pad_token": "<pad>" + name}
+        config["train"] |= {"seed": "ab".index(name)}
+        paths.config.write_text(json.dumps(config))
+    for form in ([], ["--json"], ["--csv"]):
+        assert launch_report([str(tmp_path), "--html", str(page), *form]) == 0
+        shown = capsys.readouterr().out + page.read_text()
+        assert "hush" not in shown
+        assert form == ["--csv"] or "&lt;pad&gt;a" in shown or "<pad>a" in shown
