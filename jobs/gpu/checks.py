@@ -82,8 +82,6 @@ def _curves() -> Iterator[tuple[str, str, int, str, tuple[str, ...]]]:
     yield "recompute, bf16", "single", 1, "bf16", ("batch.micro_size=4", "strategy.recompute=blocks")
     yield "recompute, fsdp, bf16", "fsdp", 1, "bf16", ("batch.micro_size=4", "strategy.recompute=blocks")
     yield "compress=bf16, 2 ranks", "ddp", 2, "bf16", ("batch.micro_size=3", "strategy.compress=bf16")
-    quantised = ("batch.micro_size=3", "strategy.compress=int8", "strategy.compress_parameters=int8")
-    yield "compress=int8, fsdp, 2 ranks", "fsdp", 2, "bf16", quantised
     window = ("batch.micro_size=3", "batch.norm=window", "task._target_=jobs.gpu.tasks.Normalised")
     yield "BatchNorm over the window, 2 ranks", "ddp", 2, "fp32", window
     nested = ("batch.micro_size=4", "task._target_=jobs.gpu.tasks.Nested")

@@ -49,13 +49,6 @@ class Compress(StrEnum):
     bf16 = "bf16"
     fp16 = "fp16"  # refused with a reason; plans of earlier versions may have it
     powersgd = "powersgd"
-    int8 = "int8"
-
-
-class GatherFormat(StrEnum):
-    none = "none"
-    int8 = "int8"
-    float8 = "float8"
 
 
 class Recompute(StrEnum):

@@ -50,6 +50,7 @@ def require_directories(arguments: Sequence[str]) -> None:
 # keys that were removed, or groups of them, with what to use instead
 _REMOVED = {
     "cluster.key": "Run the hosts on a private network or a tunnel such as WireGuard: docs/guides/hosts.md.",
+    "strategy.compress_parameters": "Use precision=bf16, which gathers matrices in two bytes each.",
     **dict.fromkeys(
         ("outer.store", "outer.sites", "outer.site", "outer.key", "outer.patience_s", "outer.compress"),
         "Sites are groups of ranks of one job (outer.group); for jobs of their own use torchft: docs/guides/outer.md.",

@@ -19,7 +19,6 @@ from launcher.config.choices import (
     ContainerRuntime,
     Device,
     Float8Recipe,
-    GatherFormat,
     LrScaling,
     Norm,
     OnError,
@@ -132,10 +131,8 @@ class StrategyConfig:
     """ddp: DDP's find_unused_parameters; only with sync=every. The gradient of a parameter that no rank uses in a
     window is zero after its first use: momentum and weight decay still change it."""
     compress: Compress = Compress.none
-    """Format in which gradients are sent. ddp: bf16, or powersgd (low-rank factors, with error feedback); fp16 is
-    refused. fsdp, hsdp: int8 within a shard group, in blocks of 256 numbers with a scale each, summed in fp32."""
-    compress_parameters: GatherFormat = GatherFormat.none
-    """fsdp, hsdp: format in which matrices are gathered: int8 or float8 (e4m3), in blocks as with compress=int8."""
+    """ddp: format in which gradients are sent: bf16, or powersgd (low-rank factors, with error feedback); fp16 is
+    refused."""
     powersgd_rank: int | None = None
     """powersgd: rank of the factors. Default: 1."""
     powersgd_start: int | None = None

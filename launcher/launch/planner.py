@@ -38,7 +38,6 @@ from launcher.plan.launch_plan import RunInfo, node_range
 from launcher.plan.ranking import require_equal_work
 from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import solve
-from launcher.plan.strategy import quantises
 from launcher.plan.strategy_choice import choose_strategy, with_each_strategy
 from launcher.plan.sync_policy import SHARDED
 from launcher.plan.task_inspection import InspectionRequest, describe_task, remembered_probe, trace_plans, weigh_memory
@@ -277,12 +276,12 @@ def with_predictions(
 
 def _requires_forecasts(plan: RunPlan, config: Config, *, weighs: bool) -> bool:
     """Return whether the plan depends on windows of its task: to choose a policy, to know the payload of each policy
-    where parts of the model are frozen or quantised, or because its memory is what the user wants to know."""
+    where parts of the model are frozen, or because its memory is what the user wants to know."""
     if (weighs or config.cluster.gpu is not None) and _is_predictable(config):
         return True
     if plan.strategy.kind not in SHARDED:
         return False
-    return config.strategy.sync is Sync.auto or plan.task.frozen_parameters > 0 or quantises(plan.strategy)
+    return config.strategy.sync is Sync.auto or plan.task.frozen_parameters > 0
 
 
 def _is_predictable(config: Config) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
-from launcher.config.choices import Float8Recipe, GatherFormat, SumFormat
+from launcher.config.choices import Float8Recipe, SumFormat
 from launcher.config.schema import (
     CheckpointConfig,
     MlflowConfig,
@@ -256,7 +256,7 @@ class RunPlan(LaunchPlan):
     """
 
     absent: ClassVar[Absent] = {
-        StrategyPlan: {"kind_reason": "", "compress_parameters": GatherFormat.none},
+        StrategyPlan: {"kind_reason": ""},
         PrecisionPlan: {
             "reason": "", "parameters": Parameters.fp32, "tf32": False, "float8_emulate": False, "float8_exclude": [],
             "float8_recipe": Float8Recipe.rowwise_with_gw_hp,

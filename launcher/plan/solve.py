@@ -44,7 +44,7 @@ from launcher.plan.run_plan import (
     extended,
 )
 from launcher.plan.schedule_plan import SchedulePlan
-from launcher.plan.strategy import compression_notes, solve_precision, solve_strategy
+from launcher.plan.strategy import solve_precision, solve_strategy
 from launcher.plan.strategy_choice import ONE_RANK, UNKNOWN, with_reason, with_strategy
 from launcher.plan.sync_policy import SHARDED
 from launcher.plan.tracker_plan import solve_trackers
@@ -246,7 +246,6 @@ def _on_cluster(
             *outer_notes(outer, task.parameters),
             *_notes(schedule, steps, epoch, batch, optimizer),
             *_unit_notes(strategy, task),
-            *compression_notes(strategy),
             *_precision_notes(precision, strategy),
             *float8_notes(precision, task.float8_layers, compiles=config.train.compile),
             *_norm_notes(batch, task),

@@ -9,12 +9,10 @@ from collections.abc import Sequence
 from launcher.config.schema import (
     Compress,
     Device,
-    GatherFormat,
     PrecisionConfig,
     PrecisionKind,
     StrategyConfig,
     StrategyKind,
-    SumFormat,
     Sync,
 )
 from launcher.errors import ConfigError
@@ -38,60 +36,16 @@ ITEM_BYTES: dict[str, int] = {
 }
 
 
-_FORMATS = {
-    StrategyKind.ddp: "DDP has strategy.compress=bf16 and powersgd.",
-    **dict.fromkeys(SHARDED, "Sharded models have strategy.compress=int8."),
-}
-_QUANTISED_BYTES = 1 + 4 / 256  # per number: its code, and a share of its block's scale in fp32
-
-
 def job_lines(plan: RunPlan) -> dict[str, str]:
     """Return the description of the job for the reports of `launch verify` and `launch drill`, by subject."""
     strategy = plan.strategy
-    compress = "".join(f", {text}" for text in compression_texts(strategy))
+    compress = "" if strategy.compress is Compress.none else f", gradients sent as {strategy.compress.value}"
     return {
         "task": plan.task.target,
         "batch": plan.batch.text,
         "strategy": f"{strategy.kind.value}, sync {strategy.sync.value}{compress}",
         "precision": plan.precision.kind.value,
     }
-
-
-def compression_texts(strategy: StrategyPlan) -> list[str]:
-    """Return what the strategy compresses: one phrase for gradients, one for parameters."""
-    texts: list[str] = []
-    if strategy.compress is not Compress.none:
-        texts.append(f"gradients sent as {strategy.compress.value}")
-    if strategy.compress_parameters is not GatherFormat.none:
-        texts.append(f"matrices gathered as {strategy.compress_parameters.value}")
-    return texts
-
-
-def compression_notes(strategy: StrategyPlan) -> list[str]:
-    """Return the notes of a plan whose sharded model is sent in blocks of one byte for each number."""
-    if not quantises(strategy):
-        return []
-    if strategy.shard_size == 1:
-        return ["strategy.compress and strategy.compress_parameters have no effect: each rank has the whole model."]
-    notes: list[str] = []
-    if strategy.compress is Compress.int8:
-        between = "" if strategy.kind is StrategyKind.fsdp else "; the sum between shard groups is of fp32"
-        notes.append(
-            "strategy.compress=int8 rounds each gradient that is sent to 1/254 of the largest in its block of 256: the "
-            f"gradient is not that of one big batch to rounding in fp32{between}."
-        )
-    if strategy.compress_parameters is not GatherFormat.none:
-        notes.append(
-            f"strategy.compress_parameters={strategy.compress_parameters.value}: forward and backward passes use "
-            "rounded matrices, so that the gradient is that of a model nearby. Optimizer, checkpoints and evaluations "
-            "use the parameters as they are."
-        )
-    return [*notes, "`launch verify` measures the error of this job's gradients."]
-
-
-def quantises(strategy: StrategyConfig) -> bool:
-    """Return whether a sharded model's parameters or gradients are sent in blocks of one byte for each number."""
-    return strategy.compress is Compress.int8 or strategy.compress_parameters is not GatherFormat.none
 
 
 def solve_strategy(
@@ -126,12 +80,6 @@ def solve_strategy(
         raise ConfigError(
             "strategy.compress", "fp16", "would turn gradients below 3e-8 into zero: fp16 has too few exponent bits.",
             "Use strategy.compress=bf16, which has the range of fp32 in the same two bytes.",
-        )  # fmt: skip
-    if config.compress is Compress.int8 and precision.reduce_dtype is not SumFormat.fp32:
-        raise ConfigError(
-            "precision.reduce_dtype", precision.reduce_dtype,
-            "cannot be combined with strategy.compress=int8, which sends int8 and sums in fp32.",
-            "Leave one of the two out.",
         )  # fmt: skip
     layout = _layout(config, batch, shard_size, precision, task)
     forecasts = tuple(_forecast(config.kind, sync, batch, layout, cluster) for sync in allowed)
@@ -264,16 +212,15 @@ def _require_own_options(config: StrategyConfig, cluster: ClusterPlan) -> None:
     of = {
         "bucket_mb": (StrategyKind.ddp,), "static_graph": (StrategyKind.ddp,),
         "find_unused_parameters": (StrategyKind.ddp, StrategyKind.single),
-        "compress": SHARDED if config.compress is Compress.int8 else (StrategyKind.ddp,),
-        "compress_parameters": SHARDED, "shard_size": (StrategyKind.hsdp,), "cpu_offload": SHARDED,
+        "compress": (StrategyKind.ddp,), "shard_size": (StrategyKind.hsdp,), "cpu_offload": SHARDED,
     }  # fmt: skip
     for name, strategies in of.items():
         value = getattr(config, name)
-        if value not in (None, False, Compress.none, GatherFormat.none) and config.kind not in strategies:
+        if value not in (None, False, Compress.none) and config.kind not in strategies:
             belongs = f"It belongs to strategy={' and '.join(kind.value for kind in strategies)}."
             raise ConfigError(
                 f"strategy.{name}", value, f"has no effect with strategy={config.kind.value}.",
-                f"{belongs} {_FORMATS.get(config.kind, '')}".rstrip() if name == "compress" else belongs,
+                belongs,
             )  # fmt: skip
     for name in ("powersgd_rank", "powersgd_start"):
         if getattr(config, name) is not None and config.compress is not Compress.powersgd:
@@ -333,15 +280,12 @@ def _layout(config: StrategyConfig, batch: Batch, shard_size: int, precision: Pr
     reduced = ITEM_BYTES[precision.reduce_dtype] * parameters
     unit_bytes = width * in_units - narrower * in_units_matmul
     root_bytes = width * (total - in_units) - narrower * (matmul - in_units_matmul)
-    if config.compress_parameters is not GatherFormat.none:
-        unit_bytes, root_bytes = round(_QUANTISED_BYTES * in_units), round(_QUANTISED_BYTES * (total - in_units))
     return Layout(
         shard_size=shard_size,
         replicas=batch.world_size // shard_size,
         unit_bytes=unit_bytes,
         root_bytes=root_bytes,
         gradient_bytes=reduced,
-        scattered_bytes=round(_QUANTISED_BYTES * parameters) if config.compress is Compress.int8 else None,
     )
 
 

@@ -98,7 +98,6 @@ class Layout:
         replicas: number of copies.
         unit_bytes, root_bytes: parameters within and outside shard units, in the format in which they are gathered.
         gradient_bytes: all gradients, in the format in which they are reduced.
-        scattered_bytes: all gradients as they are sent within a shard group, if not in that format.
     """
 
     shard_size: int
@@ -106,7 +105,6 @@ class Layout:
     unit_bytes: int
     root_bytes: int
     gradient_bytes: int
-    scattered_bytes: int | None = None
 
     @classmethod
     def replicated(cls, gradient_bytes: int, replicas: int) -> Self:
@@ -116,11 +114,10 @@ class Layout:
     def payload(self, sent: Transfers) -> dict[Collective, int]:
         """Return the payload bytes of ``sent`` by collective; a group of one rank sends nothing."""
         sharded, replicated = self.shard_size > 1, self.replicas > 1
-        scattered = self.gradient_bytes if self.scattered_bytes is None else self.scattered_bytes
         return {
             Collective.all_reduce: replicated * sent.all_reduce * self.gradient_bytes // self.shard_size,
             Collective.all_gather: sharded * (sent.gather_units * self.unit_bytes + sent.gather_root * self.root_bytes),
-            Collective.reduce_scatter: sharded * sent.reduce_scatter * scattered,
+            Collective.reduce_scatter: sharded * sent.reduce_scatter * self.gradient_bytes,
         }
 
     def wire(self, payload: Mapping[Collective, int]) -> int:

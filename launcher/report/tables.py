@@ -15,6 +15,7 @@ from launcher.config.choices import WandbMode
 from launcher.config.schema import (
     Balance,
     BestMode,
+    Compress,
     LrScaling,
     OnOom,
     PrecisionKind,
@@ -32,7 +33,6 @@ from launcher.plan.optimizer_plan import MATCH, TARGET
 from launcher.plan.outer import outer_text
 from launcher.plan.resumable import shown
 from launcher.plan.run_plan import OptimizerPlan, PrecisionPlan, RunPlan, StrategyPlan
-from launcher.plan.strategy import compression_texts
 from launcher.plan.tracker_plan import TRACKER_KINDS, mlflow_uri, recorded_trackers
 from launcher.process import CRASH_MARK
 from launcher.quantities import count, printable
@@ -189,7 +189,8 @@ def _strategy(strategy: StrategyPlan) -> str:
     parts = [strategy.kind.value + (f" ({strategy.kind_reason})" if strategy.kind_reason else "")]
     if strategy.kind is StrategyKind.hsdp:
         parts.append(f"shard groups of {strategy.shard_size}")
-    parts += compression_texts(strategy)
+    if strategy.compress is not Compress.none:
+        parts.append(f"gradients sent as {strategy.compress.value}")
     if strategy.recompute is not Recompute.none:
         parts.append("blocks recomputed in backward")
     if strategy.cpu_offload:

@@ -264,7 +264,7 @@ def eval_mode(engine: Engine, name: str) -> Iterator[nn.Module]:
     engine.share_buffers(watch=False)
     engine.parallel.set_mode(module, False)
     try:
-        with torch.no_grad(), engine.parallel.evaluation(exact=True), engine.context.evaluation(name or None):
+        with torch.no_grad(), engine.parallel.evaluation(), engine.context.evaluation(name or None):
             yield module
         modes.restore()
     finally:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.data import IterableDataset, Subset
 
 from launcher.config.choices import SumFormat
-from launcher.config.schema import Compress, GatherFormat, OnNonfinite, Parameters, PrecisionKind, ShortWindow
+from launcher.config.schema import Compress, OnNonfinite, Parameters, PrecisionKind, ShortWindow
 from launcher.errors import (
     CollectiveInLoss,
     DataError,
@@ -251,7 +251,7 @@ def in_fp32(plan: RunPlan) -> RunPlan:
             parameters=Parameters.fp32,
             tf32=False,
         ),
-        strategy=dataclasses.replace(plan.strategy, compress=Compress.none, compress_parameters=GatherFormat.none),
+        strategy=dataclasses.replace(plan.strategy, compress=Compress.none),
         train=dataclasses.replace(plan.train, compile=False),
     )
 

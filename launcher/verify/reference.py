@@ -25,10 +25,8 @@ from launcher.train.engine.modes import start_training
 from launcher.train.engine.oom import is_out_of_memory
 from launcher.train.engine.preserved_state import SavedState
 from launcher.train.parallel.batchnorm import freeze
-from launcher.train.parallel.block_codec import code_dtypes, quantised
 from launcher.train.parallel.float8 import set_float8
-from launcher.train.parallel.mixed_precision import matmul_parameters
-from launcher.train.precision import DTYPES, Precision
+from launcher.train.precision import Precision
 from launcher.verify.accumulated import EngineRun
 from launcher.verify.comparison import Gradient
 
@@ -91,7 +89,6 @@ class Reference:
                 if value.dtype != tensor.dtype:
                     tensor.data = tensor.data.to(value.dtype)
                 tensor.copy_(value)
-            self._round_matrices()
         set_float8(self.model, self.plan.precision)
         start_training(self.model)
         for name, module in self.model.named_modules():
@@ -101,14 +98,6 @@ class Reference:
         self.context = ContextSource(self.device, seed, progress=lambda: self.position)
         self._collate = getattr(self.task, "collate", None) or default_collate
         self.save()
-
-    def _round_matrices(self) -> None:
-        """Round parameters as the strategy gathers them."""
-        codes, _ = code_dtypes(self.plan.strategy)
-        dtype, narrowed = DTYPES.get(self.plan.precision.kind), matmul_parameters(self.model)
-        for p in self.model.parameters() if codes is not None else ():
-            sent = p.to(dtype) if dtype and p in narrowed and p.dtype == torch.float32 else p
-            p.copy_(quantised(sent, self.plan.strategy.shard_size, codes))
 
     def enter(self, number: int) -> None:
         """Set the step and epoch of the engine's window ``number``, on which a loss may depend."""

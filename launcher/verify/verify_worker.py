@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from launcher.config.schema import Compress, PrecisionKind, ShortWindow
 from launcher.plan.run_plan import RunPlan
-from launcher.plan.strategy import compression_notes, compression_texts, job_lines, quantises
+from launcher.plan.strategy import job_lines
 from launcher.plan.sync_policy import SHARDED
 from launcher.process import exit_without_teardown, prepare_worker, unblock_stop_signals
 from launcher.quantities import count, first_names
@@ -29,7 +29,6 @@ from launcher.task import eval_set_text, eval_sets, first_samples, load_task, tr
 from launcher.train import precision
 from launcher.train.data.length_balance import arranged
 from launcher.train.engine.loss_terms import require_terms
-from launcher.train.parallel.block_codec import code_dtypes, quantised
 from launcher.train.precision import DTYPES
 from launcher.train.world import World, device_of, disband, join
 from launcher.verify.accumulated import EngineRun, EngineWindow, Trial, choose_windows, in_fp32, run_windows
@@ -130,9 +129,7 @@ def arithmetic_of(plan: RunPlan, run: EngineRun) -> str:
     names = {dtype: kind for kind, dtype in DTYPES.items() if kind is not PrecisionKind.float8}
     kept = {names[value.dtype] for value in run.values.values() if value.dtype in names}
     parts = [plan.precision.kind.value, *(f"{name} parameters" for name in sorted(kept))]
-    if quantises(plan.strategy):
-        parts += compression_texts(plan.strategy)
-    elif (sent := _sent_as(plan)) is not None:
+    if (sent := _sent_as(plan)) is not None:
         parts.append(f"gradients sent as {names[sent]}")
     if plan.train.compile:
         parts.append("compiled")
@@ -248,8 +245,6 @@ def _rule(plan: RunPlan, own: EngineRun) -> Rule:
     formats = {DTYPES.get(plan.precision.kind), _sent_as(plan), *(t.dtype for t in own.values.values())}
     if plan.precision.kind is PrecisionKind.float8:
         formats.add(torch.float8_e4m3fn)
-    if quantises(plan.strategy):  # half a step of int8, 2^-8 of the largest in the block
-        formats.add(torch.bfloat16)
     roundoffs = [torch.finfo(each).eps / 2 for each in (*DTYPES.values(), torch.float8_e4m3fn) if each in formats]
     return narrow_rule(max(roundoffs)) if roundoffs else FP32
 
@@ -257,12 +252,9 @@ def _rule(plan: RunPlan, own: EngineRun) -> Rule:
 def _as_sent(gradient: Gradient, plan: RunPlan) -> Gradient:
     """Return ``gradient`` with the rounding error of being sent as in ``plan``.
 
-    A ring rounds each number when it is sent, at each addition, and when it is divided. Quantised numbers are rounded
-    when they are sent, and added in fp32.
+    A ring rounds each number when it is sent, at each addition, and when it is divided.
     """
-    codes, dtype, ranks = code_dtypes(plan.strategy)[1], _sent_as(plan), plan.batch.world_size
-    if codes is not None:
-        return {name: quantised(part, plan.strategy.shard_size, codes) for name, part in gradient.items()}
+    dtype, ranks = _sent_as(plan), plan.batch.world_size
     if dtype is None:
         return gradient
     return {name: part + (ranks + 1) * (part.to(dtype).to(part.dtype) - part) for name, part in gradient.items()}
@@ -321,7 +313,6 @@ def _notes(plan: RunPlan, measured: Measured, most: int | None, references: Sequ
             "PowerSGD was left out: it sends the error of one window in later ones, so that no single gradient is "
             f"exact. The first {plan.strategy.powersgd_start} synchronisations are sent uncompressed."
         )
-    notes += compression_notes(measured.own_plan.strategy)[:-1]  # the last one names this command
     if plan.train.compile and measured.own is None:
         notes.append("The model was not compiled.")
     windows = measured.fp32.windows if measured.fp32 is not None else []
@@ -345,9 +336,8 @@ def _formats(measured: Measured) -> str:
     wide = dataclasses.asdict(fp32.precision)
     values = {name: value for name, value in dataclasses.asdict(own.precision).items() if value != wide[name]}
     replaced = [f"precision.{name}={str(value).lower()}" for name, value in values.items()]
-    for name in ("compress", "compress_parameters"):
-        if (value := getattr(own.strategy, name)) != getattr(fp32.strategy, name):
-            replaced.append(f"strategy.{name}={value.value}")
+    if own.strategy.compress is not fp32.strategy.compress:
+        replaced.append(f"strategy.compress={own.strategy.compress.value}")
     replaced += ["train.compile=true"] if own.train.compile else []
     then = "" if measured.own is None else f", then as configured ({arithmetic_of(own, measured.own)})"
     return f"fp32 in place of {', '.join(replaced)}{then}"

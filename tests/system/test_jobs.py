@@ -55,19 +55,18 @@ def outer(out: Path, *words: str) -> dict[str, dict[str, Any]]:
 
 
 def test_outer_steps_beside_the_synchronous_job(tmp_path: Path) -> None:
-    results = outer(tmp_path / "out.jsonl", "--ways", "synchronous", "int8", "--")
-    synchronous, int8 = results["synchronous"], results["int8"]
-    assert synchronous["samples"] == int8["samples"] == 20 * 64
-    assert synchronous["eval/loss"] != int8["eval/loss"]
+    results = outer(tmp_path / "out.jsonl", "--ways", "synchronous", "diloco", "--")
+    synchronous, diloco = results["synchronous"], results["diloco"]
+    assert synchronous["samples"] == diloco["samples"] == 20 * 64
+    assert synchronous["eval/loss"] != diloco["eval/loss"]
     parameters, averages, steps = Digits().facts()["parameters"], 2, 19  # the first step is not counted
     buffers = 8 * 2 * (16 + 32)  # mean and variance of two BatchNorms, in fp64
-    blocks = -(-parameters // 256)
-    sent = averages * (blocks * (256 + 4) + buffers) / steps
-    assert sent < int8["sent_bytes"] < sent + 8 + averages * 500 / steps, "and flags, and the names of buffers"
+    sent = averages * (4 * parameters + buffers) / steps
+    assert sent < diloco["sent_bytes"] < sent + 8 + averages * 500 / steps, "and flags, and the names of buffers"
     assert synchronous["sent_bytes"] == pytest.approx(4 * parameters, rel=0.05), "and buffers"
 
 
 @needs_root
 def test_bytes_of_outer_steps_are_those_on_the_link(tmp_path: Path) -> None:
-    result = outer(tmp_path / "out.jsonl", "--ways", "none", "--rates", "1gbit", "--")["none"]
+    result = outer(tmp_path / "out.jsonl", "--ways", "diloco", "--rates", "1gbit", "--")["diloco"]
     assert result["sent_bytes"] < result["link_bytes"] < 1.5 * result["sent_bytes"], "headers, flags, heartbeats"

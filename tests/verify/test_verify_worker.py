@@ -39,8 +39,7 @@ EXACT = {
     "Curriculum precision=fp16": set[str](),
     "Buffered": {"changing buffers"},
     "Dropped strategy.compress=bf16 strategy.sync=every": {"dropout"},
-    "Dropped strategy=fsdp strategy.compress=int8 strategy.compress_parameters=int8": {"dropout"},
-    "Padded strategy=fsdp strategy.compress=int8 strategy.sync=every precision=bf16": set[str](),
+    "Padded strategy=fsdp strategy.sync=every precision=bf16": set[str](),
     "Augmented": {"random data"},
     "Streamed": set[str](),
     "StreamedFiles train.data_shards=4": set[str](),
@@ -297,10 +296,6 @@ def test_what_overflows_in_one_batch_is_held_to_the_largest_limit() -> None:
         (["precision=fp32"], "in training mode with dropout off, and in fp32, as configured."),
         (["precision=bf16"], "in training mode with dropout off, and in fp32 in place of precision.kind=bf16."),
         (["precision=fp32", "strategy.compress=bf16"], "and in fp32 in place of strategy.compress=bf16."),
-        (
-            ["precision=fp32", "strategy=fsdp", "strategy.compress=int8", "strategy.compress_parameters=float8"],
-            "and in fp32 in place of strategy.compress=int8, strategy.compress_parameters=float8.",
-        ),
     ],
 )
 def test_what_the_comparison_changes_is_stated(overrides: list[str], words: str) -> None:

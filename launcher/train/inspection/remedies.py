@@ -139,7 +139,7 @@ def _recompute(plan: RunPlan) -> list[Change]:
 def _sharding(plan: RunPlan) -> list[Change]:
     """Return sharding over all ranks. It has no effect, or refuses an option of DDP, for some plans."""
     strategy, world = plan.strategy, plan.batch.world_size
-    of_ddp = strategy.compress not in (Compress.none, Compress.int8)
+    of_ddp = strategy.compress is not Compress.none
     options = strategy.static_graph or strategy.find_unused_parameters or of_ddp
     if world == 1 or strategy.kind is StrategyKind.fsdp or options or strategy.bucket_mb != StrategyPlan.bucket_mb:
         return []

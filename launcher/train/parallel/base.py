@@ -165,12 +165,8 @@ class Parallel:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def evaluation(self, *, exact: bool = False) -> AbstractContextManager[object]:  # noqa: ARG002
-        """Return a context for forward passes of ``module`` between two windows.
-
-        Args:
-            exact: with the parameters as a checkpoint has them, even if training gathers them quantised.
-        """
+    def evaluation(self) -> AbstractContextManager[object]:
+        """Return a context for forward passes of ``module`` between two windows."""
         return nullcontext()
 
     def set_mode(self, part: nn.Module, training: bool) -> None:

@@ -20,7 +20,6 @@ from torch import Tensor
 from launcher.plan.sync_policy import Collective
 from launcher.train.measure.comm_meter import Meter, Timer
 from launcher.train.measure.noise_scale import LocalGradNorm
-from launcher.train.parallel.block_codec import RowCodec
 
 # torch 2.13 renamed these two, and warns if the old names are used
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -66,31 +65,13 @@ class Exchanger:
         return ExchangeWork(self._waiter.submit(finish), self.meter)
 
 
-class _DecodingWork(dist.Work):
-    """Work handle of an all-gather whose numbers are decoded when it is waited for."""
-
-    def __init__(self, work: dist.Work, decode: Callable[[], None]) -> None:
-        super().__init__()
-        self._work, self._decode = work, decode
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: ARG002
-        self._work.wait()
-        self._decode()
-        return True
-
-
 class Gather:
     """All-gather of one unit's parameters. On CPUs it is asynchronous, too: torch waits for it when the parameters are
-    needed.
-
-    Attributes:
-        exact: gather quantised parameters as they are.
-    """
+    needed."""
 
     def __init__(self, meter: Meter, *, exchanges: bool) -> None:
         self._meter = meter
         self._exchanger = Exchanger(1, meter) if exchanges else None
-        self.exact = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -102,33 +83,16 @@ class Gather:
         group: dist.ProcessGroup,
         async_op: bool = False,
         covers: int | None = None,
-        row: RowCodec | None = None,
-    ) -> dist.Work | None:
-        if row is None or self.exact:
-            return self._gather(output_tensor, input_tensor, group, async_op, covers)
-        sent = row.encode(input_tensor.view(1, -1))[0]
-        received = torch.empty(group.size() * row.sent_bytes, dtype=torch.uint8, device=sent.device)
-
-        def decode() -> None:  # this rank's own numbers, too: all ranks have the same parameters
-            row.decode(received.view(group.size(), -1), output_tensor.view(group.size(), -1))
-
-        work = self._gather(received, sent, group, async_op, covers)
-        if work is not None:
-            return _DecodingWork(work, decode)
-        decode()
-        return None
-
-    def _gather(
-        self, output: Tensor, sent: Tensor, group: dist.ProcessGroup, async_op: bool, covers: int | None
     ) -> dist.Work | None:
         timer = self._meter.start_timer()
-        self._meter.count(Collective.all_gather, output.nbytes, covers)
+        self._meter.count(Collective.all_gather, output_tensor.nbytes, covers)
         if self._exchanger is not None:
-            parts = output.view(group.size(), -1)
-            if parts[group.rank()].data_ptr() != sent.data_ptr():
-                parts[group.rank()].copy_(sent.view(-1))
-            return self._exchanger.start(parts, sent.expand(group.size(), *sent.shape), group, timer)
-        work = _all_gather(output, sent, group=group, async_op=async_op)
+            parts = output_tensor.view(group.size(), -1)
+            if parts[group.rank()].data_ptr() != input_tensor.data_ptr():
+                parts[group.rank()].copy_(input_tensor.view(-1))
+            sent = input_tensor.expand(group.size(), *input_tensor.shape)
+            return self._exchanger.start(parts, sent, group, timer)
+        work = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         _stop_after(timer, work)
         return work
 
@@ -155,16 +119,11 @@ class Scatter:
         group: dist.ProcessGroup,
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
-        row: RowCodec | None = None,
     ) -> dist.Work | None:
         self._own_gradient.take([input_tensor])
         work: dist.Work | None = None
-        if row is not None and row.nbytes * group.size() != input_tensor.nbytes:
-            row = None  # a parameter has no gradient: the window will be refused
         if self._exchanger is not None:
-            self._exchange(self._exchanger, output_tensor, input_tensor.view(group.size(), -1), group, row)
-        elif row is not None:
-            self._all_to_all(output_tensor, input_tensor.view(group.size(), -1), group, row)
+            self._exchange(self._exchanger, output_tensor, input_tensor.view(group.size(), -1), group)
         else:
             timer = self._meter.start_timer()
             self._meter.count(Collective.reduce_scatter, input_tensor.nbytes)
@@ -174,31 +133,16 @@ class Scatter:
             self._between_replicas = self._meter.start_timer()
         return work
 
-    def _exchange(
-        self, exchanger: Exchanger, output: Tensor, parts: Tensor, group: dist.ProcessGroup, row: RowCodec | None
-    ) -> None:
+    def _exchange(self, exchanger: Exchanger, output: Tensor, parts: Tensor, group: dist.ProcessGroup) -> None:
         self.finish()
-        sent = parts if row is None else row.encode(parts)
         timer = self._meter.start_timer()
-        self._meter.count(Collective.reduce_scatter, sent.nbytes)
-        received = torch.empty_like(sent)
-        if row is None:
-            received[group.rank()].copy_(parts[group.rank()])
-            add = functools.partial(torch.sum, received, 0, out=output)
-        else:
-            add = functools.partial(_add_decoded, row, received, parts[group.rank()].clone(), group.rank(), output)
-        self._pending = exchanger.start(received, sent, group, timer), add
+        self._meter.count(Collective.reduce_scatter, parts.nbytes)
+        received = torch.empty_like(parts)
+        received[group.rank()].copy_(parts[group.rank()])
+        work = exchanger.start(received, parts, group, timer)
+        self._pending = work, functools.partial(torch.sum, received, 0, out=output)
         if not self.defers:
             self.finish()
-
-    def _all_to_all(self, output: Tensor, parts: Tensor, group: dist.ProcessGroup, row: RowCodec) -> None:
-        sent = row.encode(parts)
-        received = torch.empty_like(sent)
-        timer = self._meter.start_timer()
-        self._meter.count(Collective.reduce_scatter, sent.nbytes)
-        dist.all_to_all_single(received, sent, group=group)
-        timer.stop()
-        _add_decoded(row, received, parts[group.rank()], group.rank(), output)
 
     def finish(self) -> None:
         """Wait for the exchange in progress, and sum its parts in the order of ranks, so that the sum is
@@ -216,30 +160,6 @@ class Scatter:
             self._between_replicas.stop()
             self._meter.waited_until_now(self._between_replicas)
             self._between_replicas = None
-
-
-class UnitCollective:
-    """A collective of one shard unit, whose rows are sent as ``row()`` encodes them."""
-
-    def __init__(self, collective: Gather | Scatter, row: Callable[[], RowCodec | None]) -> None:
-        self._collective, self._row = collective, row
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self._collective.allocate(size, dtype=dtype, device=device)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
-        return self._collective(*args, **kwargs, row=self._row())
-
-
-def _add_decoded(row: RowCodec, received: Tensor, own: Tensor, rank: int, output: Tensor) -> None:
-    """Write the sum of the rows of all ranks to ``output``, in fp32 and in the order of ranks. This rank's ``own`` was
-    not sent, and is exact."""
-    decoded = torch.empty_like(output)
-    for peer, sent in enumerate(received.unsqueeze(1)):
-        if peer != rank:
-            row.decode(sent, decoded.view(1, -1))
-        numbers = own if peer == rank else decoded
-        output.add_(numbers) if peer else output.copy_(numbers)
 
 
 def _stop_after(timer: Timer, work: dist.Work | None) -> None:

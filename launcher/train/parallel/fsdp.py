@@ -26,8 +26,7 @@ from launcher.errors import TaskError
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import Layout, reduces, reduces_over_all
 from launcher.train.parallel.base import Parallel, local, trained
-from launcher.train.parallel.block_codec import code_dtypes, gathered_row, part_of, reduced_row, row_of
-from launcher.train.parallel.collectives import Gather, Scatter, UnitCollective
+from launcher.train.parallel.collectives import Gather, Scatter
 from launcher.train.parallel.deferred_init import Recipe, fill
 from launcher.train.parallel.lost_writes import LostWrites
 from launcher.train.parallel.mixed_precision import groups_of, matmul_parameters, narrow
@@ -68,8 +67,7 @@ class Fsdp(Parallel):
             )
         narrowed = {p: place for p, place in matmul_parameters(model).items() if dtype and p.dtype == torch.float32}
         formats_of = dict.fromkeys(narrowed, dtype or torch.float32)
-        self._codes = codes = code_dtypes(strategy)
-        layout = _layout(model, units, formats_of, reduce_dtype, codes, strategy.shard_size, world_size)
+        layout = _layout(model, units, formats_of, reduce_dtype, strategy.shard_size, world_size)
         places = set(narrowed.values())
         del narrowed, formats_of  # they hold the parameters that the shards replace
         super().__init__(model, plan, device, layout)
@@ -87,22 +85,18 @@ class Fsdp(Parallel):
         self._modules = [module for module in (model, *units) if isinstance(module, FSDPModule)]
         # an inspection may trace a plan for GPUs on a machine without any
         on_cpu = device.type == "cpu" and plan.cluster.device is Device.cpu
-        gather = Gather(self.meter, exchanges=on_cpu)
-        self._gather = gather
+        self._gather = Gather(self.meter, exchanges=on_cpu)
         for module in self._modules:
             narrow(module, places, dtype or torch.float32, reduce_dtype, None if plan.train.compile else self._widen)
         self._uses = Uses(self._modules)
-        self._writes = LostWrites(self._modules, model, strategy.kind, quantised=codes[0] is not None)
+        self._writes = LostWrites(self._modules, model, strategy.kind)
         self.observers = [self._writes]
         self._scatter = Scatter(self.meter, self.local_norm, exchanges=on_cpu)
         for module in self._modules:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            parameters = [each for group in groups_of(module) for each in group.fsdp_params]
-            gather_row = functools.partial(gathered_row, parameters, codes[0])
-            reduce_row = functools.partial(reduced_row, parameters, codes[1])
-            module.set_custom_all_gather(UnitCollective(gather, gather_row))  # pyright: ignore[reportArgumentType]
-            module.set_custom_reduce_scatter(UnitCollective(self._scatter, reduce_row))  # pyright: ignore[reportArgumentType]
+            module.set_custom_all_gather(self._gather)  # pyright: ignore[reportArgumentType]
+            module.set_custom_reduce_scatter(self._scatter)  # pyright: ignore[reportArgumentType]
             if self._replicated:
                 module.set_all_reduce_hook(self._scatter.reduced_between_replicas)
         # a sum can wait only if it is the final gradient: not if it is converted, copied or sent to other replicas
@@ -181,13 +175,10 @@ class Fsdp(Parallel):
         meter's layout is updated, since the parameter is gathered in this way from now on."""
         shard = parameter._sharded_param_data.to(parameter.device)
         whole = torch.empty(shard.numel() * self._shard_size, dtype=shard.dtype, device=shard.device)
-        part, narrow = (
-            part_of(shard.numel(), each, parameter.sharded_param.ndim, self._codes[0]) for each in (shard.dtype, dtype)
-        )
-        more = (part.sent_bytes - narrow.sent_bytes) * self._shard_size
+        more = (shard.dtype.itemsize - dtype.itemsize) * whole.numel()
         if self._shard_size == 1:
             whole.copy_(shard)
-        elif (work := self._gather(whole, shard, self._shard_group, covers=more, row=row_of((part,)))) is not None:
+        elif (work := self._gather(whole, shard, self._shard_group, covers=more)) is not None:
             work.wait()
         layout, root = self.meter.layout, any(each is parameter for each in self._parameters_of_root())
         self.meter.layout = dataclasses.replace(
@@ -276,17 +267,13 @@ class Fsdp(Parallel):
         return squared.sqrt()
 
     @contextmanager
-    def evaluation(self, *, exact: bool = False) -> Iterator[None]:
+    def evaluation(self) -> Iterator[None]:
         self._uses.begin(in_loss=False)
         self._set(reduce=False, all_reduce=False, reshard_after_forward=True, reshard_after_backward=True)
-        self._gather.exact = exact
-        try:
-            self._gather_root()
-            yield
-            self._reshard()
-            self._writes.require_none()
-        finally:
-            self._gather.exact = False
+        self._gather_root()
+        yield
+        self._reshard()
+        self._writes.require_none()
 
 
 def mesh_of(device: torch.device, world_size: int, shard_size: int) -> DeviceMesh:
@@ -316,7 +303,6 @@ def _layout(
     units: Sequence[nn.Module],
     formats: Mapping[nn.Parameter, torch.dtype],
     reduce_dtype: torch.dtype,
-    codes: tuple[torch.dtype | None, torch.dtype | None],
     shard_size: int,
     world_size: int,
 ) -> Layout:
@@ -325,7 +311,6 @@ def _layout(
 
     Args:
         formats: of the parameters that are gathered in another dtype than their own.
-        codes: formats in which parameters and gradients are quantised.
     """
     scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
     if scalars:
@@ -334,22 +319,20 @@ def _layout(
             "  Give it the shape [1], or use strategy=ddp."
         )
     gathered: dict[bool, int] = {True: 0, False: 0}
-    reduced = scattered = 0
+    reduced = 0
     for module, parameters in owned(units, model):
         for parameter in parameters:
             numel = math.ceil(parameter.shape[0] / shard_size) * parameter.shape[1:].numel()  # of each shard
             dtype = formats.get(parameter, parameter.dtype)
-            gathered[module is model] += shard_size * part_of(numel, dtype, parameter.ndim, codes[0]).sent_bytes
+            gathered[module is model] += shard_size * numel * dtype.itemsize
             if parameter.requires_grad:
                 reduced += shard_size * numel * reduce_dtype.itemsize
-                scattered += shard_size * part_of(numel, reduce_dtype, parameter.ndim, codes[1]).sent_bytes
     return Layout(
         shard_size=shard_size,
         replicas=world_size // shard_size,
         unit_bytes=gathered[False],
         root_bytes=gathered[True],
         gradient_bytes=reduced,
-        scattered_bytes=scattered,
     )
 
 

@@ -38,12 +38,11 @@ class LostWrites:
     Args:
         modules: the sharded modules, the root first.
         model: the root.
-        quantised: copies differ from the shards that they were gathered from.
     """
 
     width = 1
 
-    def __init__(self, modules: Sequence[FSDPModule], model: nn.Module, kind: StrategyKind, *, quantised: bool) -> None:
+    def __init__(self, modules: Sequence[FSDPModule], model: nn.Module, kind: StrategyKind) -> None:
         self._model, self._kind = model, kind
         self._copies: list[_Copy] = []
         self._windows = 0
@@ -56,14 +55,14 @@ class LostWrites:
         }
         for module in modules:
             for group in groups_of(module):
-                self._watch(group, places, quantised=quantised)
+                self._watch(group, places)
 
-    def _watch(self, group: Any, places: Mapping[tuple[nn.Module, str], str], *, quantised: bool) -> None:
+    def _watch(self, group: Any, places: Mapping[tuple[nn.Module, str], str]) -> None:
         unshard, gathered, freed = group.unshard, group._to_unsharded, group._to_sharded
         copies: list[_Copy] = []
         for parameter in group.fsdp_params:
             info = parameter._module_info
-            copies.append(_Copy(places[info.module, info.param_name], parameter, group, quantised=quantised))
+            copies.append(_Copy(places[info.module, info.param_name], parameter, group))
         self._copies += copies
 
         def gather(async_op: bool = False) -> None:
@@ -175,8 +174,8 @@ class _Copy:
         group: its FSDPParamGroup.
     """
 
-    def __init__(self, name: str, parameter: Any, group: Any, *, quantised: bool) -> None:
-        self.name, self._parameter, self._group, self._quantised = name, parameter, group, quantised
+    def __init__(self, name: str, parameter: Any, group: Any) -> None:
+        self.name, self._parameter, self._group = name, parameter, group
         self._memory: Tensor | None = None
         self._version = self._shard_version = 0
         self._sum: Tensor | None = None  # of the values that were gathered
@@ -214,8 +213,6 @@ class _Copy:
         self._suspect |= written
         if known is not None and not replaced and not outdated:
             return checksum(memory) != known
-        if self._quantised:
-            return outdated or (written and not replaced)
         rank, size = self._parameter.mesh_info.shard_mesh_rank, self._parameter.mesh_info.shard_mesh_size
         own = memory.view(size, -1)[rank]
         return differs(own, shard.to(own.device, own.dtype))
