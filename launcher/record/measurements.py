@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,13 @@ POLICY_TIMES = (
     "step_s", "low_s", "high_s", "data_s", "compute_s", "optimizer_s", "communication_s", "exposed_s",
 )  # fmt: skip
 _SECTION = re.compile(r"^(?=[A-Za-z_])", re.MULTILINE)  # matches before each top-level key of config.yaml
+# setting of a run: the commit of its code, if the summary has it; the characters with -dirty and the digest
+COMMIT, _COMMIT_SHOWN = "code.commit", 60
+# settings of which only the last value of a resumed run counts: the length, and work between steps
+_OF_THE_LAST_START = (
+    "train.steps", "train.epochs", "train.eval_every", "train.log_every", "checkpoint.", "cluster.price_per_gpu_hour",
+    "notify",
+)  # fmt: skip
 _MOST_CONFIG, _MOST_LINE = 2**22, 2**20  # bytes of config.yaml, and of a line of metrics.jsonl
 # bytes of YAML that cannot be nested too deeply for the C loader; levels of nesting that a longer one may have
 _SURELY_FLAT, _DEEPEST = 2**12, 100
@@ -114,7 +122,7 @@ def read_run(run: Path) -> RunData:
             if not paths.loop_plan.exists():
                 return RunData(problem="its script has no record: it does not call engine.resume()")
             plan = _plan_of_loop(plan, paths)  # pyright: ignore[reportUnknownArgumentType]
-        figures, settings = _planned(plan), _settings(plan, paths)  # pyright: ignore[reportUnknownArgumentType]
+        figures, settings = _planned(plan), _all_settings(plan, paths)  # pyright: ignore[reportUnknownArgumentType]
         trackers, policies = _trackers(plan), _policies(plan)  # pyright: ignore[reportUnknownArgumentType]
         data = checked(RunData(figures=figures, settings=settings, trackers=trackers, policies=policies))
     except FileNotFoundError as error:
@@ -183,10 +191,34 @@ def _planned(plan: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _settings(plan: dict[str, Any], paths: RunPaths) -> dict[str, str]:
+def _all_settings(plan: dict[str, Any], paths: RunPaths) -> dict[str, str]:
+    """Return the settings, and what else makes runs unlike: model, data, code, and the earlier values of keys with
+    which the run was resumed (``0.1 then 0.01``)."""
+    names = (re.fullmatch(r"config\.(\d+)\.yaml", path.name) for path in paths.root.glob("config.*.yaml"))
+    starts = [
+        _settings(json.loads(read_bytes(paths.plan_until(number))), paths, paths.config_until(number))
+        for number in sorted(int(name[1]) for name in names if name)
+        if paths.plan_until(number).exists()
+    ]
+    settings = _settings(plan, paths, paths.config)
+    for key in {*chain(settings, *starts)} if starts else ():
+        values = [value for value, _ in groupby(each.get(key, "null") for each in (*starts, settings))]
+        if len(values) > 1 and not key.startswith(_OF_THE_LAST_START):
+            settings[key] = " then ".join(values)
+    task, summary = plan["task"], read_json(paths.summary) or {}
+    changes: list[dict[str, Any]] = summary.get("commits") or []
+    commits = [changes[0]["from"], *(each["to"] for each in changes)] if changes else [summary.get("commit")]
+    found = {
+        "model.parameters": task.get("parameters"), "data.samples": task.get("samples"),
+        COMMIT: " then ".join(str(commit)[:_COMMIT_SHOWN] for commit in commits if commit) or None,
+    }  # fmt: skip
+    return settings | {name: _text(value) for name, value in found.items() if value is not None}
+
+
+def _settings(plan: dict[str, Any], paths: RunPaths, file: Path) -> dict[str, str]:
     """Return config.yaml flattened, with the values that the plan has solved."""
     config: dict[str, str] = {}
-    for section in _SECTION.split(read_bytes(paths.config, _MOST_CONFIG).decode()):
+    for section in _SECTION.split(read_bytes(file, _MOST_CONFIG).decode()):
         config |= _flat_section(section)
     cluster, precision = plan["cluster"], plan["precision"]["kind"]
     solved = {f"cluster.{name}": cluster[name] for name in ("workers_per_node", "device")}

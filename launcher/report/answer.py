@@ -202,6 +202,11 @@ def _best_loss(group: TaskGroup, settings: Sequence[Sequence[Row]]) -> Finding |
     text = f"a {name} of {_text(best, '.4f')}: {_name(group, runs)}."
     if len(ranking) == 1:
         return Finding("Loss", text)
+    if compare.agree(rows, figure):
+        return Finding(
+            "Loss", f"all {len(ranking)} settings learn the same: their {name}es of {best.value:.4f} agree within the "
+            "rounding of their precision.",
+        )  # fmt: skip
     last = ranking[-1]
     text += f" The highest is {_text(last[1], '.4f')}: {group.describe(last[0][0])}."
     lengths = " The runs have different numbers of steps." if len({row["step"] for row in rows}) > 1 else ""
@@ -228,33 +233,43 @@ def _scaling(group: TaskGroup, rows: Sequence[Row]) -> Finding | None:
 
 
 def _accumulation(group: TaskGroup, rows: Sequence[Row]) -> Finding | None:
-    """Return what accumulation gains between runs, on the line with the most workers and the widest range."""
+    """Return what each accumulation gains over the lowest, on the line with the most workers and the widest range."""
     timed = [row for row in rows if row["throughput/samples_per_s"]]
-    pairs: list[tuple[Row, Row]] = []
+    lines: list[list[Row]] = []
     for line in compare.lines_over_accumulation(timed).values():
-        ordered = sorted(line, key=lambda row: row["batch/accumulation"])
-        if ordered[0]["batch/accumulation"] < ordered[-1]["batch/accumulation"]:
-            pairs.append((ordered[0], max(ordered[1:], key=lambda row: row["throughput/samples_per_s"])))
-    if not pairs:
+        fastest: dict[int, Row] = {}
+        for row in sorted(line, key=lambda row: (row["batch/accumulation"], -row["throughput/samples_per_s"])):
+            fastest.setdefault(row["batch/accumulation"], row)
+        if len(fastest) > 1:
+            lines.append([*fastest.values()])
+    if not lines:
         return None
-    few, many = max(pairs, key=lambda pair: (pair[0]["batch/world_size"], pair[1]["batch/accumulation"]))
-    one, other = _speed([many]), _speed([few])
+    few, *others = max(lines, key=lambda line: (line[0]["batch/world_size"], line[-1]["batch/accumulation"]))
+    parts = [f"{_accumulated(row)} {_gain(row, few)}" for row in others]
+    text = (
+        f"on {count(few['batch/world_size'], group.worker)}, compared with {_accumulated(few)}: {'; '.join(parts)}. "
+        "These are samples/s in single starts."
+    )
+    sizes = sorted({row["batch/global_size"] for row in (few, *others)})
+    learned = f" The global batch is {sizes[0]:,} to {sizes[-1]:,}." if len(sizes) > 1 else ""
+    return Finding("Accumulation", text, learned)
+
+
+def _accumulated(row: Row) -> str:
+    return f"{count(row['batch/accumulation'], 'micro-batch', 'micro-batches')} of {row['batch/micro_size']:,}"
+
+
+def _gain(row: Row, few: Row) -> str:
+    """Return how much faster a run is than another one, as far as that is known."""
+    one, other = _speed([row]), _speed([few])
     assert one is not None
     assert other is not None
-    ratio, steps = _ratio(one, other), (few["batch/accumulation"], many["batch/accumulation"])
-    where = f"on {count(few['batch/world_size'], group.worker)}"
+    ratio = _ratio(one, other)
     if not _known(ratio):
-        text = f"{steps[1]} instead of {steps[0]} {where}: {ratio.value:.2f} times the samples/s, of too few steps."
-    elif ratio.excludes(1):
-        text = f"{steps[1]} instead of {steps[0]} {where}: {_text(ratio, '.2f')} times the samples/s, in single starts."
-    else:
-        text = (
-            f"{steps[1]} instead of {steps[0]} {where}: speed not distinguishable (between {ratio.low:.2f} and "
-            f"{ratio.high:.2f} times the samples/s)."
-        )
-    sizes = few["batch/global_size"], many["batch/global_size"]
-    learned = f" The global batch is {sizes[1]:,} instead of {sizes[0]:,}." if sizes[0] != sizes[1] else ""
-    return Finding("Accumulation", text, learned)
+        return f"{ratio.value:.2f} times as fast, of too few steps"
+    if ratio.excludes(1):
+        return f"{_text(ratio, '.2f')} times as fast"
+    return f"not distinguishable (between {ratio.low:.2f} and {ratio.high:.2f} times as fast)"
 
 
 def _policy(group: TaskGroup, rows: Sequence[Row]) -> Finding | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from launcher.quantities import NO_INTERVAL, Interval, first_names
 from launcher.record.curves import SMOOTHED_OVER
-from launcher.record.measurements import RunData
+from launcher.record.measurements import COMMIT, RunData
 from launcher.runs.status import RunState
 
 # (setting, value) pairs that runs on one line of a plot have in common
@@ -251,7 +251,8 @@ def _varying(settings: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
 
 def axes(rows: Iterable[Row], but: Sequence[str]) -> list[str]:
     """Return the settings that vary and affect a step or what is learned, without those in ``but``."""
-    return [key for key in varying(rows) if key not in but and not key.startswith(_BETWEEN_STEPS)]
+    left_out = (*but, COMMIT)  # most runs have another commit, and speeds remain comparable
+    return [key for key in varying(rows) if key not in left_out and not key.startswith(_BETWEEN_STEPS)]
 
 
 def lines_over_workers(rows: Sequence[Row]) -> dict[Key, list[Row]]:
@@ -278,6 +279,18 @@ def lines_over_accumulation(rows: Sequence[Row]) -> dict[Key, list[Row]]:
         return _key(row, without_size if determined else keys)
 
     return _lines(rows, key)
+
+
+# relative differences of losses that are due to rounding alone: sums in another order, in each of many steps
+_ROUNDING = {"fp32": 2e-6, "fp16": 2.0**-12}
+_NARROW = 2.0**-10
+
+
+def agree(rows: Sequence[Row], figure: str) -> bool:
+    """Return whether the runs' losses are equal within the rounding of the runs' precision."""
+    values: list[float] = [row[figure] for row in rows if row[figure] is not None]
+    rounding = max(_ROUNDING.get(row.data.settings.get("precision.kind", ""), _NARROW) for row in rows)
+    return bool(values) and max(values) - min(values) <= rounding * max(map(abs, values))
 
 
 def repeats(rows: Sequence[Row]) -> list[list[Row]]:
@@ -349,6 +362,8 @@ def _notes(rows: Sequence[Row], groups: Sequence[TaskGroup]) -> list[str]:
         notes.append(f"The runs used different versions of launcher: {', '.join(versions)}.")
     if len(devices) > 1:
         notes.append(f"The runs used different devices: {', '.join(devices)}. Each device has its own lines.")
+    if len(commits := {row.varied.get(COMMIT, "null") for row in rows} - {"null"}) > 1:
+        notes.append(f"The runs used {len(commits)} versions of the code: what differs may be due to it.")
     unequal = [group for group in groups if {"train.log_every", "batch.global_size"} & {*group.varying}]
     if any(row["loss/hours"] is not None for group in unequal for row in group.rows):
         notes.append(

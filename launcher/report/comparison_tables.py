@@ -98,6 +98,7 @@ MOST_METRICS = 4
 COLUMNS = (
     Column("batch/world_size", "workers", "", "workers", 1, ",d"),
     Column("batch/global_size", "global batch", "samples", "batch", 1, ",d"),
+    Column("batch/micro_size", "micro-batch", "samples", "micro", 1, ",d"),
     Column("batch/accumulation", "accumulation", "", "acc.", 1, ",d"),
     Column("step", "step", "", "step", 1, ",d"),
     Column("time/step_s", "step time", "ms", "ms/step", 1e3, ",.1f"),

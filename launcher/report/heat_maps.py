@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launcher.report import compare
-from launcher.report.compare import Row, TaskGroup, natural_sort_key, settings_text
+from launcher.report.compare import Row, TaskGroup, agree, natural_sort_key, settings_text
 from launcher.report.plotly_format import Plot, axes_layout, escape
 
 # of the worst value, of the best, and of the numbers on both
@@ -28,13 +28,14 @@ def heat_maps(group: TaskGroup) -> list[Plot]:
     if max(sizes) > _MAX_VALUES or len(grid.cells) <= max(sizes):  # not more cells than a line or a diagonal has
         return []
     held_out = all(row["eval/loss"] is not None for row in rows)
+    loss = "eval/loss" if held_out else "train/loss_smoothed"
     to_loss = sum(row["loss/hours"] is not None for row in rows) > 1
     unit, factor = group.time_unit
     until = f" to a training loss of {group.loss:.4g}" if to_loss else ""
     plots = (
         grid.plot("Step time", "time/step_s", "ms", 1e3),
         grid.plot("Speed", "throughput/samples_per_s", "samples/s", higher=True),
-        grid.plot("Held-out loss", "eval/loss") if held_out else grid.plot("Training loss", "train/loss_smoothed"),
+        grid.plot("Held-out loss" if held_out else "Training loss", loss, one_colour=agree(rows, loss)),
         grid.plot(f"{unit[0].upper()}{unit[1:]}", f"{'loss' if to_loss else 'total'}/hours", f"{unit}{until}", factor),
     )
     return [plot for plot in plots if plot is not None]
@@ -65,12 +66,20 @@ class _Grid:
         return cls(keys, [sorted(values[key], key=natural_sort_key) for key in keys], cells)
 
     def plot(
-        self, title: str, figure: str, unit: str = "", factor: float = 1.0, *, higher: bool = False
+        self,
+        title: str,
+        figure: str,
+        unit: str = "",
+        factor: float = 1.0,
+        *,
+        higher: bool = False,
+        one_colour: bool = False,
     ) -> Plot | None:
         """Return the heat map of one figure; None if fewer than two cells have it.
 
         Args:
             higher: a higher value is better.
+            one_colour: the values differ by rounding only.
         """
         along, down = self.values
         grid = [[self._value(one, other, figure, factor) for one in along] for other in down]
@@ -84,6 +93,9 @@ class _Grid:
             "showscale": not labelled, "texttemplate": "%{z:,.4~g}" if labelled else "", "textfont": {"color": _INK},
             "hovertemplate": f"{across} %{{x}}, {below} %{{y}}: %{{z:,.4~g}} {unit}<extra></extra>",
         }  # fmt: skip
+        if one_colour:
+            values = [value for line in grid for value in line if value is not None]
+            data |= {"zmin": min(values) - 1, "zmax": max(values) + 1}
         layout = axes_layout(across, below, height=150 + max(150, 34 * len(down)), legend=False)
         layout["xaxis"] |= {"type": "category", "showgrid": False}
         layout["yaxis"] |= {"type": "category", "showgrid": False, "autorange": "reversed"}
@@ -91,7 +103,8 @@ class _Grid:
         median = (
             " A cell with several runs has their median." if any(len(rows) > 1 for rows in self.cells.values()) else ""
         )
-        caption = f"{unit_text}The bluer, the better. Empty: no finished run.{median}"
+        colours = "All agree within the rounding of their precision" if one_colour else "The bluer, the better"
+        caption = f"{unit_text}{colours}. Empty: no finished run.{median}"
         return Plot(title=f"{title} over {across} and {below}", caption=caption, data=[data], layout=layout)
 
     def _value(self, along: str, down: str, figure: str, factor: float) -> float | None:

@@ -7,11 +7,13 @@ import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from launcher.api import compare_runs
 from launcher.quantities import NO_INTERVAL, interval
+from launcher.report import compare
 from launcher.report.answer import findings
 from launcher.rundir.paths import RunPaths, find
 from tests.infra.made_runs import make_run, read_records, write_records
@@ -44,7 +46,9 @@ def test_what_is_fastest_cheapest_and_saved(tmp_path: Path) -> None:
         found["Scaling"]
         == "1.33 to 2.00 times the speed on 2 workers as on 1: 67% to 100% scaling efficiency across 2 settings."
     )
-    assert found["Accumulation"].startswith("4 instead of 1 on 2 workers: 1.50 (")
+    assert found["Accumulation"].startswith(
+        "on 2 workers, compared with 1 micro-batch of 32: 4 micro-batches of 8 1.50 ("
+    )
     assert found["Sync policy"].startswith(
         "boundary instead of every: a step ran 1.33 (1.25 to 1.40) times as fast, with 75.0% fewer bytes on the wire."
     )
@@ -61,7 +65,9 @@ def test_no_difference_is_claimed_where_intervals_overlap(tmp_path: Path) -> Non
     found = answer(tmp_path)
     assert "The intervals overlap with that of all 4 others: no difference is claimed." in found["Fastest"]
     assert "times as fast" not in found["Fastest"]
-    assert found["Accumulation"].startswith("4 instead of 2 on 1 worker: speed not distinguishable")
+    assert found["Accumulation"].startswith(
+        "on 1 worker, compared with 2 micro-batches of 32: 4 micro-batches of 16 not distinguishable (between "
+    )
     assert "Scaling" not in found
     assert "Sync policy" not in found
 
@@ -173,7 +179,7 @@ def test_a_speedup_is_claimed_only_with_an_interval_that_excludes_1(
 
 
 def test_predictions_are_compared_with_measurements(tmp_path: Path) -> None:
-    predicted = {"predicted/step_s": 0.2, "predicted/step_low_s": 0.19, "predicted/step_high_s": 0.21}
+    predicted: dict[str, Any] = {"predicted/step_s": 0.2, "predicted/step_low_s": 0.19, "predicted/step_high_s": 0.21}
     for name, step_s in (("near", 0.2), ("far", 0.4)):
         make_run(tmp_path, name, f"train.seed={len(name)}", step_s=step_s, **predicted)
     found = answer(tmp_path)["Predictions"]
@@ -222,15 +228,57 @@ def test_a_site_that_is_a_job_of_its_own_is_compared_with_the_job_of_all_workers
     assert found.startswith("a held-out loss of 2.6250 instead of 2.1250 after the same 1,920 samples")
 
 
-@pytest.mark.parametrize(("number", "missed"), [(1, 0), (2, 1)])
-def test_outer_steps_are_compared_with_the_same_settings_and_samples_only(
-    number: int, missed: int, tmp_path: Path
-) -> None:
-    """A site that missed an average may have left out samples."""
-    make_run(tmp_path, "other", workers(number))
-    outer = {"outer/sites": 2, "outer/wire_bytes": 3.0, "outer/time_s": 0.1, "outer/missed": missed}
+def test_outer_steps_are_compared_with_the_same_settings_and_samples_only(tmp_path: Path) -> None:
+    make_run(tmp_path, "other", workers(1))
+    outer = {"outer/sites": 2, "outer/wire_bytes": 3.0, "outer/time_s": 0.1}
     paths = make_run(tmp_path, "outer", workers(2), **outer)
     config = json.loads(paths.config.read_text())
     config["outer"]["kind"] = "diloco"
     paths.config.write_text(json.dumps(config))
     assert "Outer steps" not in answer(tmp_path)
+
+
+def test_every_accumulation_is_compared_with_the_lowest(tmp_path: Path) -> None:
+    for accumulation, step_s in ((1, 0.4), (2, 0.3), (4, 0.4), (8, 0.2)):
+        make_run(tmp_path, f"a{accumulation}", workers(1), f"batch.accumulation={accumulation}", step_s=step_s)
+    text = answer(tmp_path)["Accumulation"]
+    assert "compared with 1 micro-batch of 64: 2 micro-batches of 32 1.33 (" in text
+    assert "; 4 micro-batches of 16 not distinguishable" in text
+    assert "; 8 micro-batches of 8 2.00 (" in text
+
+
+def test_losses_that_differ_by_rounding_are_no_ranking(tmp_path: Path) -> None:
+    for number in range(4):
+        make_run(
+            tmp_path,
+            f"r{number}",
+            workers(1 + number % 2),
+            f"batch.accumulation={1 + number // 2}",
+            loss=3 + 1e-7 * number,
+        )
+    found = answer(tmp_path)
+    assert "Lowest loss" not in found
+    assert "all 4 settings learn the same" in found["Loss"]
+
+
+def test_runs_that_are_not_alike_are_no_repeats(tmp_path: Path) -> None:
+    """A run resumed with another learning rate, one of other code, and one of another model."""
+    alike, resumed, edited, model = (make_run(tmp_path, name) for name in ("alike", "resumed", "edited", "model"))
+    make_run(tmp_path, "twin")
+    config, plan = (json.loads(path.read_text()) for path in (resumed.config, resumed.plan))
+    config["optimizer"]["lr"] = plan["optimizer"]["lr"] = 0.5
+    resumed.config_until(0).write_text(json.dumps(config))
+    resumed.plan_until(0).write_text(json.dumps(plan))
+    for paths, commit in ((alike, "a" * 40), (edited, "b" * 40)):
+        summary = json.loads(paths.summary.read_text())
+        paths.summary.write_text(json.dumps(summary | {"commit": commit}))
+    plan = json.loads(model.plan.read_text())
+    plan["task"]["parameters"] = 12345
+    model.plan.write_text(json.dumps(plan))
+    compared = compare_runs(find(tmp_path), title="")
+    (group,) = compared.groups
+    assert len(compare.repeats(group.rows)) == 5, "the twin has no known commit"
+    described = " ".join(map(group.describe, group.rows))
+    assert "lr=0.5 then 0.003" in described
+    assert "parameters=12345" in described
+    assert "2 versions of the code" in " ".join(compared.notes)
