@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from launcher.cli.names import Parser
 from launcher.config.key_docs import Group, Key, class_keys, groups
@@ -29,13 +30,16 @@ def launch_keys(arguments: list[str]) -> int:
     parser.add_argument(
         "--schema", action="store_true", help="a JSON schema of files with # @package _global_, or of one WORD's group"
     )
+    parser.add_argument("--config-dir", "-cd", type=Path, metavar="DIR", help="directory with your own options")
     options = parser.parse_args(arguments)
+    if options.config_dir is not None and not options.config_dir.is_dir():
+        raise UserError(f"--config-dir {options.config_dir}: there is no such directory.\n  Searched in {Path.cwd()}.")
     if options.schema:
         from launcher.config.json_schema import schema_of
 
         print(json.dumps(schema_of(_one_group(options.words)), indent=2))
         return EXIT_DONE
-    found = list(_found(options.words))
+    found = list(_found(options.words, options.config_dir))
     if options.json:
         print(json.dumps([dataclasses.asdict(key) for key in found], indent=2))
     else:
@@ -54,7 +58,7 @@ def _one_group(words: Sequence[str]) -> Group | None:
     return named[words[0]]
 
 
-def _found(words: Sequence[str]) -> Iterable[Key]:
+def _found(words: Sequence[str], own: Path | None) -> Iterable[Key]:
     """Yield the keys that the words ask for: of a class, or those that contain all other words.
 
     Raises:
@@ -63,7 +67,7 @@ def _found(words: Sequence[str]) -> Iterable[Key]:
     chosen = [word for word in words if "=" in word]
     keys = [key for each in groups() for key in each.keys]
     if chosen:
-        keys = [key for word in chosen for key in _keys_of_class(word)]
+        keys = [key for word in chosen for key in _keys_of_class(word, own)]
         if not keys:
             raise UserError(f"{' '.join(chosen)}: the class has no arguments.\n  `launch keys` lists all other keys.")
     rest = [word.lower().removesuffix(".kind") for word in words if "=" not in word]  # a group's choice
@@ -79,9 +83,21 @@ def _found(words: Sequence[str]) -> Iterable[Key]:
     return found
 
 
-def _keys_of_class(word: str) -> list[Key]:
-    """Return the keys of the class that ``GROUP=OPTION`` or ``GROUP._target_=CLASS`` names."""
+def _keys_of_class(word: str, own: Path | None) -> list[Key]:
+    """Return the keys of the class that ``GROUP=OPTION`` or ``GROUP._target_=CLASS`` names.
+
+    Args:
+        own: directory with options of the user's, such as task/mine.yaml.
+    """
     key, _, value = word.partition("=")
+    if own is not None and key in _CLASSES and (file := own / key / f"{value}.yaml").is_file():
+        import yaml
+
+        content: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
+        target = content.get("_target_") if isinstance(content, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        if not isinstance(target, str):
+            raise UserError(f"{file}: has no _target_, the class whose arguments are the keys.\n  Write it there.")
+        key, value = f"{key}._target_", target
     name, group = key.removesuffix("._target_"), next((each for each in groups() if each.name == key), None)
     if name not in _CLASSES or (group is not None and value not in group.options):
         options = ", ".join(f"{name}={option}" for option in group.options) if group and name in _CLASSES else ""

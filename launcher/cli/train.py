@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from launcher.cli.overrides import take_flag, with_config
 from launcher.config.multirun import RequestedCell, Result
@@ -32,12 +32,13 @@ from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.placement import solve_script
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.validation import check
+from launcher.quantities import count
 from launcher.record.report_entry import leave_entry
 from launcher.report import live, run_list, tables
 from launcher.report.summary_table import summary_table
 from launcher.rundir.paths import SweepPaths
 from launcher.runs import control
-from launcher.runs.status import Run
+from launcher.runs.status import Run, RunState
 from launcher.sweeps.conductor import Conductor
 from launcher.sweeps.reuse import look_at_sweeps, restart_runs
 
@@ -185,11 +186,14 @@ def _train_sweep(arguments: list[str], console: Console, *, wait: bool, confirme
         _require_no_wait(requested[0].config, wait=wait)
         return conductor.begin(requested, with_results)
 
+    best: list[str] = []
+
     def keep(files: Path) -> None:
         """Copy a sweeper's own results, such as Optuna's optimization_results.yaml."""
         for file in files.glob("*_results.yaml"):
             if conductor.paths is not None and conductor.paths.root.is_dir():
                 shutil.copy2(file, conductor.paths.root)
+                best.append(best_trial(file))
 
     def act(config: Config, yaml: str) -> int:  # noqa: ARG001
         raise AssertionError("the cells of a sweep are started by the conductor")
@@ -205,7 +209,24 @@ def _train_sweep(arguments: list[str], console: Console, *, wait: bool, confirme
         status = EXIT_FAILED
     if conductor.paths is not None and conductor.paths.manifest.exists():
         _show_sweep(conductor.paths, conductor.submitted, len(conductor.reused), console)
+        for line in filter(None, best):
+            _plain(console)(line)
     return max(status, conductor.status)
+
+
+def best_trial(results: Path) -> str:
+    """Return the best trial in the results that a sweeper of Hydra's, such as Optuna's or Nevergrad's, has written;
+    empty if they name none, as with several objectives."""
+    import yaml
+
+    content: Any = yaml.safe_load(results.read_text(encoding="utf-8"))
+    found = cast("dict[str, Any]", content) if isinstance(content, dict) else {}
+    params = found.get("best_params", found.get("best_evaluated_params"))
+    value = found.get("best_value", found.get("best_evaluated_result"))
+    if not isinstance(params, dict) or value is None:
+        return ""
+    shown = " ".join(f"{key}={each}" for key, each in cast("dict[str, Any]", params).items())
+    return f"Best trial: {value if isinstance(value, str) else format(value, '.6g')} with {shown}"
 
 
 def restart_cells(
@@ -248,6 +269,8 @@ def _show_sweep(paths: SweepPaths, jobs: Sequence[str], reused: int, console: Co
     cells = look_at_sweeps([paths])[str(paths.root)]
     console.print(run_list.sweep_table(paths, cells))
     _plain(console)(run_list.sweep_text(paths, jobs, reused))
+    if (never := sum(not cell.dir and cell.state is RunState.pending for cell in cells)) and not jobs:
+        _plain(console)(f"{count(never, 'cell')} never started: the command that began the sweep starts them.")
     if console.quiet:
         for line in run_list.impossible_lines(cells):
             print(line, file=sys.stderr)

@@ -177,7 +177,7 @@ def _unknown_option(group: str, option: str, options: Sequence[str], where: str)
 def _explain(error: Exception, arguments: Sequence[str], conf: Path) -> ConfigError:
     """Return the message for Hydra's or OmegaConf's error about a key, a value, or the content of a file."""
     known, text = known_keys(), str(error)
-    explained = _explain_composition(text, arguments, known) or _explain_override(text, arguments, known)
+    explained = _explain_composition(text, arguments, known, conf) or _explain_override(text, arguments, known)
     if explained is not None:
         return explained
     own_groups = _own_groups(arguments)
@@ -245,7 +245,7 @@ def _explain_override(text: str, arguments: Sequence[str], known: Sequence[str])
     return None
 
 
-def _explain_composition(text: str, arguments: Sequence[str], known: Sequence[str]) -> ConfigError | None:
+def _explain_composition(text: str, arguments: Sequence[str], known: Sequence[str], conf: Path) -> ConfigError | None:
     """Return the message for a Hydra error about the content of a file; None if it is not about one.
 
     Args:
@@ -261,6 +261,11 @@ def _explain_composition(text: str, arguments: Sequence[str], known: Sequence[st
     content = _content(file)
     if "is not a subclass of" in match[2]:  # a value in place of a group of keys; OmegaConf does not name the key
         key = next((name for name, value in content.items() if name in known and not isinstance(value, dict)), "")
+        if key and (conf / key / f"{content[key]}.yaml").is_file():
+            return ConfigError(
+                _where(file, key), None, "is a group, whose option a file chooses in its defaults.",
+                f"In place of this line:\n    defaults:\n      - override /{key}: {content[key]}\n      - _self_",
+            )  # fmt: skip
         return ConfigError(
             _where(file, key), None, "must have keys of its own.", f"Write {key or 'GROUP'}: {{KEY: VALUE}}."
         )

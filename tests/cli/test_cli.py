@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from launcher import cli
+from launcher.cli.train import best_trial
 from tests.conftest import Launch
 from tests.helpers import launch_command
 from tests.infra.made_runs import make_run
@@ -281,6 +282,10 @@ FILES = {
     "experiment/type": ("# @package _global_\n\ntrain:\n  steps: many\n", ["line 4: train.steps: must be a whole num"]),
     "experiment/enum": ("# @package _global_\nstrategy:\n  sync: often\n", ["line 3: strategy.sync: ", "gather_once"]),
     "experiment/scalar": ("# @package _global_\ntrain: 5\n", ["line 2: train: must have keys of its own"]),
+    "experiment/choice": (
+        "# @package _global_\nprecision: fp32\nstrategy: fsdp\n",
+        ["line 2: precision: is a group", "- override /precision: fp32\n"],
+    ),
     "experiment/yaml": ("# @package _global_\ntrain:\n  steps: [5\nx: 3\n", ["line 4: is not valid YAML"]),
     "experiment/place": ("train:\n  steps: 5\n", ["keys became those of a group 'experiment'", "# @package _global_"]),
     "experiment/option": (
@@ -361,3 +366,18 @@ def test_mlflows_store_beside_the_runs_is_no_run(tmp_path: Path, capsys: pytest.
     assert cli.run(["report", "--csv", str(tmp_path / "a"), str(store)]) == 0
     assert capsys.readouterr().out.splitlines()[1].startswith("a,")
     assert cli.run(["report", str(store)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("results", "shown"),
+    [
+        ("name: optuna\nbest_params: {optimizer.lr: 0.01, batch.accumulation: 2}\nbest_value: 0.123456789\n",
+         "Best trial: 0.123457 with optimizer.lr=0.01 batch.accumulation=2"),
+        ("best_evaluated_params: {a: 1}\nbest_evaluated_result: 2\n", "Best trial: 2 with a=1"),
+        ("name: optuna\nsolutions: []\n", ""),
+        ("[]", ""),
+    ],
+)  # fmt: skip
+def test_the_best_trial_of_a_sweeper(tmp_path: Path, results: str, shown: str) -> None:
+    (tmp_path / "optimization_results.yaml").write_text(results)
+    assert best_trial(tmp_path / "optimization_results.yaml") == shown

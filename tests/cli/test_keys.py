@@ -120,7 +120,7 @@ def test_what_does_not_exist_is_one_message(words: list[str], message: str, caps
     assert captured.out == ""
 
 
-def problems(schema: dict[str, Any], content: object) -> list[str]:
+def problems(schema: dict[str, Any], content: Any) -> list[str]:
     return [error.json_path for error in jsonschema.Draft7Validator(schema).iter_errors(content)]
 
 
@@ -153,3 +153,19 @@ def test_the_schema_is_one_and_accepts_every_file_of_conf(capsys: pytest.Capture
 )
 def test_the_schema_refuses_what_the_launcher_refuses(content: dict[str, Any], places: list[str]) -> None:
     assert problems(schema_of(None), content) == places
+
+
+def test_keys_of_an_option_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_option.py").write_text("class Task:\n    def __init__(self, depth: int = 3): ...\n")
+    (tmp_path / "conf" / "task").mkdir(parents=True)
+    (tmp_path / "conf" / "task" / "deep.yaml").write_text("_target_: own_option.Task\n")
+    assert launch_keys(["task=deep", "--config-dir", "conf"]) == 0
+    assert capsys.readouterr().out.startswith("task.depth = 3")
+    (tmp_path / "conf" / "task" / "deep.yaml").write_text("depth: 3\n")
+    assert run(["keys", "task=deep", "--config-dir", "conf"]) == EXIT_USER
+    assert "deep.yaml: has no _target_" in capsys.readouterr().err
+    assert run(["keys", "task=deep", "--config-dir", "none"]) == EXIT_USER
