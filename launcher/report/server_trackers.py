@@ -93,7 +93,8 @@ class WandbAdapter:
 
     def log(self, entries: Sequence[StepEntry]) -> None:
         for entry in entries:
-            self._run.log({**entry.record, **wandb_media(entry)}, step=entry.step)
+            # committed at once: W&B also copies a row to its summary, which must not come after that of `finish`
+            self._run.log({**entry.record, **wandb_media(entry)}, step=entry.step, commit=True)
 
     def finish(self, summary: dict[str, Any]) -> None:
         self._run.summary.update({name: value for name, value in summary.items() if value is not None})

@@ -36,6 +36,7 @@ from tests.report.mirrored import (
     record_of,
     saved_plan,
     status_of,
+    wandb_records,
 )
 from tests.report.test_file_trackers import SAMPLES, with_samples
 
@@ -84,6 +85,34 @@ def test_wandb_offline_continues_after_the_last_step_in_its_files(tmp_path: Path
     stored = in_wandb(tmp_path / "run")
     assert [values.pop("step") for values in stored.values()] == [*stored]
     assert differences(stored, 1200) == []
+
+
+def last_summary(run: Path) -> dict[str, Any]:
+    """Return the summary as it stands at the end of a run's newest offline file."""
+    values: dict[str, Any] = {}
+    for record in wandb_records(max(run.glob("wandb/offline-run-*/run-*.wandb"))):
+        if record.HasField("summary"):
+            values |= {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.summary.update}
+    return values
+
+
+@pytest.mark.slow
+def test_the_summary_in_wandb_is_the_runs(tmp_path: Path) -> None:
+    """The last row has the numbers of one step, and the summary those of the whole run, at an end and after it."""
+    plan = saved_plan(tmp_path / "run", "wandb.mode=offline")
+    lines = [json.dumps(record_of(step)) for step in range(1, 13)]
+    for start, end in ((0, 8), (8, 12)):  # the second one is a requeue
+        adapter = WandbAdapter(plan, {})
+        adapter.open()
+        adapter.log([*entries_of(plan, lines[start:end], start)])
+        adapter.finish({"verdict": "done", "step": end, "train/loss": 0.5, "time/total_s": 1000.0 + end})
+        wandb.teardown()
+        found = last_summary(tmp_path / "run")
+        assert (found["train/loss"], found["time/total_s"], found["verdict"]) == (0.5, 1000.0 + end, "done")
+        assert found["progress/items"] == 4096 * end
+        for directory in (tmp_path / "run" / "wandb").glob("offline-run-*"):
+            if start == 0:  # the second one may start in the same second
+                directory.rename(f"{directory.parent}/offline-run-0-{directory.name}")
 
 
 def test_a_job_of_slurm_s_takes_them_along() -> None:
