@@ -19,10 +19,11 @@ from typing import IO, Any, Protocol
 import orjson
 import torch
 
-from launcher.config.schema import OnError
+from launcher.config.schema import OnError, ShortWindow
 from launcher.errors import RecordFailed
 from launcher.heartbeat import HEARTBEAT, Wait
 from launcher.plan.run_plan import RunPlan
+from launcher.plan.windows import Windows
 from launcher.quantities import Interval, count
 from launcher.rundir.fencing import Fence
 from launcher.train.engine.calibration import Calibrated
@@ -206,6 +207,19 @@ def _newest_record(file: IO[bytes], step: int) -> tuple[int, dict[str, Any] | No
     return 0, None
 
 
+def epochs_done(samples: int, result: StepResult, plan: RunPlan) -> float:
+    """Return the number of epochs so far, with that of the current one as a fraction."""
+    of_epoch, size = plan.task.samples, plan.batch.global_size * plan.batch.sites
+    if not of_epoch:
+        return result.epoch
+    if plan.epoch.short_window_policy is ShortWindow.drop and of_epoch >= size:
+        if plan.batch.sites == 1:
+            at = Windows(of_epoch, plan.batch, keep_short=False).at(result.window + 1)
+            return at.epoch + at.first / of_epoch
+        of_epoch -= of_epoch % size  # the rest of an epoch is dropped
+    return samples / of_epoch
+
+
 def step_metrics(
     result: StepResult, plan: RunPlan, seen: tuple[int, float], total_s: float, peak_memory: int
 ) -> Metrics:
@@ -230,7 +244,7 @@ def step_metrics(
         "batch/items": result.items * sites,
         "progress/samples": samples,
         "progress/items": items,
-        "progress/epoch": samples / plan.task.samples if plan.task.samples else result.epoch,
+        "progress/epoch": epochs_done(samples, result, plan),
         "comm/collectives": result.comm.collectives,
         "comm/payload_bytes": result.comm.payload_bytes,
         "comm/wire_bytes": result.comm.wire_bytes,

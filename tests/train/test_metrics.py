@@ -9,6 +9,7 @@ import os
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,8 @@ import pytest
 
 from launcher.errors import RecordFailed
 from launcher.plan.sync_policy import Collective
-from launcher.train.metrics import Record, truncate_record
-from tests.helpers import ROOT
+from launcher.train.metrics import Record, epochs_done, truncate_record
+from tests.helpers import ROOT, make_plan
 
 
 def test_every_metric_is_in_the_table() -> None:
@@ -37,6 +38,17 @@ def test_every_metric_is_in_the_table() -> None:
     assert {name for name in written if f"`{name}`" not in rows} == set()
     kinds = next(line for line in table if "comm/KIND/" in line)
     assert [kind.value for kind in Collective if f"`{kind.value}`" not in kinds] == []
+
+
+@pytest.mark.parametrize(
+    ("policy", "window", "samples", "epochs"),
+    [("drop", 29, 900, 10), ("drop", 1, 60, 60 / 100), ("exact", 39, 1000, 10), ("exact", 1, 60, 60 / 100)],
+)
+def test_whole_epochs_are_whole_numbers(policy: str, window: int, samples: int, epochs: float) -> None:
+    """Of 100 samples, the last 10 are a short window, or dropped."""
+    plan = make_plan("batch.global_size=30", f"batch.short_window={policy}", "cluster.workers_per_node=1", samples=100)
+    result: Any = SimpleNamespace(window=window, epoch=0)
+    assert epochs_done(samples, result, plan) == epochs
 
 
 def test_numbers_that_tasks_return(tmp_path: Path) -> None:

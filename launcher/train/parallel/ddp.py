@@ -135,6 +135,8 @@ class Ddp(Parallel):
                 ddp._static_graph_delay_allreduce_enqueued = True
                 # the first backward pass has only recorded the graph
                 reducer._delay_all_reduce()  # pyright: ignore[reportAttributeAccessIssue]
+        if ddp.find_unused_parameters and not ddp.static_graph:  # DDP's own: which parameters were used, in int32
+            self.meter.count(Collective.all_reduce, 4 * len(self._parameters), covers=0)
 
     @contextmanager
     def without_collectives(self) -> Iterator[None]:

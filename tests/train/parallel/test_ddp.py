@@ -37,3 +37,10 @@ def test_several_micro_batches_after_a_first_window_of_one(tmp_path: Path) -> No
     seen = windows(tmp_path, "36", "-1", *options)
     assert [count for count, _, _ in seen] == [1, 4, 4]
     assert [storages for _, _, storages in seen[1:]] == [1] * 2
+
+
+@pytest.mark.slow
+def test_the_all_reduce_of_what_was_used_is_counted(tmp_path: Path) -> None:
+    """DDP reduces an int32 for each of two parameters, beside four gradients in fp32, in each of two micro-batches."""
+    seen = json.loads(torchrun(WORKER.with_name("used_map_worker.py"), [], 2, tmp_path).splitlines()[-1])
+    assert seen == {"payload": [2 * (4 * 4 + 2 * 4)], "collectives": 4, "saved": 0}
