@@ -219,7 +219,9 @@ def launch_resume(arguments: list[str]) -> int:
 
 def launch_retry(arguments: list[str]) -> int:
     does = "Start a run again from step 0 under another name, with its plan and code; of a sweep, the failed runs."
-    options = _restart_parser("retry", does).parse_args(arguments)
+    parser = _restart_parser("retry", does)
+    parser.add_argument("--failed", action="store_true", help="of a sweep, the failed runs, which is the default")
+    options = parser.parse_args(arguments)
     return _restart("retry", options, {RunState.failed, RunState.lost}, control.to_retry)
 
 

@@ -180,7 +180,9 @@ def _plain(console: Console) -> Callable[[str], None]:
 
 def _train_sweep(arguments: list[str], console: Console, *, wait: bool, confirmed: bool) -> int:
     """Run a sweep and return the highest exit status of its cells; 2 if a cell is impossible, the others run anyway."""
-    conductor = Conductor(arguments, _cell_runner(console), _state_printer(console), _plain(console), wait=wait)
+    conductor = Conductor(
+        arguments, _cell_runner(console), _state_printer(console), _plain(console), wait=wait, confirmed=confirmed
+    )
 
     def begin(requested: Sequence[RequestedCell], with_results: bool) -> Sequence[Result]:
         _require_no_wait(requested[0].config, wait=wait)

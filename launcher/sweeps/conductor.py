@@ -21,7 +21,7 @@ from launcher.rundir import code_snapshot
 from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths, SweepPaths, is_run
 from launcher.runs import control
-from launcher.runs.status import ACTIVE, Run, statuses_of
+from launcher.runs.status import ACTIVE, Run, RunState, statuses_of
 from launcher.sweeps import manifest
 from launcher.sweeps.manifest import Cell, Sweep, content_of, digest
 from launcher.sweeps.reuse import recognise, run_name
@@ -119,6 +119,7 @@ class Conductor:
         watch: called periodically with the state of Slurm jobs while waiting for them.
         say: called with messages to the user before cells start.
         wait: whether to wait for Slurm jobs.
+        confirmed: whether finished cells may start again because the code has changed.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class Conductor:
         say: Callable[[str], None],
         *,
         wait: bool,
+        confirmed: bool = True,
     ) -> None:
         self.paths: SweepPaths | None = None
         self.status = EXIT_DONE
@@ -136,6 +138,7 @@ class Conductor:
         self.reused: list[RunPaths] = []
         self._arguments = tuple(arguments)
         self._run_here, self._watch, self._say, self._wait = run_here, watch, say, wait
+        self._confirmed = confirmed
         self._once = Once()
 
     def begin(self, requested: Sequence[RequestedCell], with_results: bool) -> list[Result]:
@@ -160,6 +163,7 @@ class Conductor:
                     "wait for them.\n  Add --wait."
                 )
         self.paths = paths = self._sweep_paths(requested[0])
+        requested = _as_listed(requested, paths)
         if on_slurm:
             submit.require_shared(paths.root)
         cells = [self._plan(cell, paths) for cell in requested]
@@ -252,11 +256,19 @@ class Conductor:
         runs = sweep.runs(paths)
         replaced = {str(runs[cell.overrides].root): cell.label for cell in replaced_cells if cell.overrides in runs}
         old = statuses_of([RunPaths(Path(run)) for run in replaced if is_run(run)])
+        done = [replaced[run.dir] for run in old if run.state is RunState.done]
         if active := [replaced[run.dir] for run in old if run.state in ACTIVE]:
             raise UserError(
                 f"sweep.name={paths.root.name}: {len(active)} of these cells are active with other code or another "
                 f"torch: {first_names(active)}.\n"
                 "  `launch cancel` ends them; or choose another sweep.name."
+            )
+        if done and not self._confirmed:
+            raise UserError(
+                f"sweep.name={paths.root.name}: the code, or torch, is not that of "
+                f"{count(len(done), 'finished cell')}, which would start again: {first_names(done)}.\n"
+                f"  Add --yes; or `launch retry {paths.root.name} --failed` starts only the failed cells, with "
+                "their own code; or choose another sweep.name."
             )
         if old:
             self._say(
@@ -308,6 +320,15 @@ class Conductor:
                 self.status = statuses[-1]
                 raise KeyboardInterrupt
         return statuses
+
+
+def _as_listed(requested: Sequence[RequestedCell], paths: SweepPaths) -> list[RequestedCell]:
+    """Return the cells with their overrides in the manifest's order, so that none is listed twice."""
+    listed = manifest.load_sweep(paths).cells if paths.manifest.exists() else ()
+    orders = {frozenset(cell.overrides): cell.overrides for cell in listed}
+    return [
+        dataclasses.replace(cell, overrides=orders.get(frozenset(cell.overrides), cell.overrides)) for cell in requested
+    ]
 
 
 def _refused(cell: Cell, refused: dict[str, str]) -> Cell:

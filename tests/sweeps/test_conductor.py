@@ -18,6 +18,7 @@ from launcher.rundir.files import write_json
 from launcher.rundir.history import Submission
 from launcher.rundir.paths import RunPaths
 from launcher.sweeps.conductor import Conductor
+from launcher.sweeps.manifest import load_sweep
 
 TASK = ("task._target_=made.Task", "batch.global_size=8", "batch.micro_size=2", "train.steps=4")
 
@@ -139,3 +140,27 @@ def test_sweepers_learn_what_sweep_objective_names(machine: Machine) -> None:
     (result,) = begin(machine, seeds=(2,), results=True)
     assert isinstance(result, RunError)
     assert "train.seed=2: did not finish" in str(result)
+
+
+def test_finished_cells_start_again_only_if_that_is_confirmed(machine: Machine) -> None:
+    begin(machine, seeds=[1, 2])
+    Path("made.py").write_text("class Task: ...  # edited")
+    cells = [RequestedCell((f"train.seed={n}",), *compose_with_yaml([*TASK, f"train.seed={n}"])) for n in (1, 2)]
+    arguments = ["-m", *TASK, "train.seed=1,2"]
+    asking = Conductor(arguments, machine, lambda _: None, machine.said.append, wait=False, confirmed=False)
+    with pytest.raises(
+        UserError, match=r"2 finished cells, which would start again: seed=1, seed=2.\n.*--yes.*--failed"
+    ):
+        asking.begin(cells, False)
+    assert len(machine.ran) == 2
+
+
+def test_a_cell_whose_overrides_come_in_another_order_is_the_same(machine: Machine) -> None:
+    for words in (("train.seed=1", "optimizer.lr=0.5"), ("optimizer.lr=0.5", "train.seed=1")):
+        cells = [RequestedCell(words, *compose_with_yaml([*TASK, *words]))]
+        arguments = ["-m", *TASK, "train.seed=1", "optimizer.lr=0.5", "sweep.name=s"]
+        conductor = Conductor(arguments, machine, lambda _: None, machine.said.append, wait=False)
+        conductor.begin(cells, False)
+        assert conductor.paths is not None
+        assert len(load_sweep(conductor.paths).cells) == 1
+    assert len(machine.ran) == 1

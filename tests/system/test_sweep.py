@@ -172,7 +172,7 @@ def test_on_one_machine_cells_run_one_after_the_other_on_frozen_code(project: Pa
     assert {path.parent.name: path.stat().st_mtime_ns for path in runs.glob("*/summary.json")} == first
     with (project / "speech" / "tasks.py").open("a") as code:
         code.write("\n# another remark\n")
-    assert launch(*sweep[:2], "train.seed=1,1", *sweep[3:], cwd=project).returncode == 0
+    assert launch(*sweep[:2], "train.seed=1,1", *sweep[3:], "--yes", cwd=project).returncode == 0
     assert len([*runs.glob("*/summary.json")]) == 3
     assert len([*(runs / "code").iterdir()]) == 2
     sweep_now = manifest.load_sweep(SweepPaths(runs))
