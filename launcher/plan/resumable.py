@@ -53,6 +53,9 @@ _OF_A_SCHEDULE = "a schedule of your own continues from its saved state; "
 FORCED = "; --force allows it"
 _NEW_RUN = "start a new run: launch train"
 
+# in a plan's forced keys: the run may continue with other data
+DATA = "task: data"
+
 # key -> (permission, consequence of a change); a group's entry covers its keys that have none of their own
 RULES: dict[str, tuple[Permission, str]] = {
     "cluster": (Permission.change, ""),

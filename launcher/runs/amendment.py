@@ -21,7 +21,7 @@ from launcher.plan.gpus import require_at_hand
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.placement import solve_cluster
-from launcher.plan.resumable import Change, as_typed, changes, forced_by, refusal_text, refusals
+from launcher.plan.resumable import DATA, Change, as_typed, changes, forced_by, refusal_text, refusals
 from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import sets_own_rates, solve
 from launcher.plan.strategy_choice import choose_strategy, with_reason, with_strategy
@@ -88,6 +88,8 @@ def replan(paths: RunPaths, old: RunPlan, overrides: Sequence[str], *, force: bo
     forced = forced_by(changed)
     if wrong := refusals(changed, forced if force else ()):
         raise UserError(f"{name}: {refusal_text(wrong)}")
+    if force and not changed:
+        forced = (DATA,)
     if force and not forced:
         raise UserError("--force: has no effect: none of these changes needs it.\n  Leave it out.")
     if not changed and done:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from launcher.errors import EngineMisuse, TaskError
+from launcher.errors import EngineMisuse, TaskError, WrongCheckpoint
 from launcher.heartbeat import HEARTBEAT, Phase
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir import code_snapshot
@@ -27,8 +27,8 @@ from launcher.task import (
 from launcher.tracebacks import task_method
 from launcher.train import precision
 from launcher.train.checkpoint import save
-from launcher.train.checkpoint.load import load_newest, require_same_shards
-from launcher.train.data.fingerprint import require_same_data
+from launcher.train.checkpoint.load import Restored, load_newest, require_same_shards
+from launcher.train.data.fingerprint import Fingerprint, other_data, require_same_data
 from launcher.train.data.length_balance import arranged
 from launcher.train.engine import oom
 from launcher.train.engine.build import FromModel
@@ -87,15 +87,20 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     samples = arranged(samples, task, plan, world)
     named = {eval_set_text(name): data for name, data in held_out.items()} or {eval_set_text(""): None}
     sites = engine.sites
-    require_same_data({"train_data()": samples, **named}, plan, sites.whole_job(), engine.device)
+    datasets = {"train_data()": samples, **named}
+    fingerprint = require_same_data(datasets, plan, sites.whole_job(), engine.device, stored=plan.checkpoint.enabled)
     HEARTBEAT.beat(Phase.starting, 4)
     seed_everything(plan.train.seed + 1 + world.rank_in_job)  # from here on each rank draws other numbers, for dropout
 
     restored = load_newest(engine, plan.paths, fence, commit) if plan.checkpoint.enabled else None
     if restored is not None:
         require_same_shards(engine, restored, samples)
+    changed = [] if restored is None else _changed_data(engine, restored, fingerprint, datasets)
     saves = Saves(cadence, fence, save_failed, commit)
     loop = TrainingLoop(submitted_plan, task, engine, Evaluation(engine, task, held_out), saves, restored)
+    loop.totals.data = fingerprint
+    if any(name in named for name in changed):
+        loop.totals.forget_evaluations()
     try:
         loop.begin(restored)
         verdict = loop.run(samples)
@@ -103,6 +108,31 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     finally:
         loop.close()
     loop.write_summary(verdict)
+
+
+def _changed_data(
+    engine: EvaluatingEngine, restored: Restored, fingerprint: Fingerprint, datasets: dict[str, Any]
+) -> list[str]:
+    """Return the names of the data sets that are not those of the checkpoint. All ranks call it.
+
+    Raises:
+        WrongCheckpoint: there are some, and the user has not forced a change of the data or the task.
+    """
+    world, plan = engine.world, engine.plan
+    before = restored.run["account"].get("data", {})
+    found = other_data(before, fingerprint, datasets, plan, engine.device) if world.rank == 0 else []
+    found = world.of_rank_0(found)
+    if not found:
+        return []
+    lines = "; ".join(f"{name}: sample {sample} is another one" for name, sample in found)
+    if not any(key.startswith("task") for key in plan.forced):
+        raise WrongCheckpoint(
+            f"{restored.directory} was saved with other data of the same length ({lines}).\n  Restore the data that "
+            f"the run had; or continue with this data from here on: `launch resume {plan.run.name} --force`."
+        )
+    if world.rank == 0:
+        print(f"The data has changed, which was forced ({lines}): other samples are learned from here on.", flush=True)
+    return [name for name, _ in found]
 
 
 def optimizer_of(task: Task, plan: RunPlan) -> FromModel:

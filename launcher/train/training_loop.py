@@ -379,7 +379,10 @@ class TrainingLoop:
             world.of_rank_0(metrics.read_record(self.plan.paths.metrics, step) if world.rank == 0 else None) or last
         )
         best = self.totals.best
-        if not self.evaluation.loss_names | {best.metric or "eval/loss"} <= written.keys():
+        if (
+            self.totals.other_held_out
+            or not self.evaluation.loss_names | {best.metric or "eval/loss"} <= written.keys()
+        ):
             values = self.evaluate()
             best.judge(step, values)
             return values | best.metrics()

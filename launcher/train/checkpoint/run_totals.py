@@ -74,6 +74,8 @@ class RunTotals:
         self.size: int | None = None
         self.worlds: list[dict[str, Any]] = []
         self.commit = commit
+        self.data: Mapping[str, Any] = {}  # fingerprint of the data, for a later resume
+        self.other_held_out = False  # than that of the record so far
         self.commits: list[dict[str, Any]] = []
         self._started = time.perf_counter()
         self._windows = 0  # of this process
@@ -121,6 +123,7 @@ class RunTotals:
         self.memory()
         return {name: getattr(self, name) for name in _STORED} | {
             "best": self.best.state_dict(),
+            "data": self.data,
             "typical": None if self.typical is None else dataclasses.asdict(self.typical),
             "step_seconds": [step_s for step_s, _ in self.seconds],
             "data_seconds": [data_s for _, data_s in self.seconds],
@@ -155,6 +158,11 @@ class RunTotals:
             kinds = {Collective(kind): Traffic(**traffic) for kind, traffic in typical["kinds"].items()}
             self.typical = CommStats(**{**typical, "kinds": kinds})
         self.seconds.extend(zip(state["step_seconds"], state.get("data_seconds", ()), strict=False))
+
+    def forget_evaluations(self) -> None:
+        """Drop what the evaluations of other held-out data have found."""
+        self.best, self.evaluation, self.evaluated_step = BestEvaluation(self.engine.plan), {}, None
+        self.other_held_out = True
 
     def summary(self, verdict: str) -> dict[str, Any]:
         """Return the content of summary.json. ``train/loss`` is of the last window; times are medians over full

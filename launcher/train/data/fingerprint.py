@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import enum
 import hashlib
+import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -190,6 +191,10 @@ class _Sketch:
             self.limits.append(absolute + relative * part.abs().mean().item())
 
 
+# outlines by data set and sample; None: there was no time to read it
+Fingerprint = dict[str, dict[str, Outline | None]]
+
+
 class _Read(NamedTuple):
     """Index of a sample of the data set ``name``, to be read ``times`` times in a row."""
 
@@ -198,7 +203,9 @@ class _Read(NamedTuple):
     times: int = 1
 
 
-def require_same_data(datasets: Mapping[str, Any], plan: RunPlan, world: Everyone, device: torch.device) -> None:
+def require_same_data(
+    datasets: Mapping[str, Any], plan: RunPlan, world: Everyone, device: torch.device, *, stored: bool = False
+) -> Fingerprint:
     """Compare the data sets of all ranks: the kind, the length, and a few samples of each. All ranks call it.
 
     Samples are read as in training: in loader processes, if there are any, with random numbers of their own. Samples
@@ -208,6 +215,10 @@ def require_same_data(datasets: Mapping[str, Any], plan: RunPlan, world: Everyon
 
     Args:
         datasets: data sets by their name in messages; a value of None means no data.
+        stored: whether the result is needed, for checkpoints; otherwise it is empty where there is nothing to compare.
+
+    Returns:
+        The outlines of the samples that were read, for a later start of the run.
 
     Raises:
         DataError: a data set differs between ranks; raised on all ranks.
@@ -218,8 +229,8 @@ def require_same_data(datasets: Mapping[str, Any], plan: RunPlan, world: Everyon
         kinds[trained_on] += f" of {own_shards(datasets[trained_on])} shards, divided into {plan.train.data_shards}"
     _require_same_kinds(world.of_all(kinds))
     mapped = {name: data for name, data in datasets.items() if is_mapped(data) and len(data)}
-    if not mapped or (world.size == 1 and len(mapped) == 1):
-        return
+    if not mapped or (world.size == 1 and len(mapped) == 1 and not stored):
+        return {}
     reads = [_Read(name, index) for name, data in mapped.items() for index in _indices(len(data), plan.train.seed)]
     own = [outlines[0] for outlines in _outlines(mapped, reads, plan, device)]
     everyone = world.of_all(own)
@@ -241,6 +252,40 @@ def require_same_data(datasets: Mapping[str, Any], plan: RunPlan, world: Everyon
             "in both are identical. Draw held-out samples from a separate generator.",
             flush=True,
         )
+    found: Fingerprint = {}
+    for read, each in zip(reads, own, strict=True):
+        finite = each is not None and all(map(math.isfinite, (*each.numbers, *each.limits)))  # JSON has no others
+        found.setdefault(read.name, {})[str(read.sample)] = each if finite else None
+    return found
+
+
+def other_data(
+    before: Mapping[str, Mapping[str, Any]],
+    now: Fingerprint,
+    datasets: Mapping[str, Any],
+    plan: RunPlan,
+    device: torch.device,
+) -> list[tuple[str, int]]:
+    """Return the data sets that are not those of an earlier start of the run, each with a sample that differs. Samples
+    that differ between reads are ignored, as between ranks.
+
+    Args:
+        before: result of ``require_same_data`` at that time, from JSON.
+        now: its result of this start.
+    """
+    suspects = [
+        (_Read(name, int(sample), _REREADS), Outline(*earlier))
+        for name, samples in before.items() for sample, earlier in samples.items()
+        if earlier is not None and (own := now.get(name, {}).get(sample)) is not None
+        and not own.agrees(Outline(*earlier))
+    ]  # fmt: skip
+    everything = _outlines(datasets, [read for read, _ in suspects], plan, device) if suspects else []
+    found: dict[str, int] = {}
+    for (read, earlier), outlines in zip(suspects, everything, strict=True):
+        stable = None not in outlines and _all_agree(outlines)
+        if stable and not any(each is not None and each.agrees(earlier) for each in outlines):
+            found.setdefault(read.name, read.sample)
+    return [*found.items()]
 
 
 def require_same_stream(name: str, own: list[Outline], world: Everyone) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from launcher import Engine, make_plan
+from launcher import Engine, Loss, make_plan
 from launcher.callbacks.ema import Ema
+from launcher.errors import WrongCheckpoint
+from launcher.plan.resumable import DATA as DATA_KEY
 from launcher.rundir.fencing import Fence
 from launcher.train.checkpoint import load, save
+from launcher.train.trainer import train
+from tests.helpers import make_plan as make_plan_for
+from tests.infra.runs import records
 from tests.train.checkpoint.stateful_optimizers import Remembers
 
 DATA = list(torch.sin(torch.arange(48.0)).reshape(12, 4))
@@ -35,6 +41,51 @@ class Grows(nn.Module):
         if self.training:
             self.seen = torch.cat([self.seen, x.detach().mean(0, keepdim=True)])
         return self.out(x)
+
+
+SHIFT = {"train": 0.0, "held out": 0.0}
+
+
+class Data:
+    """A task whose data is another one, of the same length, if ``SHIFT`` is changed."""
+
+    def model(self) -> nn.Module:
+        return nn.Linear(4, 1)
+
+    def train_data(self) -> list[Tensor]:
+        return [sample + SHIFT["train"] for sample in DATA]
+
+    def eval_data(self) -> list[Tensor]:
+        return [sample * 2 + SHIFT["held out"] for sample in DATA]
+
+    def loss(self, model: Any, batch: Tensor) -> Loss:
+        return Loss((model(batch) - 1).square().sum(), len(batch))
+
+
+def test_other_data_of_the_same_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = ("batch.global_size=4", "train.loader_workers=0", "precision=fp32", "run.calibrate_s=0", "strategy=single",
+            "cluster.device=cpu", "cluster.workers_per_node=1", "checkpoint.every=2", "checkpoint.best=eval/loss",
+            "train.eval_every=2")  # fmt: skip
+
+    def attempt(steps: int, *forced: str) -> dict[str, Any]:
+        plan = make_plan_for(*keys, f"train.steps={steps}", samples=len(DATA), run_dir=str(tmp_path))
+        task = dataclasses.replace(plan.task, target=f"{__name__}.Data")
+        train(dataclasses.replace(plan, task=task, forced=forced), lambda: False)
+        return json.loads((tmp_path / "summary.json").read_text())
+
+    attempt(4)
+    attempt(6)  # the same data
+    for name, text in (("train", r"train_data\(\): sample \d+"), ("held out", r"eval_data\(\): sample \d+")):
+        with monkeypatch.context() as patch:
+            patch.setitem(SHIFT, name, 5.0)
+            with pytest.raises(WrongCheckpoint, match=rf"other data of the same length \({text}[^\n]*\n.* --force"):
+                attempt(8)
+    monkeypatch.setitem(SHIFT, "held out", 5.0)
+    before = {record["eval/loss"] for record in records(tmp_path) if "eval/loss" in record}
+    assert attempt(8, DATA_KEY)["best"]["value"] not in before, "evaluations of other held-out data no longer count"
+    assert "The data has changed, which was forced (eval_data(): sample" in capsys.readouterr().out
 
 
 def engine_of(
