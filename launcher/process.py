@@ -193,18 +193,54 @@ class StopRequest:
         return self.received
 
 
-def exit_without_teardown(status: int) -> NoReturn:
+# seconds that threads get to end after the main thread
+_THREADS_WITHIN_S = 10
+
+
+def exit_without_teardown(status: int, *, beat: Callable[[], object] | None = None) -> NoReturn:
     """Exit as the interpreter would, but without tearing down its modules.
 
     gloo's threads may still hold tensors of the last collective. If they release them during the teardown, the process
     aborts ("terminate called without an active exception"), and a finished job looks failed (pytorch/pytorch#190489;
     three of eight exits of a ten-line DDP script with torch 2.13).
+
+    Args:
+        beat: called while threads are waited for, which is then limited: everything is written, and a thread of the
+            user's that never ends must not look like a hang. None: wait for them as the interpreter does.
     """
-    threading._shutdown()  # pyright: ignore  (waits for threads as the interpreter does, including those of executors)
+    if beat is None:
+        threading._shutdown()  # pyright: ignore  (waits for threads, including those of executors)
+    else:
+        _wait_for_threads(beat)
     atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
+    exit_at_once(status)
+
+
+def exit_at_once(status: int = 0) -> NoReturn:
+    """Exit without waiting for threads, for a process whose answer is written."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _wait_for_threads(beat: Callable[[], object]) -> None:
+    def others() -> list[threading.Thread]:
+        # a daemon thread ends with the process; main is the caller
+        return [each for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
+
+    def end() -> None:
+        for end_executor in reversed(threading._threading_atexits):  # pyright: ignore
+            end_executor()
+
+    # it waits for the executors' tasks
+    ending = threading.Thread(target=end, daemon=True)
+    ending.start()
+    limit = time.monotonic() + _THREADS_WITHIN_S
+    while (ending.is_alive() or others()) and time.monotonic() < limit:
+        beat()
+        time.sleep(0.02)
+    if names := [each.name for each in others()]:
+        print(f"The process ends, although threads of the task still run: {', '.join(names)}.", flush=True)
 
 
 # more than the connections of the largest job; some containers have a hard limit of a billion

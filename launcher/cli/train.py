@@ -134,6 +134,12 @@ def _run_here(plan: LaunchPlan, peers: Peers, console: Console) -> int:
     elif first and sys.stderr.isatty():  # what programs read is the script's own output
         print(f"Run {plan.run.name}: {tables.near(plan.paths.root)}", file=sys.stderr)
     verdict = local.run_job(plan, live.run_display(plan, console), peers)
+    # after a stop nobody may read any more, as in a terminal that is closing
+    if not live.finish_output(console, patient=verdict.summary["verdict"] not in ("stopped", "killed")):
+        if first:
+            leave_entry(plan.paths)
+        local.report_outcome(verdict.plan, verdict.summary)
+        return verdict.status
     if "failure" in verdict.summary:
         print(tables.failure_text(verdict.summary, verdict.plan.node), file=sys.stderr)
         name = run_list.command_name(plan.paths.root)
@@ -160,7 +166,10 @@ def _show_submitted(plan: LaunchPlan, job: str, console: Console, *, wait: bool)
         return EXIT_DONE
     try:
         run = control.follow(plan.paths, live.run_display(plan, console))
+        live.finish_output(console, patient=True)
     except KeyboardInterrupt:
+        if not live.finish_output(console, patient=False):
+            raise
         name = run_list.command_name(plan.paths.root)
         _plain(console)(f"No longer watching; the job continues: launch status {name}")
         raise

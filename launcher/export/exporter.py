@@ -29,7 +29,7 @@ from launcher.export.safetensors_file import (
     write_index,
     write_safetensors,
 )
-from launcher.process import die_with_parent
+from launcher.process import die_with_parent, exit_at_once
 from launcher.quantities import bytes_text
 from launcher.rundir.files import sync_directory, value_from_json
 from launcher.task import Task, build_model, load_task
@@ -236,3 +236,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    exit_at_once()  # threads that the task has started may never end

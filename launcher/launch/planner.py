@@ -145,7 +145,8 @@ def _solve_job(config: Config, once: Once, *, starts: bool) -> tuple[RunPlan, Co
     if cluster.gpu is None and config.precision.kind is PrecisionKind.auto and cluster.kind is ClusterKind.local:
         site = dataclasses.replace(site, bf16=once(_format_support, PrecisionKind.bf16, cluster.device)[0])
     initial = once(initial_weights, config, site.cwd)
-    task = once(describe_task, InspectionRequest.of(config, site.cwd, initial), starts=starts)
+    request, limit_s = InspectionRequest.of(config, site.cwd, initial), config.train.hang_timeout
+    task = once(describe_task, request, starts=starts, limit_s=limit_s)
     if not starts:
         task = _with_a_window(task, unknown.batch.global_size, notes)
     return dataclasses.replace(solve(config, site, task, run), initial=initial), config, notes

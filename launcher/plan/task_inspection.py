@@ -93,7 +93,7 @@ class InspectionRequest:
         return {name: value for name, value in self.task.items() if name != "_target_"}
 
 
-def describe_task(request: InspectionRequest, *, starts: bool = True) -> TaskPlan:
+def describe_task(request: InspectionRequest, *, starts: bool = True, limit_s: float | None = None) -> TaskPlan:
     """Return a description of the task that a config names, after a check that its optimizer can be built and its
     callbacks exist.
 
@@ -102,6 +102,7 @@ def describe_task(request: InspectionRequest, *, starts: bool = True) -> TaskPla
 
     Args:
         starts: the job is about to start, so nothing is taken from the cache.
+        limit_s: seconds that the inspection may take: train.hang_timeout.
 
     Raises:
         ConfigError: no task is named.
@@ -137,7 +138,11 @@ def describe_task(request: InspectionRequest, *, starts: bool = True) -> TaskPla
                 data_notes=tuple(getattr(task, "notes", ())),
             )
     fields, module = dataclasses.asdict(request), "launcher.train.inspection.task_probe"
-    result = run_probe(module, json.dumps(fields)) if starts else remembered_probe(module, json.dumps(fields), fields)
+    question = json.dumps(fields)
+    if starts:
+        result = run_probe(module, question, limit_s)
+    else:
+        result = remembered_probe(module, question, fields, limit_s=limit_s)
     if result is None:
         raise TaskError(f"task._target_={target}: the process that inspected it ended early; its output is above.")
     if "error" in result:
@@ -152,29 +157,43 @@ def _default_groups(optimizer: OptimizerConfig, facts: dict[str, int]) -> tuple[
     return facts["parameters"] - facts["vector_parameters"], facts["vector_parameters"]
 
 
-def run_probe(module: str, question: str) -> dict[str, Any] | None:
+def run_probe(module: str, question: str, limit_s: float | None = None) -> dict[str, Any] | None:
     """Run ``python -m module FILE PARENT_PID`` and return the JSON object that it writes to FILE; None if it is empty.
+    After ``limit_s`` seconds it is killed, and the object has that as its error.
 
     The process reads ``question`` from standard input. It is separate because torch and the user's code must not be
     imported here. It ends when this process ends, however that happens, and the file has no name that could be left
     behind.
     """
     with tempfile.TemporaryFile("w+", encoding="utf-8") as answer:
-        subprocess.run(
-            [sys.executable, "-P", "-m", module, f"/dev/fd/{answer.fileno()}", str(os.getpid())],
-            input=question,
-            text=True,
-            start_new_session=True,  # Ctrl-C reaches only this process, which kills the other without a traceback
-            stdout=sys.stderr,  # what the user's code prints must not end up in `launch plan --json`
-            pass_fds=(answer.fileno(),),
-            check=False,
-        )
+        try:
+            subprocess.run(
+                [sys.executable, "-P", "-m", module, f"/dev/fd/{answer.fileno()}", str(os.getpid())],
+                input=question,
+                text=True,
+                start_new_session=True,  # Ctrl-C reaches only this process, which kills the other without a traceback
+                stdout=sys.stderr,  # what the user's code prints must not end up in `launch plan --json`
+                pass_fds=(answer.fileno(),),
+                check=False,
+                timeout=limit_s,
+            )
+        except subprocess.TimeoutExpired:
+            error = (
+                f"the inspection of the task took more than {limit_s:g} s (train.hang_timeout): a method does not end"
+            )
+            return {"error": f"{error}, or needs a higher limit."}
         text = answer.read()
     return json.loads(text) if text else None
 
 
 def remembered_probe(
-    module: str, question: str, key: Mapping[str, Any], *, recall: bool = False, required: Sequence[str] = ()
+    module: str,
+    question: str,
+    key: Mapping[str, Any],
+    *,
+    recall: bool = False,
+    required: Sequence[str] = (),
+    limit_s: float | None = None,
 ) -> dict[str, Any] | None:
     """Return the answer of an earlier ``run_probe`` with an equal ``key`` if nothing that it depends on has changed;
     otherwise that of a new one. An answer with an error or a problem is not kept.
@@ -183,13 +202,14 @@ def remembered_probe(
         key: the parts of ``question`` that the answer depends on.
         recall: return None instead of that of a new one.
         required: fields that an earlier answer must have to be returned instead of a new one.
+        limit_s: see ``run_probe``.
     """
     cache, key = ContentCache(), {"module": module, **key}
     known = cache.get(key)
     if recall or (known is not None and all(name in known for name in required)):
         return known
     since = time.time()
-    answer = run_probe(module, question)
+    answer = run_probe(module, question, limit_s)
     if answer is not None:
         _remember(cache, key, answer, since)
     return answer
@@ -264,7 +284,14 @@ def weigh_memory(
         TaskError: the job would fail at its first step.
     """
     required = ("remedy",) if advises and plan.cluster.gpu is not None else ()
-    answer = remembered_probe(_FORECAST, plan.to_json(), _traced_parts(plan), recall=recall, required=required)
+    answer = remembered_probe(
+        _FORECAST,
+        plan.to_json(),
+        _traced_parts(plan),
+        recall=recall,
+        required=required,
+        limit_s=plan.train.hang_timeout,
+    )
     if answer is None and recall:
         return plan
     answer = answer or {"problem": "the process that measured it ended early"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable
@@ -19,6 +18,7 @@ from launcher.plan.run_plan import RunPlan
 from launcher.plan.tracker_plan import TRACKER_KINDS
 from launcher.process import EXCEPTION_MARK
 from launcher.quantities import Interval, duration_text, printable, seconds_left
+from launcher.report.output import Output
 from launcher.rundir.files import Tail, last_lines, read_json
 from launcher.rundir.paths import RunPaths, SweepPaths
 from launcher.runs.status import Run
@@ -26,6 +26,7 @@ from launcher.runs.status import Run
 PLAIN_LINE_EVERY_S = 10.0
 TIMED_STEPS = 5  # timed steps before the run's length is predicted
 _BAR_FROM = 90  # characters of a terminal in which the progress has a bar besides its numbers
+_MOST_LINES = 200  # of rank 0's output at once
 _SHOWN_LINES = 15  # of the log of a failed run
 
 
@@ -42,6 +43,8 @@ class MessageDisplay(Silence):
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        if isinstance(console.file, Output):
+            console.file.unblock()
 
     def say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -107,8 +110,12 @@ class LiveDisplay(MessageDisplay):
         if newest != self._output.log:  # the workers were restarted
             self._output = RankOutput(newest)
             output += [f"--- {newest.name} ---", *self._output.lines()]
-        for line in output:
-            self._console.print(Text(line), soft_wrap=True)  # as it is: the user's program may have coloured it
+        if len(output) > _MOST_LINES:  # a task that prints more than can be read must not delay a stop
+            left_out = len(output) - _MOST_LINES
+            output[:-_MOST_LINES] = [f"--- {left_out:,} lines are left out; all are in {self._output.log} ---"]
+        if output:
+            # as it is: the user's program may have coloured it
+            self._console.print(Text("\n".join(output)), soft_wrap=True)
         replaced = self._metrics.replaced
         records = [json.loads(line) for line in self._metrics.lines()]
         if self._metrics.replaced > replaced:  # the run was restarted, and its record truncated to the resume point
@@ -201,19 +208,6 @@ def _rate(record: dict[str, Any]) -> str:
     return f"{rate}  {exposed.value / step_s:.0%} exposed communication"
 
 
-class _Trimmed:
-    """File wrapper that strips trailing blanks: rich pads every line of a table to the table's width."""
-
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-
-    def write(self, text: str) -> int:
-        return self._file.write(re.sub(r" +$", "", text, flags=re.MULTILINE))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-
 class _PrintableConsole(Console):
     """Console that shows the control characters of a text; those of a rich.text.Text reach the terminal."""
 
@@ -223,9 +217,14 @@ class _PrintableConsole(Console):
 
 def console(*, quiet: bool = False) -> Console:
     if sys.stdout.isatty():
-        return _PrintableConsole(file=sys.stdout, quiet=quiet)
+        return _PrintableConsole(file=cast("TextIO", Output(sys.stdout)), quiet=quiet)
     # lines are not wrapped in a file, so that a printed command can be pasted
-    return _PrintableConsole(file=cast("TextIO", _Trimmed(sys.stdout)), quiet=quiet, width=200)
+    return _PrintableConsole(file=cast("TextIO", Output(sys.stdout, trim=True)), quiet=quiet, width=200)
+
+
+def finish_output(console: Console, *, patient: bool) -> bool:
+    """Wait until everything is written that a display has printed; return False if nobody reads it (``Output``)."""
+    return not isinstance(console.file, Output) or console.file.finish(patient=patient)
 
 
 @contextmanager

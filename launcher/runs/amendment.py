@@ -159,7 +159,8 @@ def _solved(
     task, shards = old.task, config.strategy.kind in SHARDED
     tried = ("task.", "batch.balance", "callbacks", *(["optimizer."] if config.optimizer.target is not None else []))
     if any(key.startswith(tried) for key in touched) or (shards and old.strategy.kind not in SHARDED):
-        task = describe_task(InspectionRequest.of(config, old.cluster.import_from[0]))
+        request = InspectionRequest.of(config, old.cluster.import_from[0])
+        task = describe_task(request, limit_s=config.train.hang_timeout)
         for name in ("samples", "own_order"):
             before, after = getattr(old.task, name), getattr(task, name)
             if before != after:

@@ -25,7 +25,7 @@ from launcher.errors import ConfigError
 from launcher.plan import host
 from launcher.plan.float8_support import no_units
 from launcher.plan.run_plan import PrecisionPlan, RunPlan
-from launcher.process import die_with_parent
+from launcher.process import die_with_parent, exit_at_once
 from launcher.rundir.files import write_json
 from launcher.train.world import World
 
@@ -268,3 +268,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    exit_at_once()  # threads that the task has started may never end

@@ -28,7 +28,7 @@ def main(plan_path: str) -> None:
     from torch.distributed.elastic.multiprocessing.errors import record
 
     record(_run)(plan_path, stop)
-    exit_without_teardown(0)
+    exit_without_teardown(0, beat=lambda: HEARTBEAT.beat(Phase.ending))
 
 
 def _run(plan_path: str, stop: StopRequest) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launcher.config.hydra import compose
+from launcher.errors import TaskError
 from launcher.launch.planner import Once, plan_job, trace_jobs
 from launcher.plan import task_inspection
 from launcher.plan.run_plan import RunPlan
-from tests.helpers import make_plan
+from tests.helpers import inspection_of, make_plan
 
 MODEL = (
     "task=bytes_gpt", "task.width=32", "task.depth=2", "task.heads=2", "task.seq_len=16", "batch.global_size=16",
@@ -90,3 +92,12 @@ def test_a_trace_of_all_policies_serves_each_of_them() -> None:
         for sync in ("every", "boundary")
     )
     assert task_inspection._traced_parts(every) == task_inspection._traced_parts(boundary)
+
+
+def test_an_inspection_that_does_not_end_is_ended_at_a_limit_that_is_named(tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text(
+        "import time\n\n\nclass Task:\n    def __init__(self):\n        time.sleep(1e6)\n"
+    )
+    request = dataclasses.replace(inspection_of("endless.Task"), import_from=str(tmp_path))
+    with pytest.raises(TaskError, match=r"took more than 2 s \(train.hang_timeout\)"):
+        task_inspection.describe_task(request, limit_s=2)

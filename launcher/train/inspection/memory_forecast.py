@@ -35,7 +35,7 @@ from launcher.plan.roofline import Roofline
 from launcher.plan.run_plan import Forecast, RunPlan
 from launcher.plan.step_forecast import Trace
 from launcher.plan.sync_policy import POLICIES, SHARDED, Layout, transfers_per_window
-from launcher.process import die_with_parent
+from launcher.process import die_with_parent, exit_at_once
 from launcher.task import Task, first_batch, load_task, train_data
 from launcher.train.context import ContextSource
 from launcher.train.engine.build import build_parallel
@@ -398,3 +398,4 @@ def _answer(plan: RunPlan, dependencies: Dependencies, *, remedies: bool) -> dic
 
 if __name__ == "__main__":
     main()
+    exit_at_once()  # threads that the task has started may never end

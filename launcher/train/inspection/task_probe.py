@@ -25,7 +25,7 @@ from launcher.plan.optimizer_plan import assign, require_members, solve_optimize
 from launcher.plan.run_plan import OptimizerPlan, extended
 from launcher.plan.schedule_plan import SchedulePlan
 from launcher.plan.task_inspection import InspectionRequest
-from launcher.process import die_with_parent
+from launcher.process import die_with_parent, exit_at_once
 from launcher.rundir.files import value_from_json
 from launcher.task import (
     OPTIONAL_METHODS,
@@ -322,3 +322,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    exit_at_once()  # threads that the task has started may never end

@@ -88,6 +88,11 @@ class Tagger:
                 raise ValueError("this loss is for training only")
             return
         self.calls += 1
+        if self.trouble == "thread" and self.calls == 1:
+            threading.Thread(target=threading.Event().wait, name="uploader").start()
+        if self.trouble == "chatter" and "RANK" in os.environ:
+            print("\n".join(["x" * 99] * 2000), flush=True)
+            time.sleep(0.05)
         if self.trouble == "leave":
             raise SystemExit(0)
         if self.trouble == "peer asleep" and self.calls == 11 and os.environ["RANK"] == "0":
