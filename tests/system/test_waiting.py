@@ -17,11 +17,11 @@ pytestmark = pytest.mark.slow
 
 def test_output_that_nobody_reads_does_not_hold_a_stop(project: Path) -> None:
     """The pipe is full after the first micro-batch: 2,000 lines of 100 characters."""
-    process = start(project, "task.trouble=chatter", "train.steps=100000")
     run = project / "runs" / "own"
-    wait_for_steps(run, 3)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(patience(60)) == EXIT_RESUMABLE
+    with start(project, "task.trouble=chatter", "train.steps=100000") as process:
+        wait_for_steps(run, 3)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(patience(60)) == EXIT_RESUMABLE
     assert summary(run)["verdict"] == "stopped"
     assert (run / "checkpoints" / f"step_{records(run)[-1]['step']:06d}").is_dir()
 
