@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from datetime import timedelta
 from typing import Any
 
@@ -26,35 +27,50 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+STALL_S = 5.0  # a wait that is longer is looked into
+
+
 class ExchangeWork(dist.Work):
     """Work handle of one exchange: a set of sends and receives in progress."""
 
-    def __init__(self, done: Future[None], meter: Meter) -> None:
+    def __init__(self, done: Future[None], exchanger: Exchanger) -> None:
         super().__init__()
-        self._done, self._meter = done, meter
+        self._done, self._exchanger = done, exchanger
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: ARG002 (the process group has its own)
-        with self._meter.waiting():
+        with self._exchanger.meter.waiting():
+            wait_s = STALL_S
+            while not self._done.done() and not wait_for([self._done], wait_s).done:
+                self._exchanger.stalled(id(self))
+                wait_s = 1.0
             self._done.result()
         return True
 
 
 class Exchanger:
-    """Runner of exchanges of one kind; ``tag`` distinguishes its messages from those of other kinds."""
+    """Runner of exchanges of one kind; ``tag`` distinguishes its messages from those of the other kind.
+
+    Attributes:
+        stalled: called every second with a number of an exchange that has taken longer than ``STALL_S``.
+    """
+
+    stalled: Callable[[int], None] = staticmethod(lambda _: None)
 
     def __init__(self, tag: int, meter: Meter) -> None:
         self._tag, self.meter = tag, meter
         # gloo cannot report that a send or receive is complete, only block until it is
         self._waiter = ThreadPoolExecutor(1, "exchange")
 
-    def start(self, received: Tensor, sent: Tensor, group: dist.ProcessGroup, timer: Timer) -> ExchangeWork:
+    def start(self, received: Tensor, sent: Tensor, group: dist.ProcessGroup, timer: Timer, unit: int) -> ExchangeWork:
         """Start to send row ``i`` of ``sent`` to rank ``i`` of ``group`` and to receive row ``i`` of ``received`` from
-        it, for every rank but this one. ``timer`` ends when all transfers have."""
+        it, for every rank but this one. ``timer`` ends when all transfers have. Messages of different ``unit``s are
+        not confused, even if ranks run them in different orders."""
+        tag = self._tag + 2 * unit
         # in the stand-in for a group that inspections use, of perhaps thousands of ranks, nothing is sent
         ranks = range(group.size()) if dist.get_backend(group) != "fake" else ()
         peers = [peer for peer in ranks if peer != group.rank()]
-        works = [dist.irecv(received[peer], group=group, group_src=peer, tag=self._tag) for peer in peers]
-        works += [dist.isend(sent[peer], group=group, group_dst=peer, tag=self._tag) for peer in peers]
+        works = [dist.irecv(received[peer], group=group, group_src=peer, tag=tag) for peer in peers]
+        works += [dist.isend(sent[peer], group=group, group_dst=peer, tag=tag) for peer in peers]
 
         def finish() -> None:
             for work in works:
@@ -62,7 +78,7 @@ class Exchanger:
                     work.wait()
             timer.stop()
 
-        return ExchangeWork(self._waiter.submit(finish), self.meter)
+        return ExchangeWork(self._waiter.submit(finish), self)
 
 
 class Gather:
@@ -72,6 +88,11 @@ class Gather:
     def __init__(self, meter: Meter, *, exchanges: bool) -> None:
         self._meter = meter
         self._exchanger = Exchanger(1, meter) if exchanges else None
+
+    def watch_stalls(self, stalled: Callable[[int], None]) -> None:
+        """See ``Exchanger``."""
+        if self._exchanger is not None:
+            self._exchanger.stalled = stalled
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -83,6 +104,7 @@ class Gather:
         group: dist.ProcessGroup,
         async_op: bool = False,
         covers: int | None = None,
+        unit: int = 0,
     ) -> dist.Work | None:
         timer = self._meter.start_timer()
         self._meter.count(Collective.all_gather, output_tensor.nbytes, covers)
@@ -91,7 +113,7 @@ class Gather:
             if parts[group.rank()].data_ptr() != input_tensor.data_ptr():
                 parts[group.rank()].copy_(input_tensor.view(-1))
             sent = input_tensor.expand(group.size(), *input_tensor.shape)
-            return self._exchanger.start(parts, sent, group, timer)
+            return self._exchanger.start(parts, sent, group, timer, unit)
         work = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         _stop_after(timer, work)
         return work
@@ -109,6 +131,11 @@ class Scatter:
         self.defers = False  # the sum may be computed later, by `finish`
         self.sends_on = False  # an all-reduce between replicas follows
 
+    def watch_stalls(self, stalled: Callable[[int], None]) -> None:
+        """See ``Exchanger``."""
+        if self._exchanger is not None:
+            self._exchanger.stalled = stalled
+
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
@@ -119,11 +146,12 @@ class Scatter:
         group: dist.ProcessGroup,
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
+        unit: int = 0,
     ) -> dist.Work | None:
         self._own_gradient.take([input_tensor])
         work: dist.Work | None = None
         if self._exchanger is not None:
-            self._exchange(self._exchanger, output_tensor, input_tensor.view(group.size(), -1), group)
+            self._exchange(self._exchanger, output_tensor, input_tensor.view(group.size(), -1), group, unit)
         else:
             timer = self._meter.start_timer()
             self._meter.count(Collective.reduce_scatter, input_tensor.nbytes)
@@ -133,13 +161,15 @@ class Scatter:
             self._between_replicas = self._meter.start_timer()
         return work
 
-    def _exchange(self, exchanger: Exchanger, output: Tensor, parts: Tensor, group: dist.ProcessGroup) -> None:
+    def _exchange(
+        self, exchanger: Exchanger, output: Tensor, parts: Tensor, group: dist.ProcessGroup, unit: int
+    ) -> None:
         self.finish()
         timer = self._meter.start_timer()
         self._meter.count(Collective.reduce_scatter, parts.nbytes)
         received = torch.empty_like(parts)
         received[group.rank()].copy_(parts[group.rank()])
-        work = exchanger.start(received, parts, group, timer)
+        work = exchanger.start(received, parts, group, timer, unit)
         self._pending = work, functools.partial(torch.sum, received, 0, out=output)
         if not self.defers:
             self.finish()
@@ -160,6 +190,19 @@ class Scatter:
             self._between_replicas.stop()
             self._meter.waited_until_now(self._between_replicas)
             self._between_replicas = None
+
+
+class UnitCollective:
+    """A collective of one shard unit. ``unit``: its number."""
+
+    def __init__(self, collective: Gather | Scatter, unit: int) -> None:
+        self._collective, self._unit = collective, unit
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._collective.allocate(size, dtype=dtype, device=device)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
+        return self._collective(*args, **kwargs, unit=self._unit)
 
 
 def _stop_after(timer: Timer, work: dist.Work | None) -> None:

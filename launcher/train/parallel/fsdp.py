@@ -26,12 +26,13 @@ from launcher.errors import TaskError
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import Layout, reduces, reduces_over_all
 from launcher.train.parallel.base import Parallel, local, trained
-from launcher.train.parallel.collectives import Gather, Scatter
+from launcher.train.parallel.collectives import Gather, Scatter, UnitCollective
 from launcher.train.parallel.deferred_init import Recipe, fill
 from launcher.train.parallel.lost_writes import LostWrites
 from launcher.train.parallel.mixed_precision import groups_of, matmul_parameters, narrow
 from launcher.train.parallel.replaced_parameters import ReplacedParameters
 from launcher.train.parallel.shard_units import Uses, owned, refuse_direct_use
+from launcher.train.parallel.unit_order import UnitOrder
 from launcher.train.parallel.whole_parameters import WholeParameters
 from launcher.train.precision import DTYPES, NARROW_DTYPES
 from launcher.train.world import patience
@@ -88,15 +89,18 @@ class Fsdp(Parallel):
         self._gather = Gather(self.meter, exchanges=on_cpu)
         for module in self._modules:
             narrow(module, places, dtype or torch.float32, reduce_dtype, None if plan.train.compile else self._widen)
-        self._uses = Uses(self._modules)
+        self._order = UnitOrder(model, self._modules, strategy.kind, self._shard_group)
+        self._uses = Uses(self._modules, self._order)
         self._writes = LostWrites(self._modules, model, strategy.kind)
-        self.observers = [self._writes]
+        self.observers = [self._order, self._writes]
         self._scatter = Scatter(self.meter, self.local_norm, exchanges=on_cpu)
-        for module in self._modules:
+        self._gather.watch_stalls(self._order.stalled)
+        self._scatter.watch_stalls(self._order.stalled)
+        for number, module in enumerate(self._modules):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            module.set_custom_all_gather(self._gather)  # pyright: ignore[reportArgumentType]
-            module.set_custom_reduce_scatter(self._scatter)  # pyright: ignore[reportArgumentType]
+            module.set_custom_all_gather(UnitCollective(self._gather, number))  # pyright: ignore[reportArgumentType]
+            module.set_custom_reduce_scatter(UnitCollective(self._scatter, number))  # pyright: ignore[reportArgumentType]
             if self._replicated:
                 module.set_all_reduce_hook(self._scatter.reduced_between_replicas)
         # a sum can wait only if it is the final gradient: not if it is converted, copied or sent to other replicas
@@ -218,8 +222,10 @@ class Fsdp(Parallel):
         try:
             for module in self._modules:
                 module.unshard()
+            self._order.counts = False
             yield
         finally:  # the passes may have run out of memory at any point
+            self._order.counts = True
             self._uses.begin(in_loss=False)
             _reset(self._modules)
             for module in self._modules:
@@ -228,6 +234,7 @@ class Fsdp(Parallel):
 
     def begin_window(self) -> None:
         self._reshard()
+        self._order.begin_window()
         self._writes.begin_window(last=self.last_window)
         for module in self._modules:
             _drop_gradients(module)

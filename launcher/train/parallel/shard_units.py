@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from launcher.config.schema import StrategyKind
 from launcher.errors import TaskError
 from launcher.train.parallel.mixed_precision import groups_of
+from launcher.train.parallel.unit_order import UnitOrder
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -201,12 +202,14 @@ class Uses:
 
     Args:
         modules: the sharded modules, the root first.
+        order: is told of each use.
     """
 
-    def __init__(self, modules: Sequence[FSDPModule]) -> None:
+    def __init__(self, modules: Sequence[FSDPModule], order: UnitOrder) -> None:
         self._groups = [
-            _Group(group, self, of_root=module is modules[0]) for module in modules for group in groups_of(module)
+            _Group(group, self, number) for number, module in enumerate(modules) for group in groups_of(module)
         ]
+        self.order = order
         self.in_loss = False  # a backward pass that starts now is an inner one, part of computing the loss
         self.held = False  # the micro-batch has had such a backward pass
         self.completed = True  # torch has completed all groups at the end of the backward pass
@@ -231,15 +234,22 @@ class Uses:
 
 
 class _Group:
-    """Replacement for two methods of a parameter group: one is called in each forward pass, the other when FSDP takes
-    the gradients to be complete."""
+    """Replacement for methods of a parameter group: two are called in each forward pass, the other when FSDP takes the
+    gradients to be complete."""
 
-    def __init__(self, group: Any, uses: Uses, *, of_root: bool) -> None:
-        self._group, self._uses, self._of_root = group, uses, of_root
+    def __init__(self, group: Any, uses: Uses, number: int) -> None:
+        self._group, self._uses, self._number = group, uses, number
         self._register, self._complete = type(group)._register_post_backward_hook, group.post_backward
+        self._forward = group.pre_forward
         self.forwards = 0  # forward passes with gradient in this micro-batch
+        group.pre_forward = self.pre_forward
         group._register_post_backward_hook = self.register
         group.post_backward = self.complete
+
+    def pre_forward(self, *args: Any) -> Any:
+        """Count the call before the unit is gathered for it."""
+        self._uses.order.called(self._number)
+        return self._forward(*args)
 
     def register(self, args: Any, kwargs: Any) -> Any:
         """Let autograd call this object's ``post_backward`` when the backward pass has completed the forward pass that
@@ -249,7 +259,7 @@ class _Group:
 
     def post_backward(self) -> None:
         """Complete the gradients if no other use of the unit can add to them."""
-        if self.forwards <= 1 and not self._uses.held and not self._of_root:
+        if self.forwards <= 1 and not self._uses.held and self._number:
             self._reduce()
 
     def complete(self) -> None:
