@@ -34,6 +34,9 @@ class UnitOrder:
     Args:
         units: the root, and the shard units.
         group: the ranks that share one copy of the model.
+
+    Attributes:
+        counts: calls count; not in passes without collectives, which may end early on one rank.
     """
 
     width = 2
@@ -44,13 +47,15 @@ class UnitOrder:
         names = {module: name for name, module in model.named_modules()}
         self._names = [names[unit] or "the root" for unit in units]
         self._kind, self._group, self._number = kind, group, next(_counts)
+        self.counts = True
         self._calls: list[int] = []  # of this window, without those of the root
         self._window = self._hash = 0
         self._waiting: tuple[list[Any], float] = ([], 0.0)  # what the ranks have published, and since when
 
     def called(self, unit: int) -> None:
         """Count a forward pass of a unit. ``unit``: position among the units."""
-        if unit:  # the root's parameters are gathered in each micro-batch, whether its forward pass runs or not
+        # the root's parameters are gathered in each micro-batch, whether its forward pass runs or not
+        if unit and self.counts:
             self._calls.append(unit)
             self._hash = (self._hash * 31 + unit) % _PRIME
 
