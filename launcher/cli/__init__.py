@@ -41,6 +41,7 @@ launch: distributed training with an exact global batch.
   plan         -m           rank the combinations of key=1,2,4 (key=all: all that are possible)     --html FILE   a page
   plan, verify --json       the plan, the ranking or the certificate as JSON
   resume       --force      allow changes of keys that affect what is learned
+  retry        --failed     of a sweep, the failed runs: the default
   drill        --json       the result as JSON                 --windows N    windows of each of its runs (default: 8)
   RUN          a run's name, its directory, or a prefix of its name; --dir DIR: directory of the runs (default: runs)
   runs, status, report, export, doctor   --json    for scripts
@@ -49,6 +50,7 @@ launch: distributed training with an exact global batch.
                --ema        the averages of the callback Ema  --merge-lora   into the model; else the adapter alone
                --dtype bf16 another number format             --max-shard-size SIZE   of a file (default: 5GB)
   keys         --json       for scripts                        --schema [GROUP]   JSON schema of config files
+               --config-dir DIR   directory with your own options
   report       --csv        for spreadsheets                   --html FILE    path of the page; --loss X: hours to X
   overrides    --help       the config's groups and values     --cfg job      the composed config
                --config-dir DIR   directory with your own config files

@@ -24,14 +24,14 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "logs": ("--rank", "--node", "--follow", *_OF_RUNS),
     "cancel": _OF_RUNS,
     "resume": ("--force", *_STARTS, *_OF_RUNS),
-    "retry": (*_STARTS, *_OF_RUNS),
+    "retry": ("--failed", *_STARTS, *_OF_RUNS),
     "mirror": _OF_RUNS,
     "export": (
         "--to", "--step", "--best", "--ema", "--merge-lora", "--dtype", "--max-shard-size", "--json", *_OF_RUNS,
     ),
     "report": ("--csv", "--json", "--html", "--loss", "--standalone", *_OF_RUNS),
     "doctor": ("--json", *_OVERRIDES),
-    "keys": ("--json", "--schema"),
+    "keys": ("--json", "--schema", "--config-dir"),
     "completion": (),
 }  # fmt: skip
 # how each shell calls _launch_candidates; a word that ends in = gets no space behind it
