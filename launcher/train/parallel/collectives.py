@@ -43,6 +43,8 @@ class ExchangeWork(dist.Work):
             while not self._done.done() and not wait_for([self._done], wait_s).done:
                 self._exchanger.stalled(id(self))
                 wait_s = 1.0
+            if wait_s < STALL_S:
+                self._exchanger.stalled(None)
             self._done.result()
         return True
 
@@ -51,10 +53,11 @@ class Exchanger:
     """Runner of exchanges of one kind; ``tag`` distinguishes its messages from those of the other kind.
 
     Attributes:
-        stalled: called every second with a number of an exchange that has taken longer than ``STALL_S``.
+        stalled: called every second with a number of an exchange that has taken longer than ``STALL_S``, and with None
+            when it has ended.
     """
 
-    stalled: Callable[[int], None] = staticmethod(lambda _: None)
+    stalled: Callable[[int | None], None] = staticmethod(lambda _: None)
 
     def __init__(self, tag: int, meter: Meter) -> None:
         self._tag, self.meter = tag, meter
@@ -89,7 +92,7 @@ class Gather:
         self._meter = meter
         self._exchanger = Exchanger(1, meter) if exchanges else None
 
-    def watch_stalls(self, stalled: Callable[[int], None]) -> None:
+    def watch_stalls(self, stalled: Callable[[int | None], None]) -> None:
         """See ``Exchanger``."""
         if self._exchanger is not None:
             self._exchanger.stalled = stalled
@@ -131,7 +134,7 @@ class Scatter:
         self.defers = False  # the sum may be computed later, by `finish`
         self.sends_on = False  # an all-reduce between replicas follows
 
-    def watch_stalls(self, stalled: Callable[[int], None]) -> None:
+    def watch_stalls(self, stalled: Callable[[int | None], None]) -> None:
         """See ``Exchanger``."""
         if self._exchanger is not None:
             self._exchanger.stalled = stalled

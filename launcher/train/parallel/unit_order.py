@@ -78,11 +78,12 @@ class UnitOrder:
             if (text := self._difference(dict(enumerate(everyone)))) is not None:
                 raise TaskError(text)
 
-    def stalled(self, message: int) -> None:
+    def stalled(self, message: int | None) -> None:
         """Publish this rank's calls. It has waited for some seconds, and calls this every second from then on.
 
         Args:
-            message: number of the exchange that it waits for.
+            message: number of the exchange that it waits for; None: it waits no longer, and what it has published does
+                not count any more.
 
         Raises:
             TaskError: the ranks of the group wait after different calls.
@@ -91,9 +92,12 @@ class UnitOrder:
         ranks: list[int] = dist.get_process_group_ranks(self._group)
         keys = {rank: f"unit_order/{self._number}/{self._window}/{rank}" for rank in ranks}
         store.set(keys[dist.get_rank()], json.dumps([message, self._calls]))
-        if not all(store.check([key]) for key in keys.values()):  # a rank computes
+        if message is None or not all(store.check([key]) for key in keys.values()):  # a rank computes
             return
         published = [json.loads(store.get(key)) for key in keys.values()]
+        if any(waited_for is None for waited_for, _ in published):
+            self._waiting = [], 0.0
+            return
         now = time.monotonic()
         if published != self._waiting[0]:
             self._waiting = published, now
