@@ -271,10 +271,13 @@ def _epoch(config: BatchConfig, batch: Batch, task: TaskPlan) -> EpochPlan:
     if task.samples == 0:
         raise TaskError(f"task._target_={task.target}: train_data() is empty.")
     if task.samples < batch.global_size:
+        # of the sizes that these ranks and the micro-batch allow
+        unit = batch.world_size * (config.micro_size if isinstance(config.micro_size, int) else 1)
+        fits = task.samples // unit * unit
         raise ConfigError(
             "batch.global_size", batch.global_size,
             f"the task has {count(task.samples, 'sample')}, fewer than one window.",
-            f"Use batch.global_size of {task.samples} or less.",
+            f"Use batch.global_size={fits}." if fits else "Use fewer ranks, or a smaller batch.micro_size.",
         )  # fmt: skip
     windows, short = count_windows(task.samples, batch.global_size, keep_short=policy is ShortWindow.exact)
     return EpochPlan(windows=windows, short_window=short, short_window_policy=policy)
