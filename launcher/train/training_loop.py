@@ -136,6 +136,7 @@ class TrainingLoop:
         self.cadence.start_clock()
         collate, compare = getattr(self.task, "collate", None), not is_mapped(samples)  # mapped data was compared
         items = items_method_of(self.task)
+        engine.tries_loss = not engine.steps
         for window in engine.windows(samples, collate, self.loss, items, compare_data=compare):
             try:
                 for batch in window:

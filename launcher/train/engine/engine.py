@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
@@ -36,9 +37,11 @@ from launcher.train.engine.build import ModelFrom, OptimizerFrom, OtherValues, T
 from launcher.train.engine.calibration import Calibrated, Calibration, measured_as
 from launcher.train.engine.foreign_leaves import ForeignLeaves
 from launcher.train.engine.item_count import ItemCount, Items
+from launcher.train.engine.loss_trial import LossTrial
 from launcher.train.engine.optimizer_step import OptimizerStep
 from launcher.train.engine.progress import EngineProgress
 from launcher.train.engine.window import CurrentWindow, Forward, Stage
+from launcher.train.engine.window_batchnorm import WindowNorms
 from launcher.train.engine.window_loss import WindowLoss
 from launcher.train.engine.window_outputs import WindowOutputs
 from launcher.train.engine.window_totals import StepResult, WindowTotals
@@ -76,6 +79,7 @@ class Engine(EngineProgress):
         context: source of ``launcher.current()``; its ``take_scalars()`` returns what was logged there.
         position: that of the next window in the data, the same on all ranks.
         stream: state of a stream, for checkpoints.
+        tries_loss: the next window starts with a trial of the loss, see ``LossTrial``.
         schedule: learning rate schedule; the engine steps it.
         preserve: function that saves what passes without an optimizer step can change; see ``PreservedState``.
 
@@ -105,7 +109,7 @@ class Engine(EngineProgress):
         self.plan = plan = precision.resolve_precision(plan, self.world, self.device)
         values = self._initial_values()
         parts = build_parts(model, optimizer, plan, self.device, shard_units, self.world, owner, values)
-        self.parallel, self.optimizer = parts.parallel, parts.optimizer
+        self._parts, self.parallel, self.optimizer = parts, parts.parallel, parts.optimizer
         self.precision, self._norms = parts.precision, parts.norms
         self._trained = TrainedParameters(self.parallel)
         self.buffers = Buffers(self.parallel.module, self.world, self.device)
@@ -122,6 +126,7 @@ class Engine(EngineProgress):
         own = [self._noise, self.buffers, self.stragglers, self.outputs]
         self._observers: list[Observer] = [*own, *self.parallel.observers]
         self._totals = WindowTotals(self.world, self.device, self.parallel.meter, self._loss, self._observers)
+        self.tries_loss = False
         self.position, self.stream, self._finished = BEGINNING, StreamCheckpoint(), False
         self.context = ContextSource(self.device, plan.train.seed, *self.world.in_job, progress=self._step_and_epoch)
         self.context.activate()
@@ -201,7 +206,7 @@ class Engine(EngineProgress):
         due = self.calibrated is None and self._calibration.wanted(self.plan)
         calibrate = functools.partial(self._calibrate, forward) if forward is not None and due else None
         self.parallel.last_window = self.plan.ends_with(self.steps + 1, window.index)
-        micro_batches = current.prepare(window, calibrate)
+        micro_batches = self._try_loss(current.prepare(window, calibrate), window.count)
         while current.handed_out < window.count:
             micro = current.fetch(micro_batches, window.count)
             with self.parallel.micro_batch(current.sync, first=current.handed_out == 1, last=current.at_boundary):
@@ -212,6 +217,18 @@ class Engine(EngineProgress):
                 current.require_backward()
             if current.stage is Stage.restarting:
                 micro_batches = current.count_first(micro, micro_batches)
+
+    def _try_loss(self, micro_batches: Iterator[MicroBatch], count: int) -> Iterator[MicroBatch]:
+        """Try the loss with the first of ``count`` micro-batches if that is due, and return all of them."""
+        due, self.tries_loss = self.tries_loss and not self.outputs.active, False
+        trial, current = LossTrial(self._parts), self._current
+        if not due or current.forward is None or isinstance(self._norms, WindowNorms) or not trial.possible:
+            return micro_batches
+        first = next(micro_batches)
+        trial.require_sum(current.run_unwrapped, first, count)
+        self.context.take_scalars()  # the window itself logs them again
+        current.start()
+        return itertools.chain([first], micro_batches)
 
     def backward(
         self, loss: Tensor | Loss | Sequence[Loss], items: float | Tensor | None = None,

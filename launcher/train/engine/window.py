@@ -95,8 +95,9 @@ class CurrentWindow:
         self.started = time.perf_counter()
         return batches
 
-    def _start(self) -> None:
-        """Measure the window from here on: without the calibration, or without the passes that showed several terms."""
+    def start(self) -> None:
+        """Measure the window from here on: without the calibration, the trial of the loss, or the passes that showed
+        several terms."""
         self.started = time.perf_counter()
         self._share_buffers()
 
@@ -243,16 +244,16 @@ class CurrentWindow:
             with outputs.alone():
                 calibrate(ahead)
             self.stage = Stage.running
-            self._start()
+            self.start()
             self.started -= self.data_s
         if due:
-            self._count.count(ahead, self._run_unwrapped)
+            self._count.count(ahead, self.run_unwrapped)
         else:
             self._save_for_count(window)
         if isinstance(self._norms, WindowNorms):
             self._norms.look_ahead(ahead, self._scaled_loss, self._preserve())
             if self._count.due(window.count):  # the first passes of a process show that the loss has several terms
-                self._count.count(ahead, self._run_unwrapped)
+                self._count.count(ahead, self.run_unwrapped)
                 self._norms.look_ahead(ahead, self._scaled_loss, self._preserve())
         if outputs.active and window.count > 1:
             outputs.look_ahead(ahead, self._outputs_of)
@@ -280,9 +281,9 @@ class CurrentWindow:
         self.stage = Stage.running
         self._count.restore()
         ahead = [micro, *rest]
-        self._start()
+        self.start()
         self.handed_out = 0
-        self._count.count(ahead, self._run_unwrapped)
+        self._count.count(ahead, self.run_unwrapped)
         return iter(ahead)
 
     def fetch(self, micro_batches: Iterator[MicroBatch], count: int) -> MicroBatch:
@@ -316,13 +317,14 @@ class CurrentWindow:
     def _outputs_of(self, micro: MicroBatch) -> Any:
         return self._run_copy(self._outputs.outputs, self._parallel.module, micro)
 
-    def _run_unwrapped(self, micro: MicroBatch) -> list[Loss]:
+    def run_unwrapped(self, micro: MicroBatch) -> list[Loss]:
+        """Run the loop's forward pass on a copy of the micro-batch, with the unwrapped model."""
         assert self.forward is not None
         return self.run(self.forward, self._parallel.module, micro)
 
     def _scaled_loss(self, micro: MicroBatch) -> Tensor:
         """Return the scalar of the backward pass of ``micro``, by the unwrapped model, without collectives."""
         with self._precision.autocast():
-            losses = self._run_unwrapped(micro)
+            losses = self.run_unwrapped(micro)
         weight = self._optimizer_step.weight(losses, micro.samples)
         return self._precision.scaled(self._count.weighted(losses, weight))

@@ -277,9 +277,13 @@ class Fsdp(Parallel):
     def evaluation(self) -> Iterator[None]:
         self._uses.begin(in_loss=False)
         self._set(reduce=False, all_reduce=False, reshard_after_forward=True, reshard_after_backward=True)
-        self._gather_root()
-        yield
-        self._reshard()
+        try:
+            self._gather_root()
+            yield
+            self._reshard()
+        except Exception:  # in a forward pass that is tried, for example with other sizes
+            _reset(self._modules)
+            raise
         self._writes.require_none()
 
 

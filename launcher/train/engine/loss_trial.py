@@ -1,0 +1,241 @@
+"""Trial of the loss in the first window of a run: whether ``total`` is a sum over the items of a micro-batch.
+
+A mean in its place trains without a message, with a gradient that is too small by the number of items. The halves P and
+R of a micro-batch, which are A together, and each half twice, show it under the same random numbers:
+
+    f(A) = f(P) + f(R), f(PP) = 2 f(P)      a sum
+    f(A) = their mean,  f(PP) = f(P)        a mean
+    f(PP) = 2 f(P) - c                      a sum, and a part c that is no sum
+
+A verdict needs all of these to fit. A loss that depends on other samples or on noise, or a batch that cannot be taken
+apart, has none. Dropout and BatchNorm are in eval mode meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
+
+from launcher.config.schema import PrecisionKind
+from launcher.errors import TaskError
+from launcher.heartbeat import HEARTBEAT, Phase
+from launcher.loss import Loss
+from launcher.plan.sync_policy import SHARDED
+from launcher.train.data.loader import MicroBatch
+from launcher.train.engine.build import EngineParts
+
+# relative differences: of the same input twice; of values with other random numbers, beyond which there is no verdict
+SAME, NOISE = 1e-6, 0.05
+# relative tolerance for a mean, which is far from a sum
+MEAN_TOLERANCE = 0.02
+# for a sum with another part, in fp32 and in narrower formats: its tolerance, and the smallest part that counts
+PART_TOLERANCE, SMALLEST_PART = {True: 1e-3, False: 5e-3}, {True: 0.02, False: 0.1}
+
+
+class KindOfTotal(Enum):
+    """Kind of a term's total."""
+
+    sum = "a sum"
+    mean = "a mean"
+    part = "a sum and a part that is none"
+
+
+@dataclass(frozen=True)
+class TriedTerm:
+    """Totals and items of a term: of the half P, again with other random numbers, again with the same ones, of the half
+    R, of both, and of each half twice."""
+
+    totals: Sequence[float]
+    items: Sequence[float]
+
+
+class LossTrial:
+    """Trial of the loss of one micro-batch on each rank. All ranks run the same passes."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
+
+    @property
+    def possible(self) -> bool:
+        """True unless the model is compiled: each new size would be compiled, and later ones as a size that varies."""
+        return not self._parts.plan.train.compile and not any(
+            module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+            for module in self._parts.parallel.module.modules()
+        )
+
+    def require_sum(self, run: Callable[[MicroBatch], list[Loss]], micro: MicroBatch, micro_batches: int) -> None:
+        """Run the trial, and restore what it can change.
+
+        Args:
+            run: the forward pass of a copy of a micro-batch through the unwrapped model.
+            micro_batches: number in the window of this rank.
+
+        Raises:
+            TaskError: the total of a term is a mean, or has a part that is no sum; on all ranks.
+        """
+        parts = self._parts
+        values = self._values(run, micro)
+        if values is None and parts.plan.strategy.kind in SHARDED:
+            return  # an error of this rank alone shows in the window; the others wait in this pass until then
+        found = self._verdicts(values or [], several=micro_batches * parts.world.size > 1)
+        of_ranks = parts.world.of_all(found)
+        for term in range(max(map(len, of_ranks))):
+            of_term = [found for verdicts in of_ranks if term < len(verdicts) and (found := verdicts[term]) is not None]
+            if len({kind for kind, _ in of_term}) == 1 and of_term[0][0] != KindOfTotal.sum.name:
+                raise TaskError(of_term[0][1])
+
+    def _values(self, run: Callable[[MicroBatch], list[Loss]], micro: MicroBatch) -> list[TriedTerm] | None:
+        """Return the values of each term, none if the batch cannot be divided; None if a pass fails."""
+        parts, kept = self._parts, self._parts.preserve()
+        half = micro.samples // 2
+        one, other = (range(half), range(half, micro.samples)) if half else (range(1), range(1))
+        losses: list[list[Loss]] = []
+        changed = ""
+        try:
+            for number, chosen in enumerate([one, one, one, other, [*one, *other], [*one, *one], [*other, *other]]):
+                HEARTBEAT.beat(Phase.computing, 1)
+                try:  # ranks without samples run the passes, too
+                    data = taken(micro.data, chosen, micro.samples)
+                    part = MicroBatch(data, len(chosen))
+                except NotDivisible:
+                    part = micro
+                parts.norms.trial(alone=True)
+                with (
+                    torch.no_grad(),
+                    parts.parallel.meter.unchecked(),
+                    parts.parallel.evaluation(),
+                    _fixed(parts.parallel.module),
+                    parts.precision.autocast(),
+                ):
+                    losses.append(run(part))
+                if part is micro:
+                    losses[-1] = []
+                if number:  # the second pass continues with the state and the random numbers of the first one
+                    changed = kept.undo()
+        except Exception:  # training shows the error, unless it is due to the size
+            return None
+        finally:
+            changed = kept.undo() or changed
+            if changed:
+                print(f"The trial of the loss before the first step changed {changed}.", flush=True)
+        if len({len(terms) for terms in losses}) > 1:
+            return []
+        columns = zip(*losses, strict=True)
+        return [TriedTerm([float(t.total) for t in terms], [float(t.items) for t in terms]) for terms in columns]
+
+    def _verdicts(self, terms: Sequence[TriedTerm], *, several: bool) -> list[tuple[str, str] | None]:
+        precision = self._parts.plan.precision
+        exact = precision.kind is PrecisionKind.fp32 and not precision.tf32
+        found: list[tuple[str, str] | None] = []
+        for number, values in enumerate(terms, 1):
+            verdict = kind_of_total(values, exact=exact)
+            if verdict is KindOfTotal.part and not several:  # the whole loss of each step is in one micro-batch
+                verdict = None
+            which = f"term {number} of the loss" if len(terms) > 1 else "the loss"
+            found.append(verdict and (verdict.name, _message(verdict, which, values)))
+        return found
+
+
+def kind_of_total(values: TriedTerm, *, exact: bool) -> KindOfTotal | None:
+    """Return the kind of a term's total; None if no kind fits.
+
+    Args:
+        exact: the loss is computed in fp32 or wider.
+    """
+    p, noisy, again, r, a, pp, rr = values.totals
+    n_p, _, _, n_r, n_a, n_pp, n_rr = values.items
+    scale = max(abs(p), abs(r), abs(a))
+    additive = (
+        n_p > 0
+        and n_r > 0
+        and all(math.isclose(*pair, rel_tol=SAME) for pair in ((n_a, n_p + n_r), (n_pp, 2 * n_p), (n_rr, 2 * n_r)))
+    )
+    if not all(map(math.isfinite, values.totals)) or min(abs(p), abs(r)) < max(0.05 * scale, 1e-8) or not additive:
+        return None
+    noise = abs(noisy - p) / scale
+    if abs(again - p) > SAME * scale or noise > NOISE:
+        return None
+    # parts that do not double, in each half
+    constant_p, constant_r = 2 * p - pp, 2 * r - rr
+    mean = (n_p * p + n_r * r) / n_a
+    tolerance = MEAN_TOLERANCE + 2 * noise
+    if max(abs(pp - p) / abs(p), abs(rr - r) / abs(r), abs(a - mean) / scale) <= tolerance:
+        return KindOfTotal.mean
+    if noise > SAME:
+        return None
+    constant_a = (n_p * constant_p + n_r * constant_r) / n_a
+    if abs(p + r - a - (constant_p + constant_r - constant_a)) > PART_TOLERANCE[exact] * scale:
+        return None
+    shares = constant_p / p, constant_r / r
+    if max(map(abs, shares)) <= PART_TOLERANCE[exact]:
+        return KindOfTotal.sum
+    return KindOfTotal.part if SMALLEST_PART[exact] <= min(shares) and max(shares) <= 1 else None
+
+
+def _message(verdict: KindOfTotal, which: str, values: TriedTerm) -> str:
+    p, _, _, r, a, pp, _ = values.totals
+    if verdict is KindOfTotal.mean:
+        return (
+            f"Loss(total, items): the total of {which} is a mean over the micro-batch, and must be a sum: halves of a "
+            f"micro-batch have {p:.6g}\n  and {r:.6g}, and together {a:.6g}. It is divided by the items of the window "
+            'once more.\n  Return the sum: reduction="sum" in torch\'s losses, .sum() in place of .mean(), or mean * '
+            "items."
+        )
+    return (
+        f"Loss(total, items): a part of the total of {which} is no sum over the micro-batch's items: it is {p:.6g} for "
+        f"half of a micro-batch,\n  and {pp:.6g} for the same samples twice. Such a part counts once for each "
+        "micro-batch and rank, and is divided by all items.\n  Multiply it by the number of items, or return it as a "
+        "term of its own: [Loss(total, items), Loss(penalty * items, items)]."
+    )
+
+
+class NotDivisible(Exception):
+    """A batch has parts that do not belong to single samples."""
+
+
+def taken(data: Any, chosen: Sequence[int], samples: int) -> Any:
+    """Return the ``chosen`` samples of a batch of ``samples``: of tensors with a row, and of lists with an element, for
+    each sample.
+
+    Raises:
+        NotDivisible: it has other parts.
+    """
+    match data:
+        case Tensor() if data.ndim and len(data) == samples and data.layout is torch.strided:
+            return data[torch.tensor(chosen, device=data.device)]
+        case dict() if type(data) is dict:
+            return {key: taken(value, chosen, samples) for key, value in data.items()}
+        case list() | tuple() if type(data) in (list, tuple) or hasattr(data, "_fields"):
+            try:
+                parts = [taken(value, chosen, samples) for value in data]
+            except NotDivisible:
+                if len(data) != samples:
+                    raise
+                parts = [data[index] for index in chosen]
+            return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
+        case None:
+            return None
+        case _:
+            raise NotDivisible
+
+
+@contextmanager
+def _fixed(model: nn.Module) -> Iterator[None]:
+    """Put dropout and BatchNorm layers into eval mode, by their flags alone."""
+    changed = [m for m in model.modules() if isinstance(m, _DropoutNd | _BatchNorm) and m.training]
+    for module in changed:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in changed:
+            module.training = True

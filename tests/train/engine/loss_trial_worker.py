@@ -1,0 +1,142 @@
+"""Losses whose total is or is not a sum, run by test_loss_trial.py.
+
+Prints one JSON object from rank 0: by strategy and case, the message, or whether the run is that without a trial.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from launcher import Engine, Loss, make_plan
+from launcher.errors import LauncherError
+from tests.infra.workers import leave_group, print_on_rank_0
+
+WIDTH, CLASSES = 6, 4
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+        self.drop, self.norm, self.out = nn.Dropout(0.3), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        for block in self.body:
+            x = block(x).tanh()
+        return self.out(self.norm(self.drop(x)))
+
+
+def cross_entropy(model: Any, batch: Any, reduction: str) -> Tensor:
+    return functional.cross_entropy(model(batch["x"]), batch["y"][0], reduction=reduction)
+
+
+def a_sum(model: Any, batch: Any) -> Loss:
+    return Loss(cross_entropy(model, batch, "sum"), len(batch["x"]))
+
+
+def a_mean(model: Any, batch: Any) -> Loss:
+    return Loss(cross_entropy(model, batch, "mean"), len(batch["x"]))
+
+
+def a_mean_as_a_term(model: Any, batch: Any) -> list[Loss]:
+    return [a_sum(model, batch), Loss(model(batch["x"]).square().mean(), len(batch["x"]), name="size")]
+
+
+def penalised(model: Any, batch: Any) -> Loss:
+    return Loss(a_sum(model, batch).total + model.out.bias.square().sum() + 2, len(batch["x"]))
+
+
+def with_a_mean(model: Any, batch: Any) -> Loss:
+    return Loss(a_sum(model, batch).total + 4 * model(batch["x"]).square().mean(), len(batch["x"]))
+
+
+def penalty_times_items(model: Any, batch: Any) -> Loss:
+    return Loss(a_sum(model, batch).total + len(batch["x"]) * model.out.bias.square().sum(), len(batch["x"]))
+
+
+def contrastive(model: Any, batch: Any) -> Loss:
+    rows = functional.normalize(model(batch["x"]))
+    alike = rows @ rows.T / 0.1
+    return Loss(functional.cross_entropy(alike, torch.arange(len(rows)), reduction="sum"), len(rows))
+
+
+def pairs(model: Any, batch: Any) -> Loss:
+    return Loss(torch.cdist(model(batch["x"]), model(batch["x"])).sum() / 9, len(batch["x"]))
+
+
+def noisy(model: Any, batch: Any) -> Loss:
+    x = batch["x"]
+    return Loss(functional.cross_entropy(model(x + torch.randn_like(x)), batch["y"][0], reduction="sum"), len(x))
+
+
+def by_the_clock(model: Any, batch: Any) -> Loss:
+    return Loss(cross_entropy(model, batch, "sum") * (1 + time.perf_counter() % 1), len(batch["x"]))
+
+
+def of_one_size(model: Any, batch: Any) -> Loss:
+    return Loss(cross_entropy(model, batch, "sum") + 0 * model(batch["x"]).view(4, CLASSES).sum(), len(batch["x"]))
+
+
+REFUSED = [a_mean, a_mean_as_a_term, penalised, with_a_mean]
+ACCEPTED = [a_sum, penalty_times_items, contrastive, pairs, noisy, by_the_clock, of_one_size]
+STRATEGIES = {"ddp": ["strategy=ddp"], "fsdp": ["strategy=fsdp"], "bf16": ["strategy=fsdp", "precision=bf16"]}
+
+
+def collate(samples: list[Any]) -> Any:
+    return {"x": torch.stack([x for x, _ in samples]), "y": (torch.stack([y for _, y in samples]), None)}
+
+
+def train(loss: Callable[..., Any], settings: list[str], *, tries: bool) -> dict[str, Tensor]:
+    plan = make_plan(
+        ["precision=fp32", "run.calibrate_s=0", "train.loader_workers=0", "batch.global_size=16", "batch.micro_size=4",
+         "train.steps=2", "cluster.device=cpu", "schedule=constant", "schedule.warmup_steps=0", *settings],
+        samples=32,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    data = [
+        (torch.randn(WIDTH, generator=generator), torch.randint(CLASSES, (), generator=generator)) for _ in range(32)
+    ]
+    engine = Engine(Net(), lambda parameters: torch.optim.SGD(parameters, 0.01), plan)
+    engine.tries_loss = tries
+    torch.manual_seed(1)
+    for window in engine.windows(data, collate, loss):
+        for batch in window:
+            engine.backward(loss(engine.model, batch))
+        engine.step()
+    return {
+        name: getattr(value, "full_tensor", lambda v=value: v)() for name, value in engine.model.state_dict().items()
+    }
+
+
+def outcome(loss: Callable[..., Any], settings: list[str]) -> str:
+    try:
+        tried = train(loss, settings, tries=True)
+    except LauncherError as error:
+        return f"{type(error).__name__}: {error}"
+    if loss is by_the_clock:
+        return ""
+    plain = train(loss, settings, tries=False)
+    return "" if all(torch.equal(value, plain[name]) for name, value in tried.items()) else "another run"
+
+
+def main() -> None:
+    print_on_rank_0(
+        {
+            f"{strategy} {loss.__name__}": outcome(loss, settings)
+            for strategy, settings in STRATEGIES.items()
+            for loss in (*REFUSED, *ACCEPTED)
+        }
+    )
+    leave_group()
+
+
+main()
