@@ -95,10 +95,59 @@ def test_what_refers_to_a_replaced_parameter_is_named(
     attach: Callable[[Any], object], place: str, engine_with: Callable[..., Engine]
 ) -> None:
     """A loss that used it would see the initial values."""
-    with pytest.raises(TaskError, match=rf"{place} also refers to the parameter embed\.weight, which strategy=fsdp"):
+    with pytest.raises(
+        TaskError, match=rf"{place} also refers to the parameter embed\.weight or its memory, which strategy=fsdp"
+    ):
         engine_with(attach)
     if torch.distributed.is_initialized():
         engine_with(attach, strategy="ddp")
+
+
+def share_by_data(model: Any) -> None:
+    model.other = nn.Linear(6, 6)
+    model.other.weight.data = model.embed.weight.data
+
+
+def share_rows(model: Any) -> None:
+    model.rows = nn.Parameter(model.embed.weight.data[2:4])
+
+
+def keep_in_buffer(model: Any) -> None:
+    model.register_buffer("view", model.embed.weight.data)
+
+
+@pytest.mark.parametrize("attach", [share_by_data, share_rows, keep_in_buffer])
+def test_parameters_that_share_memory_without_being_one_are_refused(
+    attach: Callable[[Any], object], engine_with: Callable[..., Engine]
+) -> None:
+    """They would be trained apart."""
+    with pytest.raises(TaskError, match=r"embed\.weight and (other\.weight|rows|view) share memory without being one"):
+        engine_with(attach)
+
+
+def test_parameters_that_are_parts_of_one_tensor_are_sharded(engine_with: Callable[..., Engine]) -> None:
+    """As those of an LSTM on a GPU."""
+
+    def attach(model: Any) -> None:
+        flat = torch.arange(12.0)
+        model.first, model.second = nn.Parameter(flat[:6]), nn.Parameter(flat[6:])
+
+    engine_with(attach)
+
+
+@pytest.mark.parametrize(
+    ("attach", "place"),
+    [
+        (lambda model: setattr(model, "turned", model.embed.weight.detach().t()), "Model.turned"),
+        (lambda model: setattr(model, "kept", {"a": [model.embed.weight.detach()[1]]}), "Model.kept"),
+        (lambda model: model.embed.weight.data, "Task.kept"),
+    ],
+)
+def test_a_tensor_that_shares_the_memory_of_a_parameter_is_named(
+    attach: Callable[[Any], object], place: str, engine_with: Callable[..., Engine]
+) -> None:
+    with pytest.raises(TaskError, match=rf"{place} also refers to the parameter embed\.weight or its memory, which"):
+        engine_with(attach)
 
 
 @pytest.mark.parametrize(
