@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: train test test-all coverage lint docs docs-reference bench bench-balance bench-sync bench-speedup bench-peers bench-forecast bench-outer gpu gpu-wheels clean
+.PHONY: train test test-all coverage lint docs docs-reference bench bench-balance bench-sync bench-speedup bench-peers bench-outer gpu gpu-wheels clean
 
 train: $(VENV)/.installed
 	$(BIN)/launch train $(ARGS)
@@ -82,12 +82,6 @@ bench-peers: $(VENV)/.installed-peers tools
 	$(BIN)/launch run cluster.workers_per_node=2 -- $(call PEERS,one-machine,20,1 2 4 8 16) --uneven
 	$(call HOSTS,1gbit,1) $(call PEERS,1gbit,6,1 4 16)
 	$(BIN)/python jobs/bench_peers.py report --results build/peers.jsonl --to docs/explanations
-
-# Predictions against what then runs, of 68 jobs, here and on shaped hosts: docs/explanations/forecasts.md. 25 minutes.
-bench-forecast: $(VENV)/.installed-dev tools
-	mkdir -p build
-	PYTHONPATH=. $(BIN)/python jobs/bench_forecast.py measure --out build/forecast.jsonl
-	PYTHONPATH=. $(BIN)/python jobs/bench_forecast.py report --results build/forecast.jsonl --to docs/explanations
 
 # Outer steps beside the synchronous job: here, and of the default model on the same hosts: docs/guides/outer.md. 40 minutes.
 OUTER = $(BIN)/python jobs/outer.py --out build/outer.jsonl

@@ -27,7 +27,7 @@ from torch.utils.data import TensorDataset, default_collate
 from launcher import Engine, make_plan
 from launcher.plan.windows import share_of_window
 from launcher.tasks.bytes_gpt import BytesGPT
-from launcher.train.inspection.allocation_log import AllocationLog, sizes_and_streams
+from launcher.train.inspection.allocation_log import AllocationLog
 
 LEARNING_RATE, CLIP_NORM, IGNORED = 1e-3, 1.0, -100
 BUCKET_MB = 1  # of DDP: the model has 7.6 MB, and several buckets are needed for overlap
@@ -146,7 +146,7 @@ class PeakMemory(AllocationLog):
 
     @property
     def peak(self) -> int:
-        return self.before + max(accumulate((size for size, _ in sizes_and_streams(self.events)), initial=0))
+        return self.before + max(accumulate(self.events, initial=0))
 
     def _first_use(self, storage: torch.UntypedStorage) -> None:
         if id(storage) not in self._storages:

@@ -198,18 +198,11 @@ def prediction_text(record: Mapping[str, Any], *, has_memory: bool) -> str | Non
     """Return how far the figures of a record or summary are from their predictions; None if it has no pair of both.
 
     Args:
-        record: has ``predicted/step_s`` with its interval, ``predicted/wire_bytes`` and ``predicted/peak_bytes``, and
-            the measured figures; each pair only if it is known.
+        record: has ``predicted/wire_bytes`` and ``predicted/peak_bytes``, and the measured figures; each pair only if
+            it is known.
         has_memory: whether ``memory/peak_bytes`` is that of the rank's tensors, as predicted. On a CPU it is not.
     """
     parts: list[str] = []
-    ends = [record.get(f"predicted/{name}") for name in ("step_s", "step_low_s", "step_high_s")]
-    if (step_s := record.get("time/step_s")) and None not in ends:
-        predicted = Interval(*map(float, ends))  # pyright: ignore[reportArgumentType]
-        outside = ", outside of its interval" if predicted.excludes(step_s) else ""
-        value, low, high = (f"{seconds * 1e3:,.1f}" for seconds in (predicted.value, predicted.low, predicted.high))
-        text = f"({value} ms predicted, {low} to {high})"
-        parts.append(f"step {_deviation(step_s, predicted.value)}{outside} {text}")
     for name, measured in (("memory", "memory/peak_bytes"), ("wire bytes", "comm/wire_bytes")):
         expected, found = record.get(f"predicted/{measured.rpartition('/')[2]}"), record.get(measured)
         if expected is None or found is None or (name == "memory" and not has_memory):

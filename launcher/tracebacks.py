@@ -78,8 +78,7 @@ def failure_in_loader(error: Exception) -> str:
     last = traceback.extract_tb(error.__traceback__)[-1:]
     if last and Path(last[0].filename).match("torch/utils/data/_utils/collate.py"):
         return f"{text}: by torch's default_collate, which makes the batches.\n  " + (
-            "Give the task a method collate(samples) that pads or stacks them; a loop without a task passes "
-            "engine.windows(data, collate=...) and engine.resume(collate=...)."
+            "Give the task a method collate(samples) that pads or stacks them."
         )
     return (
         f"{text}, and not in a line of yours.\n"

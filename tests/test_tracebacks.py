@@ -61,10 +61,7 @@ def test_errors_in_loader_processes() -> None:
     assert error.__traceback__ is not None
     text = failure_in_loader(error.with_traceback(error.__traceback__.tb_next))
     assert "by torch's default_collate" in text
-    assert text.splitlines()[-1] == (
-        "  Give the task a method collate(samples) that pads or stacks them; a loop without a task passes "
-        "engine.windows(data, collate=...) and engine.resume(collate=...)."
-    )
+    assert text.splitlines()[-1] == "  Give the task a method collate(samples) that pads or stacks them."
     assert "File" not in text
     text = failure_in_loader(raised(lambda rows: rows[3], samples))
     assert text.startswith(

@@ -3,27 +3,29 @@
     python docs/assets/make_timelines.py            # or: make docs-pictures
     python docs/assets/make_timelines.py --check    # exit status 1 if a picture is not up to date
 
-The times are those of the replay by which `launch plan` predicts a step (launcher/plan/replay.py), of a model of three
-equal parts. A part needs 1 unit of time forward, 2 backward, 1 for an all-gather or a reduce-scatter, 2 for an
-all-reduce.
+The times follow the rules by which torch's FSDP2 and DDP overlap computation and communication, for a model of three
+equal parts. DDP sends a part's gradients once they are ready, and waits for all of them at the end of the backward
+pass. FSDP gathers a part while the one before it computes, and reduces a part's gradients while the next one computes;
+HSDP sends reduced gradients to the replicas on their own stream. A part needs 1 unit of time forward, 2 backward, 1 for
+an all-gather or a reduce-scatter, 2 for an all-reduce.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 from launcher.config.schema import StrategyKind, Sync
-from launcher.plan.replay import Mark, Span, Streams, Timeline
 from launcher.plan.sync_policy import SHARDED, Collective, reduces, reduces_over_all
 
 HERE = Path(__file__).resolve().parent
 PARTS, MICRO_BATCHES = 3, 4
-PART_BYTES = 25 * 2**20  # one of DDP's buckets
 COST = {Collective.all_gather: 1.0, Collective.reduce_scatter: 1.0, Collective.all_reduce: 2.0}
 COMPUTE, SHARDS, REPLICAS = "computation", "shard group", "replicas"
 OPTIMIZER_S = 1.0
@@ -54,42 +56,83 @@ class Bar:
     end: float
 
 
-class RecordedStreams(Streams):
-    """Streams of a replay that record what each of them does, and when."""
+class Mark(StrEnum):
+    """Event of a timeline that is no collective.
+
+    Attributes:
+        backward: the backward pass starts.
+        wait: the parameters of the oldest all-gather in progress are needed.
+    """
+
+    backward = "backward"
+    wait = "wait"
+
+
+# seconds of computation, and the event after it: a collective that starts, or a mark; None: the micro-batch ends
+Span = tuple[float, Collective | Mark | None]
+
+
+class Streams:
+    """Streams of a rank that record what each of them does, and when.
+
+    Attributes:
+        now: time of the computation stream.
+    """
 
     def __init__(self, *, sharded: bool) -> None:
         self.bars: list[Bar] = []
-        self._seconds_computed = 0.0
-        super().__init__(lambda kind, _: COST[kind], sharded=sharded, bucket_bytes=PART_BYTES, early=True)
+        self.now = self._computed = 0.0
+        self._sharded = sharded
+        self._shard_free = self._replica_free = self._reduced = 0.0
+        self._in_use = 0.0  # time at which the parameters of the latest awaited gather were there
+        self._gathers: deque[float] = deque()
 
-    @property
-    def computed(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._seconds_computed
+    def micro_batch(self, spans: Sequence[Span]) -> None:
+        """Run a micro-batch."""
+        self._in_use = self.now
+        for seconds, event in spans:
+            if seconds:
+                kind = "forward" if self._computed % MICRO_BATCH_S < PARTS else "backward"
+                self.bars.append(Bar(COMPUTE, kind, self.now, self.now + seconds))
+                self._computed += seconds
+                self.now += seconds
+            if isinstance(event, Collective):
+                self._communicate(event)
+            elif event is Mark.wait and self._gathers:
+                self.now = self._in_use = max(self.now, self._gathers.popleft())
+        self.now = max(self.now, self._reduced, self._replica_free)
 
-    @computed.setter
-    def computed(self, value: float) -> None:
-        if value > self._seconds_computed:
-            kind = "forward" if self._seconds_computed % MICRO_BATCH_S < PARTS else "backward"
-            self.bars.append(Bar(COMPUTE, kind, self.now - (value - self._seconds_computed), self.now))
-        self._seconds_computed = value
-
-    def _communicate(self, kind: Collective, payload: int) -> None:
-        super()._communicate(kind, payload)
+    def _communicate(self, kind: Collective) -> None:
         if kind is Collective.all_gather:
+            self._shard_free = max(self._shard_free, self._in_use) + COST[kind]
+            self._gathers.append(self._shard_free)
             self._record(SHARDS, "gather", self._shard_free, kind)
         elif kind is Collective.reduce_scatter:
+            self.now = max(self.now, self._reduced)
+            self._shard_free = self._reduced = max(self._shard_free, self.now) + COST[kind]
             self._record(SHARDS, "reduce", self._shard_free, kind)
-        elif self._sharded:
+        else:
+            start = self._reduced if self._sharded else self.now
+            self._replica_free = max(self._replica_free, start) + COST[kind]
             self._record(REPLICAS, "replicas", self._replica_free, kind)
-
-    def _send_bucket(self) -> None:
-        sends = self._bucket > 0
-        super()._send_bucket()
-        if sends:
-            self._record(REPLICAS, "replicas", self._replica_free, Collective.all_reduce)
 
     def _record(self, lane: str, kind: str, end: float, collective: Collective) -> None:
         self.bars.append(Bar(lane, kind, end - COST[collective], end))
+
+
+def between(sync: Sync, spans: Sequence[Span]) -> list[Span]:
+    """Return a micro-batch that is neither the first nor the last one of its window, from the first one: parameters
+    that stay gathered are not gathered again."""
+    if sync is not Sync.gather_once:
+        return list(spans)
+    kept: list[Span] = []
+    carried = 0.0
+    for seconds, event in spans:
+        carried += seconds
+        if event not in (Collective.all_gather, Mark.wait):
+            kept.append((carried, event))
+            carried = 0.0
+    return [*kept, (carried, None)]
 
 
 def spans(kind: StrategyKind, sync: Sync, *, first: bool, last: bool) -> list[Span]:
@@ -100,23 +143,23 @@ def spans(kind: StrategyKind, sync: Sync, *, first: bool, last: bool) -> list[Sp
     found: list[Span] = []
     for part in range(PARTS):
         if gathers_forward:
-            found += [(float(part > 0), Collective.all_gather, PART_BYTES), (0.0, Mark.wait, 0)]
+            found += [(float(part > 0), Collective.all_gather), (0.0, Mark.wait)]
         elif part:
-            found.append((1.0, Mark.wait, 0))
-    found.append((1.0, Mark.backward, 0))
+            found.append((1.0, Mark.wait))
+    found.append((1.0, Mark.backward))
     if gathers_backward:
-        found.append((0.0, Collective.all_gather, PART_BYTES))
+        found.append((0.0, Collective.all_gather))
     for part in range(PARTS):
         if gathers_backward:  # the next part's parameters are gathered while this one computes
-            found.append((0.0, Mark.wait, 0))
+            found.append((0.0, Mark.wait))
             if part < PARTS - 1:
-                found.append((0.0, Collective.all_gather, PART_BYTES))
-        events = [Collective.reduce_scatter] if shards and reduces(sync, last=last) else []
+                found.append((0.0, Collective.all_gather))
+        events: list[Collective | Mark] = [Collective.reduce_scatter] if shards and reduces(sync, last=last) else []
         if kind is not StrategyKind.fsdp and reduces_over_all(sync, last=last):
             events.append(Collective.all_reduce)
         seconds = [2.0, *[0.0] * len(events)]
-        found += [(seconds[place], event, PART_BYTES) for place, event in enumerate(events or [Mark.wait])]
-    return [*found, (0.0, Mark.end, 0)]
+        found += [(seconds[place], event) for place, event in enumerate(events or [Mark.wait])]
+    return found
 
 
 @dataclass(frozen=True)
@@ -133,11 +176,10 @@ class Window:
 
 def window(kind: StrategyKind, sync: Sync) -> Window:
     """Replay a window of MICRO_BATCHES."""
-    streams = RecordedStreams(sharded=kind in SHARDED)
+    streams = Streams(sharded=kind in SHARDED)
     first, last = (spans(kind, sync, first=not last, last=last) for last in (False, True))
-    timeline = Timeline(first, last, OPTIMIZER_S)
     ends: list[float] = []
-    for part in (timeline.first, *[timeline.between(sync)] * (MICRO_BATCHES - 2), timeline.last):
+    for part in (first, *[between(sync, first)] * (MICRO_BATCHES - 2), last):
         streams.micro_batch(part)
         ends.append(streams.now)
     optimizer = Bar(COMPUTE, "optimizer", streams.now, streams.now + OPTIMIZER_S)

@@ -251,12 +251,3 @@ def _scatter_by_sum(output: Tensor, source: Tensor, group: Any, op: Any, async_o
 
 if shares_gpus():  # gloo, used by ranks that share a GPU, supports these two collectives on GPUs only in other forms
     collectives._all_gather, collectives._reduce_scatter = _gather_by_lists, _scatter_by_sum
-
-
-class ReservedMemory:
-    """Callback that prints what torch's allocator has reserved at most, for the check of streams."""
-
-    def on_end(self, engine: Any, verdict: Any) -> None:  # noqa: ARG002
-        if engine.device.type == "cuda":
-            allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-            print(f"allocated {allocated} bytes, reserved {reserved} bytes", flush=True)

@@ -17,7 +17,7 @@ HELP = """\
 launch: distributed training with an exact global batch.
 
   launch train [key=value ...]                run or submit a job: the bundled task, or task._target_=my_tasks.MyTask
-  launch plan  [key=value ...]                show the job's plan, solved and predicted; starts nothing
+  launch plan  [key=value ...]                show the job's plan: batch, memory and bytes; starts nothing
   launch verify [key=value ...]               compare the job's accumulated gradient with that of one big batch
   launch drill  [key=value ...]               interrupt the job in several ways and compare what it has learned
   launch run   [key=value ...] -- SCRIPT ...  run any torchrun script with the same cluster options, without the engine
@@ -38,7 +38,7 @@ launch: distributed training with an exact global batch.
 
   train, run   --quiet      print nothing but errors           --wait         with cluster=slurm: wait for the end
   train        -m           a sweep: one run for each combination of key=1,2,4     --yes    also very many
-  plan         -m           rank the combinations of key=1,2,4 (key=all: all that are possible)     --html FILE   a page
+  plan         -m           rank the combinations of key=1,2,4 (key=all: all that are possible)
   plan, verify --json       the plan, the ranking or the certificate as JSON
   resume       --force      allow changes of keys that affect what is learned
   retry        --failed     of a sweep, the failed runs: the default

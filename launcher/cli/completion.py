@@ -14,7 +14,7 @@ _OVERRIDES = ("--help", "--cfg", "--config-dir", "--config-name")
 _STARTS, _OF_RUNS = ("--quiet", "--wait"), ("--dir",)
 FLAGS: dict[str, tuple[str, ...]] = {
     "train": ("-m", "--yes", *_STARTS, *_OVERRIDES),
-    "plan": ("-m", "--json", "--html", *_OVERRIDES),
+    "plan": ("-m", "--json", *_OVERRIDES),
     "verify": ("--json", *_OVERRIDES),
     "drill": ("--json", "--windows", *_OVERRIDES),
     "run": (*_STARTS, *_OVERRIDES),

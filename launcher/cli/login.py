@@ -165,7 +165,7 @@ def _run(place: RemoteProject, verb: str, arguments: Sequence[str], variables: M
         KeyboardInterrupt: Ctrl-C; the command there has been interrupted, too.
     """
     arguments = list(arguments)
-    html = take_value("--html", arguments) if verb in ("plan", "report") else None
+    html = take_value("--html", arguments) if verb == "report" else None
     if html is None and verb == "report" and not {"--csv", "--json", "--help", "-h"} & set(arguments):
         here = runs_here(place.runs)
         here.mkdir(parents=True, exist_ok=True)

@@ -8,22 +8,20 @@ import math
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
 
-from launcher.cli.overrides import take_flag, take_value, with_config
+from launcher.cli.overrides import take_flag, with_config
 from launcher.config.multirun import RequestedCell, Result, cell_label, override_key
 from launcher.config.schema import Config, StrategyKind, Sync
 from launcher.errors import EXIT_DONE, ConfigError, UserError
-from launcher.launch.planner import Once, plan_job, task_stem, trace_jobs
+from launcher.launch.planner import Once, plan_job, trace_jobs
 from launcher.launch.slurm import submit
 from launcher.plan.batch import DEFAULT_GLOBAL_SIZE
 from launcher.plan.host import without_secrets
 from launcher.plan.ranking import Candidate, Ranking, rank
-from launcher.plan.run_forecast import RunForecast
 from launcher.plan.run_plan import RunPlan
 from launcher.report import live, ranking_table, tables
-from launcher.report.page import require_place, save_page
+from launcher.report.recorded_step import RecordedSteps
 from launcher.sweeps.conductor import require_a_possible_one
 
 ALL = "all"
@@ -37,17 +35,11 @@ _OPTIONS = {
 
 def launch_plan(arguments: list[str]) -> int:
     as_json = take_flag("--json", arguments)
-    html = take_value("--html", arguments)
     several = {"-m", "--multirun"} & set(arguments) and not {"--help", "-h", "--cfg", "-c"} & set(arguments)
     if not several:
-        if html is not None:
-            raise UserError("--html: has an effect with -m only, where several settings are compared.\n  Leave it out.")
         for key in sorted(_keys_with_all(arguments)):
             raise ConfigError(key, ALL, "stands for several values.", "Add -m, which compares them.")
         return with_config("plan", arguments, lambda config, _: _show(_planned(config), as_json=as_json))
-    page = None if html is None else Path(html)
-    if page is not None:
-        require_place(page)
     wide = _keys_with_all(arguments)
     arguments = [_with_options(argument) for argument in arguments]
 
@@ -57,19 +49,13 @@ def launch_plan(arguments: list[str]) -> int:
                 "hydra/sweeper: this sweeper needs results, and a plan has none.\n  Leave it out, or use launch train."
             )
         ranking = _rank(requested, wide)
-        if page is not None:
-            from launcher.report.ranking_page import ranking_page
-
-            title = f"{task_stem(requested[0].config)}: {' '.join(word for word in arguments if '=' in word)}"
-            save_page(ranking_page(ranking, title, datetime.now().astimezone()), page)
+        recorded = RecordedSteps(Path(requested[0].config.run.dir))
         if as_json:
-            print(ranking_table.ranking_json(ranking))
+            print(ranking_table.ranking_json(ranking, recorded))
         else:
             console = live.console()
-            for part in ranking_table.ranking_tables(ranking):
+            for part in ranking_table.ranking_tables(ranking, recorded):
                 console.print(part, markup=False, highlight=False)
-            if page is not None:
-                print(f"\nThe page: {tables.near(page.absolute())} (one file, opens without network)")
         return [None] * len(requested)
 
     def act(config: Config, yaml: str) -> int:  # noqa: ARG001
@@ -79,17 +65,17 @@ def launch_plan(arguments: list[str]) -> int:
 
 
 def _planned(config: Config) -> RunPlan:
-    with live.waiting("Inspecting the task, and measuring its work where this machine can"):
+    with live.waiting("Inspecting the task"):
         return plan_job(config, starts=False)
 
 
 def _show(solved: RunPlan, *, as_json: bool) -> int:
+    recorded = RecordedSteps(solved.paths.root.parent).step_of(solved)
     if as_json:
-        forecast = RunForecast.of(solved)
-        fields = dataclasses.asdict(solved) | {"prediction": None if forecast is None else dataclasses.asdict(forecast)}
-        print(json.dumps(without_secrets(fields), indent=2))
+        measured = None if recorded is None else dataclasses.asdict(recorded)
+        print(json.dumps(without_secrets(dataclasses.asdict(solved) | {"measured": measured}), indent=2))
     else:
-        live.console().print(tables.plan_table(solved))
+        live.console().print(tables.plan_table(solved, recorded))
         if solved.cluster.slurm is not None:
             print(f"\nThe batch script:\n\n{submit.batch_script(solved)}", end="")
     return EXIT_DONE
@@ -142,7 +128,7 @@ def _rank(requested: Sequence[RequestedCell], wide: set[str]) -> Ranking:
         trace_jobs([cell.config for cell in cells], once, lambda number, of: report("traced", number, of, ""))
         for number, cell in enumerate(cells, 1):
             try:
-                plans.append(plan_job(cell.config, once, starts=False, advises=False))
+                plans.append(plan_job(cell.config, once, starts=False, weighs=True))
             except UserError as error:
                 plans.append(error)
             report("planned", number, len(cells), cell_label(cell.overrides))

@@ -108,12 +108,6 @@ class OnNonfinite(StrEnum):
     skip = "skip"
 
 
-class Predict(StrEnum):
-    auto = "auto"
-    always = "always"
-    never = "never"
-
-
 class OuterKind(StrEnum):
     none = "none"
     diloco = "diloco"

@@ -49,6 +49,8 @@ def require_directories(arguments: Sequence[str]) -> None:
 
 # keys that were removed, or groups of them, with what to use instead
 _REMOVED = {
+    "cluster.link_gbit": "Leave it out: times are not predicted. `launch doctor` measures the links.",
+    "train.predict": "Leave it out: times are not predicted, and memory is where the plan depends on it.",
     "cluster.key": "Run the hosts on a private network or a tunnel such as WireGuard: docs/guides/hosts.md.",
     "strategy.compress_parameters": "Use precision=bf16, which gathers matrices in two bytes each.",
     **dict.fromkeys(

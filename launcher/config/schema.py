@@ -27,7 +27,6 @@ from launcher.config.choices import (
     OptimizerKind,
     Parameters,
     PrecisionKind,
-    Predict,
     Recompute,
     ScheduleKind,
     ShortWindow,
@@ -53,8 +52,6 @@ class ClusterConfig:
     """hosts: HOST:PORT of the rendezvous, an address of the first host."""
     interface: str | None = None
     """hosts, slurm: a host's network interface to the others. Default: the one that leads to the first host."""
-    link_gbit: float | None = None
-    """hosts, slurm, elsewhere: rate of a host's link to the others in Gbit/s, used to predict the time on the wire."""
     workers_per_node: int | None = None
     """Ranks per host. Default: the number of visible GPUs (slurm: of a node of the partition), else 2."""
     device: Device = Device.auto
@@ -64,7 +61,7 @@ class ClusterConfig:
     plan is for its memory and formats. Names: launcher/plan/gpus.py. Default: what this machine has (slurm: unknown
     memory)."""
     price_per_gpu_hour: float | None = None
-    """Price of one rank's device for an hour, in any currency: `launch plan` then shows the cost of the run."""
+    """Price of one rank's device for an hour, in any currency: `launch report` then shows costs."""
     max_restarts: int = 0
     """Restarts of the workers by torchrun after a failure; a training job resumes from its last checkpoint."""
     grace_s: int = 30
@@ -116,13 +113,12 @@ class StrategyConfig:
 
     kind: StrategyKind = StrategyKind.ddp
     """single: one rank; ddp: a full copy of the model on each rank; fsdp: sharded over all ranks; hsdp: sharded over
-    shard_size ranks, and replicated; auto: the fastest one that is predicted to fit into memory, and of those that
-    cannot be told apart the simplest; without a predicted time, the simplest one that fits."""
+    shard_size ranks, and replicated; auto: the simplest one that is predicted to fit into memory."""
     sync: Sync = Sync.auto
     """every: synchronise gradients in each micro-batch; boundary: in the last of a window; gather_once (fsdp, hsdp):
     also gather parameters once per window; replicas_at_boundary (hsdp): in each micro-batch within a shard group, at
-    the boundary between replicas; auto: of the policies whose predicted memory fits, the one with the fastest predicted
-    step; without a predicted time, or if the times cannot be told apart, the one with the fewest wire bytes."""
+    the boundary between replicas; auto: of the policies whose predicted memory fits, the one with the fewest wire
+    bytes."""
     bucket_mb: float | None = None
     """ddp: size of the gradient buckets, MiB. Default: 25."""
     static_graph: bool = False
@@ -311,10 +307,6 @@ class TrainConfig:
     any failure. Must exceed the start, any micro-batch, any batch of an evaluation and any checkpoint. null: never."""
     straggler_share: float | None = 0.1
     """Report the slowest rank once it lengthens a step by this share of it; null: never."""
-    predict: Predict = Predict.auto
-    """Prediction of a step's time, memory and bytes, to which the run's summary compares what was measured. auto:
-    `launch plan` makes one, and a start uses one that was made before; always: a start makes one, too, which takes up
-    to a minute the first time; never: neither does more than the choice of the sync policy needs."""
 
 
 @dataclass(frozen=True, kw_only=True)

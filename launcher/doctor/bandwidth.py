@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.config.schema import StrategyKind
-from launcher.plan.link_fit import Sample
+from launcher.doctor.link_fit import Sample
 from launcher.plan.sync_policy import Collective, Layout
 from launcher.process import die_with_parent, exit_without_teardown
 from launcher.rundir.files import last_lines, read_json

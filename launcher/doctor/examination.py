@@ -12,13 +12,12 @@ import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
-from datetime import datetime
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 from launcher.config.choices import Tracker, WandbMode
-from launcher.config.schema import ClusterKind, Config, Device
+from launcher.config.schema import ClusterKind, Config
 from launcher.doctor import host_checks, slurm_checks
 from launcher.doctor.check import Check, CheckState, merge
 from launcher.doctor.probe import Answer, Network, Question, answer, directory_facts, host_facts, read_answers
@@ -29,9 +28,7 @@ from launcher.launch.planner import partitions_of, site_of
 from launcher.launch.slurm import client
 from launcher.plan.gpus import require_at_hand
 from launcher.plan.host import OWN_MEMORY, Partition, Site
-from launcher.plan.launch_plan import PLAN_FORMAT, ClusterPlan, LaunchPlan, RunInfo
-from launcher.plan.link_fit import fit_levels
-from launcher.plan.links import MeasuredLinks, store_measured
+from launcher.plan.launch_plan import PLAN_FORMAT, LaunchPlan, RunInfo
 from launcher.plan.placement import solve_cluster, solve_env
 from launcher.plan.validation import check
 
@@ -112,7 +109,6 @@ def _check_hosts(config: Config, site: Site, say: Callable[[str], None]) -> list
         else:
             answers = _ask_here(question, folder, login["host"])
         checks = judge_hosts(config, plan, login, answers, unwritten)
-        store_links(cluster, answers)
     # drop the checks of the directory that was used instead
     return [*of_job, *unusable, *(one for one in checks if not unusable or one.name != unusable[0].name)]
 
@@ -202,15 +198,6 @@ def _wandb_mode(config: Config) -> WandbMode:
     return config.wandb.mode if Tracker.wandb in config.trackers else WandbMode.disabled
 
 
-def store_links(cluster: ClusterPlan, answers: dict[int, Answer]) -> None:
-    """Store the measured links for later plans."""
-    samples = host_checks.samples_of(answers)
-    inside, between = fit_levels(samples, gloo=cluster.device is Device.cpu)
-    if inside is not None or between is not None:
-        workers, day = cluster.workers_per_node, datetime.now().astimezone().date().isoformat()
-        store_measured(cluster, MeasuredLinks(workers=workers, day=day, inside=inside, between=between))
-
-
 def judge_hosts(
     config: Config, plan: LaunchPlan, login: Answer, answers: dict[int, Answer], unwritten: str
 ) -> list[Check]:
@@ -245,6 +232,6 @@ def judge_hosts(
         *on_each(host_checks.unfinished, answers),
         *host_checks.connections(with_facts),
         *host_checks.clocks(with_facts),
-        *host_checks.links(with_facts, cluster.device.value, cluster.link_gbit, hosts=cluster.nodes),
+        *host_checks.links(with_facts, cluster.device.value, hosts=cluster.nodes),
         *host_checks.wandb(_wandb_mode(config), login["packages"]["wandb"], answers.get(0, {})),
     ]

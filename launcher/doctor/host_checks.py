@@ -10,11 +10,10 @@ from launcher.config.choices import WandbMode
 from launcher.config.schema import Device
 from launcher.doctor.bandwidth import KINDS
 from launcher.doctor.check import Check, failure, ok, warning
+from launcher.doctor.link_fit import Level, Sample, fit_levels
 from launcher.doctor.probe import PACKAGES, Answer
 from launcher.launch.network import GLOO
 from launcher.plan.host import OWN_MEMORY
-from launcher.plan.link_fit import Sample, fit_levels
-from launcher.plan.links import Level
 from launcher.rundir.files import value_from_json
 
 TORCH = (2, 11)
@@ -189,8 +188,6 @@ def unfinished(answer: Answer) -> Iterator[Check]:
 _CLOCK_WARNING_S, _CLOCK_FAILURE_S = 0.1, 2.0
 # relative error of the links above which plans learn little from them
 _VARIES = 0.3
-# fraction of the link's rate below which something is wrong
-_FAR_BELOW = 0.5
 
 
 def named_interfaces(answer: Answer) -> Iterator[Check]:
@@ -257,12 +254,11 @@ def clocks(answers: dict[int, Answer]) -> list[Check]:
     return [verdict("clocks", found, remedy, f"{one}, {other}")]
 
 
-def links(answers: dict[int, Answer], device: str, link_gbit: float | None, *, hosts: int) -> list[Check]:
+def links(answers: dict[int, Answer], device: str, *, hosts: int) -> list[Check]:
     """Check the collectives that ``bandwidth`` has measured, and show their latencies and bandwidths.
 
     Args:
         answers: answers by node.
-        link_gbit: Gbit/s of a host's link (cluster.link_gbit), or None.
         hosts: number of hosts of the job.
     """
     name = "links"
@@ -286,7 +282,7 @@ def links(answers: dict[int, Answer], device: str, link_gbit: float | None, *, h
             found = f"too slow to measure more than {largest / 1024:,.0f} KiB"
             checks.append(warning(where, found, "Check who else uses the machines, and the link itself (`ethtool`)."))
         elif level is not None:
-            checks.append(_level(level, of_level, where, device, link_gbit if where == levels[1] else None))
+            checks.append(_level(level, of_level, where, device))
     return checks
 
 
@@ -296,7 +292,7 @@ def samples_of(answers: dict[int, Answer]) -> list[Sample]:
     return [value_from_json(Sample, sample) for sample in next((samples for samples in found if samples), ())]
 
 
-def _level(level: Level, samples: list[Sample], where: str, device: str, link_gbit: float | None) -> Check:
+def _level(level: Level, samples: list[Sample], where: str, device: str) -> Check:
     """Return the check of one level: the rates of a rank inside a host, and of a host's link between hosts."""
     library = "NCCL" if device == "cuda" else "gloo"
     names = [kind.value.replace("_", "-") for kind in KINDS]
@@ -307,12 +303,8 @@ def _level(level: Level, samples: list[Sample], where: str, device: str, link_gb
     largest = max(sample.payload_bytes for sample in samples)
     found = f"{rates} Gbit/s {whose}; {latencies} ms a step; fits within {level.error:.0%} "
     found += f"({library}, up to {largest / 2**20:,.3g} MiB)"
-    gbit = 8e-9 * level.bytes_per_s
-    if link_gbit is not None and gbit < _FAR_BELOW * link_gbit:
-        remedy = "Check cluster.interface, who else uses the link, and the link itself (`ethtool`)."
-        return warning(where, f"{found}: far below cluster.link_gbit={link_gbit:g}", remedy)
     if level.error > _VARIES:
-        remedy = "Run it again while nothing else uses the machines: plans predict with these figures."
+        remedy = "Run it again while nothing else uses the machines."
         return warning(where, f"{found}: the times vary too much", remedy)
     return ok(where, found)
 

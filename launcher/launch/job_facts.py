@@ -25,12 +25,11 @@ _OWN = (
     "cluster.import_from",
     "cluster.interface",
     "cluster.rendezvous",
-    "cluster.link_gbit",
     "cluster.price_per_gpu_hour",
     "cluster.place",
 )
 _DERIVED = (
-    "batch.world_size", "epoch.windows", "epoch.short_window", "fewer", "task.flops_per_sample", "train.predict",
+    "batch.world_size", "epoch.windows", "epoch.short_window", "fewer", "task.flops_per_sample",
     *(f"strategy.{name}" for name in PREDICTIONS),
 )  # fmt: skip
 # config key that the user sets, by name in the plan

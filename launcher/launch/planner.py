@@ -21,7 +21,6 @@ from launcher.config.schema import (
     Config,
     Device,
     PrecisionKind,
-    Predict,
     RunConfig,
     StrategyKind,
     Sync,
@@ -68,42 +67,40 @@ class Once:
         return result
 
 
-def plan_job(config: Config, once: Once | None = None, *, starts: bool = True, advises: bool = True) -> RunPlan:
+def plan_job(config: Config, once: Once | None = None, *, starts: bool = True, weighs: bool = False) -> RunPlan:
     """Return the plan of `launch train` for this config. Inspects task and machine; starts and writes nothing.
 
     Args:
         once: cache shared with other jobs that are planned at the same time.
         starts: whether the job is about to start: False for `launch plan`.
-        advises: see ``weigh_memory``.
+        weighs: whether the plan is to have the predicted memory, whatever the strategy.
 
     Raises:
         ConfigError, TaskError, SiteError: The input is wrong.
     """
     once = once or Once()
     if config.strategy.kind is not StrategyKind.auto:
-        return _plan_strategy(config, once, starts=starts, advises=advises)
+        return _plan_strategy(config, once, starts=starts, weighs=weighs)
 
     def plan_of(each: Config) -> RunPlan:
-        return _plan_strategy(each, once, starts=starts, advises=advises, weighs=True)
+        return _plan_strategy(each, once, starts=starts, weighs=True)
 
-    predict = config.train.predict
-    return choose_strategy(config, plan_of, timed=predict is Predict.always or (predict is Predict.auto and not starts))
+    return choose_strategy(config, plan_of)
 
 
-def _plan_strategy(config: Config, once: Once, *, starts: bool, advises: bool, weighs: bool = False) -> RunPlan:
+def _plan_strategy(config: Config, once: Once, *, starts: bool, weighs: bool = False) -> RunPlan:
     """Return the plan of a config that names its strategy.
 
     Args:
-        advises: see ``weigh_memory``.
         weighs: whether the plan is to have the predicted memory, whatever the strategy.
     """
     plan, config, notes = _solve_job(config, once, starts=starts)
-    plan = with_predictions(plan, config, starts=starts, weighs=weighs, advises=advises)
+    plan = with_predictions(plan, config, starts=starts, weighs=weighs)
     return plan.with_notes([*notes, *emulation_notes(plan, once)])
 
 
 def trace_jobs(configs: Iterable[Config], once: Once, traced: Callable[[int, int], None]) -> None:
-    """Make the traces that `launch plan` of these configs needs, all in one process, and store them for ``plan_job``.
+    """Make the traces that ``plan_job`` with ``weighs`` needs for these configs, all in one process, and store them.
 
     Raises ConfigError, before anything is traced, if the jobs do not do the same work.
 
@@ -118,7 +115,8 @@ def trace_jobs(configs: Iterable[Config], once: Once, traced: Callable[[int, int
             with suppress(UserError):  # which plan_job reports
                 plan, solved, _ = _solve_job(each, once, starts=False)
                 all_solved.append(plan)
-                plans += _traced(plan, solved, weighs=chosen)
+                if plan.outer is None and _requires_forecasts(plan, solved, starts=False, weighs=True):
+                    plans += plan.worlds()
     require_equal_work(all_solved)
     trace_plans(plans, traced)
 
@@ -247,55 +245,38 @@ def _format_support(kind: PrecisionKind, device: Device, *, measure: bool = Fals
     return answer.get("native", quick), answer.get("slowdown")
 
 
-def with_predictions(
-    plan: RunPlan, config: Config, *, starts: bool = True, weighs: bool = False, advises: bool = True
-) -> RunPlan:
-    """Return ``plan`` with a prediction of its windows (``train.predict``), and with the sync policy that fits into
-    memory, if the user left the choice to the launcher.
+def with_predictions(plan: RunPlan, config: Config, *, starts: bool = True, weighs: bool = False) -> RunPlan:
+    """Return ``plan`` with a prediction of its windows, and with the sync policy that fits into memory, if the user
+    left the choice to the launcher.
 
-    If parts of the model are frozen, the payload of each policy depends on where gradients flow, so windows are run in
-    any case.
+    A trace takes some seconds. Where nothing depends on it, only an earlier one is used.
 
     Args:
-        starts: whether the job is about to start: a prediction that the plan does not depend on must not delay it, so
-            only an earlier one is used, unless train.predict=always.
+        starts: whether the job is about to start, and not only shown.
         weighs: whether the plan is to have the memory of each policy in any case.
-        advises: see ``weigh_memory``.
     """
     if plan.outer is not None:  # a forecast is of ranks that all communicate with each other
         return plan
     choose = plan.strategy.kind in SHARDED and config.strategy.sync is Sync.auto
-    predict, required = config.train.predict, _requires_forecasts(plan, config, weighs=weighs)
-    measures = predict is Predict.always or (predict is Predict.auto and not starts)
-    if not required and (predict is Predict.never or not _is_predictable(config)):
-        return plan
-    if not required:  # for fewer hosts it would take as long again
-        return weigh_memory(plan, choose=False, measures=measures, recall=not measures, advises=advises)
-    most, *fewer = (weigh_memory(world, choose=choose, measures=measures, advises=advises) for world in plan.worlds())
+    if not _requires_forecasts(plan, config, starts=starts, weighs=weighs):
+        # for fewer hosts it would take as long again
+        return weigh_memory(plan, choose=False, recall=True) if _is_predictable(config) else plan
+    most, *fewer = (weigh_memory(world, choose=choose) for world in plan.worlds())
     return most.with_fewer(fewer)
 
 
-def _requires_forecasts(plan: RunPlan, config: Config, *, weighs: bool) -> bool:
-    """Return whether the plan depends on windows of its task: to choose a policy, to know the payload of each policy
+def _requires_forecasts(plan: RunPlan, config: Config, *, starts: bool, weighs: bool) -> bool:
+    """Return whether windows of the plan's task are traced: to choose a policy, to know the payload of each policy
     where parts of the model are frozen, or because its memory is what the user wants to know."""
-    if (weighs or config.cluster.gpu is not None) and _is_predictable(config):
+    is_sharded = plan.strategy.kind in SHARDED
+    is_shown = not starts and (is_sharded or plan.cluster.device is Device.cuda)
+    if (weighs or is_shown or config.cluster.gpu is not None) and _is_predictable(config):
         return True
-    if plan.strategy.kind not in SHARDED:
-        return False
-    return config.strategy.sync is Sync.auto or plan.task.frozen_parameters > 0
+    return is_sharded and (config.strategy.sync is Sync.auto or plan.task.frozen_parameters > 0)
 
 
 def _is_predictable(config: Config) -> bool:
     return config.strategy.compress is not Compress.powersgd  # the size of its factors is not
-
-
-def _traced(plan: RunPlan, config: Config, *, weighs: bool) -> list[RunPlan]:
-    """Return the plans that ``with_predictions`` traces for `launch plan`."""
-    if plan.outer is not None:
-        return []
-    if _requires_forecasts(plan, config, weighs=weighs):
-        return plan.worlds()
-    return [plan] if config.train.predict is not Predict.never and _is_predictable(config) else []
 
 
 def task_stem(config: Config) -> str:

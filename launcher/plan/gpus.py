@@ -1,4 +1,4 @@
-"""GPUs that jobs may be planned for: memory, its bandwidth and peak FLOP/s as their data sheets state them.
+"""GPUs that jobs may be planned for: memory and peak FLOP/s as their data sheets state them.
 
 No row has been compared with a GPU yet. ``cluster.gpu`` names one of them for a plan on a machine without it.
 ``throughput/mfu`` uses the same peaks.
@@ -23,8 +23,6 @@ CUBLAS_BYTES = 2 * 32 * 2**20
 OVERHEAD_BYTES = CONTEXT_BYTES + NCCL_BYTES + CUBLAS_BYTES
 # torch's allocator rounds each size up to a multiple of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)
 ALLOCATION_BYTES = 512
-# share of the memory above which a plan warns: not everything that takes memory is predicted
-FULL_SHARE = 0.8
 
 
 @dataclass(frozen=True)
@@ -35,28 +33,18 @@ class Gpu:
         device_name: name that torch.cuda.get_device_name reports, without a leading "NVIDIA ".
         name: value of ``cluster.gpu``; None if it cannot be chosen there.
         memory_gb: gigabytes as the data sheet states them, taken as 10^9 bytes.
-        memory_gb_s: bandwidth of the memory, in 10^9 bytes per second.
         fp32, tf32, bf16, fp16: dense peaks in TFLOP/s: fp32 outside of tensor cores; bf16 and fp16 accumulated in fp32;
             None if the device has no such units. Figures that a data sheet states with sparsity are halved.
         fp8: dense peak in float8 in TFLOP/s, accumulated in fp32; None if the device has no such units.
-        pcie_gb_s, nvlink_gb_s: rates of the GPU's PCIe and NVLink connections, both directions together, in 10^9 bytes
-            per second; ``nvlink_gb_s`` only if NVLink connects all GPUs of a host, not just pairs.
-        nic_gbit: network adapter per GPU, in Gbit/s and each direction, in the maker's own system of this GPU: DGX-1
-            (4 x 100 for 8 GPUs), DGX A100 (8 x 200), DGX H100, H200 and B200 (8 x 400), GB200 NVL72 (4 x 400 for 4
-            GPUs of a tray), from their data sheets; None if there is no such system.
     """
 
     device_name: str
     name: str | None
     memory_gb: int
-    memory_gb_s: int
     fp32: float
     tf32: float | None
     bf16: float | None
     fp16: float
-    pcie_gb_s: int
-    nvlink_gb_s: int | None = None
-    nic_gbit: int | None = None
     fp8: float | None = None
 
     @property
@@ -79,47 +67,47 @@ class Gpu:
 # No entry stands for products with different peaks.
 GPUS = (
     # NVIDIA Tesla V100 GPU Accelerator data sheet (2020); V100S: its own
-    Gpu("Tesla V100-SXM2-16GB", "v100-16gb", 16, 900, 15.7, None, None, 125, 32, 300, 50),
-    Gpu("Tesla V100-SXM2-32GB", "v100", 32, 900, 15.7, None, None, 125, 32, 300, 50),
-    Gpu("Tesla V100-PCIE-16GB", None, 16, 900, 14, None, None, 112, 32),
-    Gpu("Tesla V100-PCIE-32GB", None, 32, 900, 14, None, None, 112, 32),
-    Gpu("Tesla V100S-PCIE-32GB", None, 32, 1134, 16.4, None, None, 130, 32),
+    Gpu("Tesla V100-SXM2-16GB", "v100-16gb", 16, 15.7, None, None, 125),
+    Gpu("Tesla V100-SXM2-32GB", "v100", 32, 15.7, None, None, 125),
+    Gpu("Tesla V100-PCIE-16GB", None, 16, 14, None, None, 112),
+    Gpu("Tesla V100-PCIE-32GB", None, 32, 14, None, None, 112),
+    Gpu("Tesla V100S-PCIE-32GB", None, 32, 16.4, None, None, 130),
     # NVIDIA T4 Tensor Core GPU data sheet (2019)
-    Gpu("Tesla T4", "t4", 16, 320, 8.1, None, None, 65, 32),
+    Gpu("Tesla T4", "t4", 16, 8.1, None, None, 65),
     # NVIDIA A100 Tensor Core GPU data sheet (2021)
-    Gpu("A100-SXM4-40GB", "a100-40gb", 40, 1555, 19.5, 156, 312, 312, 64, 600, 200),
-    Gpu("A100-SXM4-80GB", "a100", 80, 2039, 19.5, 156, 312, 312, 64, 600, 200),
-    Gpu("A100-PCIE-40GB", None, 40, 1555, 19.5, 156, 312, 312, 64),
-    Gpu("A100 80GB PCIe", "a100-pcie", 80, 1935, 19.5, 156, 312, 312, 64),
+    Gpu("A100-SXM4-40GB", "a100-40gb", 40, 19.5, 156, 312, 312),
+    Gpu("A100-SXM4-80GB", "a100", 80, 19.5, 156, 312, 312),
+    Gpu("A100-PCIE-40GB", None, 40, 19.5, 156, 312, 312),
+    Gpu("A100 80GB PCIe", "a100-pcie", 80, 19.5, 156, 312, 312),
     # NVIDIA A30, A40 and A10 Tensor Core GPU data sheets (2021)
-    Gpu("A30", "a30", 24, 933, 10.3, 82, 165, 165, 64),
-    Gpu("A40", "a40", 48, 696, 37.4, 74.8, 149.7, 149.7, 64),
-    Gpu("A10", "a10", 24, 600, 31.2, 62.5, 125, 125, 64),
+    Gpu("A30", "a30", 24, 10.3, 82, 165, 165),
+    Gpu("A40", "a40", 48, 37.4, 74.8, 149.7, 149.7),
+    Gpu("A10", "a10", 24, 31.2, 62.5, 125, 125),
     # NVIDIA A10G data sheet of AWS (2022)
-    Gpu("A10G", "a10g", 24, 600, 35, 35, 70, 70, 64),
+    Gpu("A10G", "a10g", 24, 35, 35, 70, 70),
     # NVIDIA Ampere GA102 GPU Architecture white paper (2021), appendices A and B
-    Gpu("RTX A6000", "a6000", 48, 768, 38.7, 77.4, 154.8, 154.8, 64),
-    Gpu("GeForce RTX 3090", "rtx3090", 24, 936, 35.6, 35.6, 71, 71, 64),
+    Gpu("RTX A6000", "a6000", 48, 38.7, 77.4, 154.8, 154.8),
+    Gpu("GeForce RTX 3090", "rtx3090", 24, 35.6, 35.6, 71, 71),
     # NVIDIA L4, L40 and L40S data sheets (2023)
-    Gpu("L4", "l4", 24, 300, 30.3, 60, 121, 121, 64, fp8=242.5),
-    Gpu("L40", "l40", 48, 864, 90.5, 90.5, 181.05, 181.05, 64, fp8=362),
-    Gpu("L40S", "l40s", 48, 864, 91.6, 183, 362.05, 362.05, 64, fp8=733),
+    Gpu("L4", "l4", 24, 30.3, 60, 121, 121, fp8=242.5),
+    Gpu("L40", "l40", 48, 90.5, 90.5, 181.05, 181.05, fp8=362),
+    Gpu("L40S", "l40s", 48, 91.6, 183, 362.05, 362.05, fp8=733),
     # NVIDIA Ada GPU Architecture white papers (2022, 2023)
-    Gpu("GeForce RTX 4090", "rtx4090", 24, 1008, 82.6, 82.6, 165.2, 165.2, 64, fp8=330.3),
-    Gpu("RTX 6000 Ada Generation", "rtx6000ada", 48, 960, 91.1, 182.1, 364.2, 364.2, 64, fp8=728.5),
+    Gpu("GeForce RTX 4090", "rtx4090", 24, 82.6, 82.6, 165.2, 165.2, fp8=330.3),
+    Gpu("RTX 6000 Ada Generation", "rtx6000ada", 48, 91.1, 182.1, 364.2, 364.2, fp8=728.5),
     # NVIDIA H100 Tensor Core GPU Architecture white paper (2023), table 2; NVL: H100 data sheet (2024)
-    Gpu("H100 80GB HBM3", "h100", 80, 3350, 66.9, 494.7, 989.4, 989.4, 128, 900, 400, fp8=1978.9),
-    Gpu("H100 PCIe", "h100-pcie", 80, 2000, 51.2, 378, 756, 756, 128, fp8=1513),
-    Gpu("H100 NVL", "h100-nvl", 94, 3900, 60, 417.5, 835.5, 835.5, 128, fp8=1670.5),
+    Gpu("H100 80GB HBM3", "h100", 80, 66.9, 494.7, 989.4, 989.4, fp8=1978.9),
+    Gpu("H100 PCIe", "h100-pcie", 80, 51.2, 378, 756, 756, fp8=1513),
+    Gpu("H100 NVL", "h100-nvl", 94, 60, 417.5, 835.5, 835.5, fp8=1670.5),
     # NVIDIA H200 Tensor Core GPU data sheet (2024); GH200 Grace Hopper Superchip data sheet (2024)
-    Gpu("H200", "h200", 141, 4800, 67, 494.5, 989.5, 989.5, 128, 900, 400, fp8=1979),
-    Gpu("H200 NVL", "h200-nvl", 141, 4800, 60, 417.5, 835.5, 835.5, 128, fp8=1670.5),
-    Gpu("GH200 480GB", "gh200", 96, 4000, 67, 494.5, 989.5, 989.5, 128, fp8=1979),
+    Gpu("H200", "h200", 141, 67, 494.5, 989.5, 989.5, fp8=1979),
+    Gpu("H200 NVL", "h200-nvl", 141, 60, 417.5, 835.5, 835.5, fp8=1670.5),
+    Gpu("GH200 480GB", "gh200", 96, 67, 494.5, 989.5, 989.5, fp8=1979),
     # NVIDIA Blackwell Architecture data sheet (2024), HGX B200 and GB200 per GPU
-    Gpu("B200", "b200", 180, 7700, 75, 1100, 2250, 2250, 128, 1800, 400, fp8=4500),
-    Gpu("GB200", "gb200", 186, 8000, 80, 1250, 2500, 2500, 128, 1800, 400, fp8=5000),
+    Gpu("B200", "b200", 180, 75, 1100, 2250, 2250, fp8=4500),
+    Gpu("GB200", "gb200", 186, 80, 1250, 2500, 2500, fp8=5000),
     # NVIDIA RTX Blackwell GPU Architecture white paper (2025), appendix A
-    Gpu("GeForce RTX 5090", "rtx5090", 32, 1792, 104.8, 104.8, 209.5, 209.5, 128, fp8=419),
+    Gpu("GeForce RTX 5090", "rtx5090", 32, 104.8, 104.8, 209.5, 209.5, fp8=419),
 )
 BY_NAME = {gpu.name: gpu for gpu in GPUS if gpu.name is not None}
 BY_DEVICE_NAME = {gpu.device_name: gpu for gpu in GPUS}

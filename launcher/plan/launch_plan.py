@@ -118,21 +118,19 @@ class ClusterPlan:
     Attributes:
         nodes: hosts in this plan.
         min_nodes: fewest hosts with which the job continues; None if the number is fixed.
-        link_gbit: Gbit/s of a host's link, if configured.
         place: None for a job on one host, and before the hosts have met.
         device: cpu or cuda, never auto.
         grace_s: seconds.
         cwd: directory in which the user typed the command.
         import_from: directories of the user's modules.
         gpu: name of the GPU that the plan is for, in the table of GPUs; None: that of this machine.
-        price_per_gpu_hour: price of a rank's device, in any currency; None: the plan shows no cost.
+        price_per_gpu_hour: price of a rank's device, in any currency; None: reports show no cost.
     """
 
     kind: ClusterKind
     nodes: int
     rendezvous: str | None
     interface: str | None
-    link_gbit: float | None
     place: HostPosition | None
     workers_per_node: int
     device: Device

@@ -86,7 +86,6 @@ def solve_cluster(
         min_nodes=None if allowed.fixed else allowed.least,
         rendezvous=config.rendezvous,
         interface=config.interface,
-        link_gbit=config.link_gbit,
         place=None,
         workers_per_node=workers,
         device=device,
@@ -127,17 +126,14 @@ _SLURM_KEYS = (
 _KINDS = dict.fromkeys(_SLURM_KEYS, (ClusterKind.slurm,)) | {
     "rendezvous": (ClusterKind.hosts,),
     "interface": (ClusterKind.hosts, ClusterKind.slurm),
-    "link_gbit": (ClusterKind.hosts, ClusterKind.slurm, ClusterKind.elsewhere),
 }
-# keys -> why they have no effect with other kinds
-_WHY = {"link_gbit": ", which is one host: nothing is sent on a link"}
 
 
 def _check_kind(config: ClusterConfig, nodes: NodeRange) -> None:
     for name, kinds in _KINDS.items():
         if (value := getattr(config, name)) not in (None, [], {}) and config.kind not in kinds:
             raise ConfigError(
-                f"cluster.{name}", value, f"has no effect with cluster={config.kind.value}{_WHY.get(name, '')}.",
+                f"cluster.{name}", value, f"has no effect with cluster={config.kind.value}.",
                 f"It belongs to {' or '.join(f'cluster={kind.value}' for kind in kinds)}.",
             )  # fmt: skip
     if config.login is not None:  # commands that run on the login node do not get here

@@ -104,7 +104,6 @@ RULES: dict[str, tuple[Permission, str]] = {
     "train.patience": (Permission.change, ""),
     "train.eval_samples": (Permission.change, ""),
     "train.loader_workers": (Permission.change, ""),
-    "train.predict": (Permission.change, ""),
     "task": (Permission.force, "another task, or other data, would be learned from here on"),
     "task._target_": (Permission.never, "another model has other parameters; " + _NEW_RUN),
     "callbacks": (Permission.change, ""),

@@ -23,7 +23,6 @@ from launcher.config.schema import (
     Parameters,
     PrecisionConfig,
     PrecisionKind,
-    Predict,
     PrometheusConfig,
     ShortWindow,
     StrategyConfig,
@@ -267,11 +266,11 @@ class RunPlan(LaunchPlan):
             "groups": [],
         },
         SchedulePlan: {"steps": None, "target": None, "arguments": {}},
-        # earlier versions detected neither hangs nor stragglers, calibrated during training, and predicted no step
+        # earlier versions detected neither hangs nor stragglers, and calibrated during training
         TrainPlan: {
             "hang_timeout": None, "straggler_share": None, "calibrate_s": 0.0, "eval_micro_size": None,
             "eval_samples": None, "on_nonfinite": OnNonfinite.stop, "shuffle": True, "patience": None,
-            "data_shards": 1, "predict": Predict.never,
+            "data_shards": 1,
         },
         CheckpointConfig: {
             "async_save": False, "on_error": OnError.stop, "best": None, "best_mode": None, "init_from": None,

@@ -14,7 +14,6 @@ from launcher.config.schema import (
     OnOom,
     Parameters,
     PrecisionKind,
-    Predict,
     Recompute,
     ScheduleConfig,
     ScheduleKind,
@@ -234,7 +233,6 @@ def _on_cluster(
             steps=steps,
             calibrate_s=config.run.calibrate_s,
             data_shards=solve_data_shards(config.train.data_shards, batch, task),
-            predict=config.train.predict if outer is None else Predict.never,  # a step's forecast is of one site
         ),
         outer=outer,
         checkpoint=solve_checkpoint(config, task),
@@ -271,13 +269,10 @@ def _epoch(config: BatchConfig, batch: Batch, task: TaskPlan) -> EpochPlan:
     if task.samples == 0:
         raise TaskError(f"task._target_={task.target}: train_data() is empty.")
     if task.samples < batch.global_size:
-        # of the sizes that these ranks and the micro-batch allow
-        unit = batch.world_size * (config.micro_size if isinstance(config.micro_size, int) else 1)
-        fits = task.samples // unit * unit
         raise ConfigError(
             "batch.global_size", batch.global_size,
             f"the task has {count(task.samples, 'sample')}, fewer than one window.",
-            f"Use batch.global_size={fits}." if fits else "Use fewer ranks, or a smaller batch.micro_size.",
+            f"Use batch.global_size of {task.samples} or less.",
         )  # fmt: skip
     windows, short = count_windows(task.samples, batch.global_size, keep_short=policy is ShortWindow.exact)
     return EpochPlan(windows=windows, short_window=short, short_window_policy=policy)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Sequence
 
 from launcher.config.schema import (
@@ -21,10 +20,9 @@ from launcher.plan.batch import Batch
 from launcher.plan.float8_support import require_units
 from launcher.plan.gpus import find_gpu
 from launcher.plan.launch_plan import ClusterPlan
-from launcher.plan.memory_limit import excess_bytes, is_full, needed_bytes
+from launcher.plan.memory_limit import excess_bytes
 from launcher.plan.run_plan import Forecast, PrecisionPlan, RunPlan, StrategyPlan, TaskPlan, extended
-from launcher.plan.sync_policy import POLICIES, SHARDED, Collective, Layout, transfers_per_window
-from launcher.quantities import seconds_text
+from launcher.plan.sync_policy import POLICIES, SHARDED, Layout, transfers_per_window
 
 CONFIGURED = "as configured"  # reason for a sync policy that the user chose
 ITEM_BYTES: dict[str, int] = {
@@ -82,7 +80,7 @@ def solve_strategy(
             "Use strategy.compress=bf16, which has the range of fp32 in the same two bytes.",
         )  # fmt: skip
     layout = _layout(config, batch, shard_size, precision, task)
-    forecasts = tuple(_forecast(config.kind, sync, batch, layout, cluster) for sync in allowed)
+    forecasts = tuple(_forecast(config.kind, sync, batch, layout) for sync in allowed)
     if config.sync is not Sync.auto:
         sync, reason = config.sync, CONFIGURED
     elif special:
@@ -118,17 +116,16 @@ def with_forecasts(plan: StrategyPlan, forecasts: Sequence[Forecast]) -> Strateg
 
 
 def with_memory(plan: StrategyPlan, forecasts: Sequence[Forecast], memory_bytes: int) -> StrategyPlan:
-    """Return ``plan`` with the fastest of the policies whose predicted peak fits ``memory_bytes``.
+    """Return ``plan`` with the policy of the fewest wire bytes whose predicted peak fits ``memory_bytes``.
 
-    If times are unknown or cannot be told apart, the policy with the fewest wire bytes is chosen; if none fits, the one
-    with the lowest peak.
+    If none fits, the one with the lowest peak is chosen.
     """
     fitting = [forecast for forecast in forecasts if not excess_bytes(forecast, memory_bytes)]
     if fitting:
-        roomy = [forecast for forecast in fitting if not is_full(forecast, memory_bytes)]
-        chosen, reason = _best_policy(fitting, roomy, all_fit=len(fitting) == len(forecasts))
+        chosen = min(fitting, key=lambda forecast: (forecast.wire_bytes, forecast.peak_bytes or 0))
+        reason = "fewest wire bytes" + ("" if len(fitting) == len(forecasts) else " of the policies that fit")
     else:
-        chosen = min(forecasts, key=lambda forecast: needed_bytes(forecast) or 0)
+        chosen = min(forecasts, key=lambda forecast: forecast.peak_bytes or 0)
         reason = "least memory: no policy is predicted to fit"
     plan = dataclasses.replace(
         plan,
@@ -138,35 +135,6 @@ def with_memory(plan: StrategyPlan, forecasts: Sequence[Forecast], memory_bytes:
         rehearses=len(fitting) == len(forecasts),
     )
     return with_forecasts(plan, forecasts)
-
-
-def _best_policy(fitting: Sequence[Forecast], roomy: Sequence[Forecast], *, all_fit: bool) -> tuple[Forecast, str]:
-    """Return the forecast of the fastest step, and why it was chosen; that of the fewest wire bytes if the times are
-    unknown or cannot be told apart.
-
-    Args:
-        roomy: those that leave so much of a GPU's memory that the plan does not warn; preferred among policies whose
-            times cannot be told apart.
-        all_fit: whether these are all policies.
-    """
-    which = "" if all_fit else " of the policies that fit"
-    timed = sorted(((each.step, each) for each in fitting if each.step is not None), key=lambda pair: pair[0].step_s)
-    if len(timed) < len(fitting):
-        return _fewest_of(fitting), f"fewest wire bytes{which}"
-    alike = [each for step, each in timed if step.low_s <= timed[0][0].high_s]
-    if len(alike) > 1:
-        names = " and ".join(each.sync.value for each in fitting if each in alike)
-        free = [each for each in alike if each in roomy]
-        room = " that leave memory free" if 0 < len(free) < len(alike) else ""
-        return _fewest_of(
-            free or alike
-        ), f"fewest wire bytes{room} of {names}, whose predicted times cannot be told apart"
-    next_one = f"; {timed[1][1].sync.value} takes {seconds_text(timed[1][0].step_s)}" if len(timed) > 1 else ""
-    return alike[0], f"fastest predicted step{which}, {seconds_text(timed[0][0].step_s)}{next_one}"
-
-
-def _fewest_of(forecasts: Sequence[Forecast]) -> Forecast:
-    return min(forecasts, key=lambda forecast: (forecast.wire_bytes, needed_bytes(forecast) or 0))
 
 
 def fewest_bytes(forecasts: Sequence[Forecast]) -> Forecast:
@@ -289,31 +257,6 @@ def _layout(config: StrategyConfig, batch: Batch, shard_size: int, precision: Pr
     )
 
 
-def _forecast(kind: StrategyKind, sync: Sync, batch: Batch, layout: Layout, cluster: ClusterPlan) -> Forecast:
+def _forecast(kind: StrategyKind, sync: Sync, batch: Batch, layout: Layout) -> Forecast:
     payload = layout.payload(transfers_per_window(kind, sync, batch.accumulation))
-    wire_s = None
-    if cluster.link_gbit is not None and cluster.nodes > 1:
-        wire_s = _link_bytes(payload, layout, cluster) * 8 / (cluster.link_gbit * 1e9)
-    return Forecast(
-        sync=sync, payload_bytes=sum(payload.values()), wire_bytes=layout.wire(payload), wire_s=wire_s, peak_bytes=None
-    )
-
-
-def _link_bytes(payload: dict[Collective, int], layout: Layout, cluster: ClusterPlan) -> int:
-    """Return the bytes that the busiest host sends to others.
-
-    A ring crosses each host's link once. There is one ring between replicas for each part of the model that the host
-    holds. Each shard group that spans hosts has one too, except on CPUs, which send each part directly to the ranks
-    lacking it.
-    """
-    if cluster.nodes == 1:
-        return 0
-    workers, size = cluster.workers_per_node, layout.shard_size
-    between = {Collective.all_reduce: payload[Collective.all_reduce]}
-    within = {kind: count for kind, count in payload.items() if kind not in between}
-    crossing = 0.0  # of the payload within shard groups
-    for first in range(0, workers * cluster.nodes, workers):
-        members = Counter(rank // size for rank in range(first, first + workers)).values()
-        parts = (n * (size - n) if cluster.device is Device.cpu else size - 1 for n in members if n < size)
-        crossing = max(crossing, sum(parts) / size)
-    return round(min(workers, size) * layout.wire(between) + crossing * sum(within.values()))
+    return Forecast(sync=sync, payload_bytes=sum(payload.values()), wire_bytes=layout.wire(payload), peak_bytes=None)

@@ -1,4 +1,4 @@
-"""Choice of a strategy for strategy=auto: the fastest one that fits, or the simplest one where times are unknown."""
+"""Choice of a strategy for strategy=auto: the simplest one that fits into memory."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from collections.abc import Callable, Sequence
 
 from launcher.config.schema import Config, StrategyKind
 from launcher.errors import UserError
-from launcher.plan.ranking import Candidate, overlapping
+from launcher.plan.ranking import SIMPLEST_FIRST, Candidate
 from launcher.plan.run_plan import RunPlan
-from launcher.quantities import bytes_text, seconds_text
+from launcher.quantities import bytes_text
 
-# the simplest first; one rank has no other strategy than single
-_SIMPLEST_FIRST = (StrategyKind.ddp, StrategyKind.fsdp, StrategyKind.hsdp)
 _OF_ANOTHER = "has no effect with strategy="  # an option that belongs to another strategy
 ONE_RANK = "the job has one rank"
 UNKNOWN = "the simplest one, because the memory that it needs is not known"
@@ -24,18 +22,18 @@ def with_strategy(config: Config, kind: StrategyKind) -> Config:
 
 
 def with_each_strategy(config: Config) -> list[Config]:
-    """Return ``config`` with each strategy among which strategy=auto chooses."""
-    return [with_strategy(config, kind) for kind in _SIMPLEST_FIRST]
+    """Return ``config`` with each strategy among which strategy=auto chooses, the simplest first. One rank is single
+    and has no choice. DDP sends as many bytes as FSDP and HSDP with gather_once, and fewer than their other policies.
+    """
+    return [with_strategy(config, kind) for kind in SIMPLEST_FIRST if kind is not StrategyKind.single]
 
 
-def choose_strategy(config: Config, plan_of: Callable[[Config], RunPlan], *, timed: bool) -> RunPlan:
-    """Return the plan of the best strategy, with the reason.
+def choose_strategy(config: Config, plan_of: Callable[[Config], RunPlan]) -> RunPlan:
+    """Return the plan of the simplest strategy that fits, with the reason. No further one is tried after it.
 
     Args:
         config: has strategy=auto.
         plan_of: returns the plan of a config with one strategy, with predicted memory.
-        timed: whether plans are timed. If not, a plan has a time only if an earlier one was timed, and no further
-            strategy is tried after one that fits and has no time.
 
     Raises:
         UserError: no strategy is possible.
@@ -51,8 +49,7 @@ def choose_strategy(config: Config, plan_of: Callable[[Config], RunPlan], *, tim
         if plan.batch.world_size == 1 and plan.cluster.range.fixed:
             return with_reason(plan_of(with_strategy(config, StrategyKind.single)), ONE_RANK)
         plans.append(plan)
-        candidate = Candidate("", plan)
-        if not timed and candidate.step is None and not candidate.missing_bytes:
+        if not Candidate("", plan).missing_bytes:
             break
     if not plans:
         raise next((error for error in errors if _OF_ANOTHER not in str(error)), errors[0])
@@ -71,21 +68,7 @@ def best_strategy(plans: Sequence[RunPlan]) -> RunPlan:
         least = min(candidates, key=lambda each: each.missing_bytes)
         text = bytes_text(least.missing_bytes)
         return with_reason(least.plan, f"least memory: no strategy is predicted to fit, and {least.label} lacks {text}")
-    timed = sorted((each.step.step_s, number) for number, each in enumerate(fitting) if each.step is not None)
-    if len(timed) < len(fitting):
-        return with_reason(fitting[0].plan, _simplest(candidates, fitting[0]))
-    by_time = [fitting[number] for _, number in timed]
-    alike = overlapping(by_time, lambda _: 1.0)
-    chosen = next(each for each in fitting if each in alike)
-    times = {each: seconds_text(seconds) for each, (seconds, _) in zip(by_time, timed, strict=True)}
-    if len(alike) > 1:
-        names = " and ".join(f"{each.label} ({times[each]})" for each in fitting if each in alike)
-        return with_reason(chosen.plan, f"the simplest of {names}, whose predicted step times cannot be told apart")
-    if len(by_time) == 1:
-        only = "is predicted to fit into memory" if len(candidates) > 1 else "is possible"
-        return with_reason(chosen.plan, f"the only one that {only}{_lacking(candidates)}")
-    others = ", ".join(f"{each.label} {times[each]}" for each in by_time[1:])
-    return with_reason(chosen.plan, f"fastest predicted step, {times[chosen]}; {others}{_lacking(candidates)}")
+    return with_reason(fitting[0].plan, _simplest(candidates, fitting[0]))
 
 
 def with_reason(plan: RunPlan, reason: str) -> RunPlan:

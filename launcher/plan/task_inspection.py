@@ -21,15 +21,11 @@ from launcher.plan.forecast_cache import ContentCache
 from launcher.plan.gpus import OVERHEAD_BYTES, find_gpu
 from launcher.plan.host import free_host_bytes, visible_gpus
 from launcher.plan.initial_weights import InitialWeights
-from launcher.plan.links import links_of
-from launcher.plan.memory_limit import full_notes, least_note
+from launcher.plan.memory_limit import excess_notes, least_note
 from launcher.plan.optimizer_plan import parameter_groups
-from launcher.plan.past_runs import PastRuns
 from launcher.plan.run_plan import Forecast, PrecisionPlan, RunPlan, TaskPlan, extended
-from launcher.plan.step_forecast import Trace, with_steps
-from launcher.plan.strategy import CONFIGURED, with_forecasts, with_memory
+from launcher.plan.strategy import with_forecasts, with_memory
 from launcher.plan.sync_policy import SHARDED
-from launcher.plan.work import measure_work
 from launcher.rundir.files import value_from_json
 from launcher.task import load_task
 
@@ -192,7 +188,6 @@ def remembered_probe(
     key: Mapping[str, Any],
     *,
     recall: bool = False,
-    required: Sequence[str] = (),
     limit_s: float | None = None,
 ) -> dict[str, Any] | None:
     """Return the answer of an earlier ``run_probe`` with an equal ``key`` if nothing that it depends on has changed;
@@ -201,12 +196,11 @@ def remembered_probe(
     Args:
         key: the parts of ``question`` that the answer depends on.
         recall: return None instead of that of a new one.
-        required: fields that an earlier answer must have to be returned instead of a new one.
         limit_s: see ``run_probe``.
     """
     cache, key = ContentCache(), {"module": module, **key}
     known = cache.get(key)
-    if recall or (known is not None and all(name in known for name in required)):
+    if recall or known is not None:
         return known
     since = time.time()
     answer = run_probe(module, question, limit_s)
@@ -264,9 +258,7 @@ def _run_probes(module: str, questions: Sequence[Any]) -> Iterator[dict[str, Any
             process.wait()
 
 
-def weigh_memory(
-    plan: RunPlan, *, choose: bool, measures: bool = False, recall: bool = False, advises: bool = True
-) -> RunPlan:
+def weigh_memory(plan: RunPlan, *, choose: bool, recall: bool = False) -> RunPlan:
     """Return ``plan`` with each policy's traffic and memory, measured on windows of the real task.
 
     A separate process runs them on tensors without memory, which takes some seconds. If it fails, the plan keeps the
@@ -274,22 +266,16 @@ def weigh_memory(
 
     Args:
         choose: whether to switch to the policy that sends the fewest bytes among those that fit.
-        measures: whether the work of a step may be measured on this machine; otherwise only an earlier measurement is
-            used.
         recall: whether only an earlier trace is used; without one, the plan is returned as it is.
-        advises: whether the note on a plan that does not fit must name settings with which it would. `launch plan -m`
-            looks for none.
 
     Raises:
         TaskError: the job would fail at its first step.
     """
-    required = ("remedy",) if advises and plan.cluster.gpu is not None else ()
     answer = remembered_probe(
         _FORECAST,
         plan.to_json(),
         _traced_parts(plan),
         recall=recall,
-        required=required,
         limit_s=plan.train.hang_timeout,
     )
     if answer is None and recall:
@@ -297,11 +283,8 @@ def weigh_memory(
     answer = answer or {"problem": "the process that measured it ended early"}
     if "error" in answer:
         raise TaskError(f"task._target_={plan.task.target}: {answer['error']}")
-    forecasts = [_with_time(value_from_json(Forecast, fields), plan) for fields in answer.get("forecasts", ())]
-    forecasts, time_notes = _with_steps(plan, forecasts or plan.strategy.forecasts, answer.get("trace"), measures)
-    if any(forecast.step is not None for forecast in forecasts):
-        past = PastRuns.load()
-        forecasts, plan = past.corrected(plan, forecasts), plan.with_notes(past.notes)
+    found = [value_from_json(Forecast, fields) for fields in answer.get("forecasts", ())]
+    forecasts = found or list(plan.strategy.forecasts)
     problem, memory = answer.get("problem"), _rank_memory(plan, answer.get("device_bytes"))
     note = ""
     if problem:
@@ -313,7 +296,6 @@ def weigh_memory(
         note = "No GPU is visible here, so it is unknown which policies fit into its memory."
     if note:
         plan = plan.with_notes([note])
-    plan = plan.with_notes(time_notes)
     if plan.train.compile and any(forecast.peak_bytes is not None for forecast in forecasts):
         plan = plan.with_notes([COMPILED_NOTE])
     if not forecasts:
@@ -323,31 +305,7 @@ def weigh_memory(
     else:
         strategy = with_forecasts(dataclasses.replace(plan.strategy, memory_bytes=memory), forecasts)
         plan = dataclasses.replace(plan, strategy=strategy)
-    return plan.with_notes(full_notes(plan, answer.get("remedy")))
-
-
-def _with_steps(
-    plan: RunPlan, forecasts: Sequence[Forecast], fields: Mapping[str, Any] | None, measures: bool
-) -> tuple[list[Forecast], list[str]]:
-    """Return the forecasts with the time of a step, and what the user should know about it.
-
-    Args:
-        fields: of the trace; None if there is none.
-        measures: whether the work of a step may be measured on this machine, and a note says why there is no time.
-    """
-    trace, links = None if fields is None else Trace.from_json(fields), links_of(plan)
-    work, reason = measure_work(plan, [each.sync for each in forecasts], only_known=not measures)
-    timed = with_steps(plan, forecasts, trace, links, work)
-    notes = [] if work is None else list(work.notes)
-    if not measures or any(each.step is not None for each in timed):
-        return timed, notes
-    if work is None and plan.cluster.gpu is None:
-        why = f"{reason.rstrip('.')}. cluster.gpu=NAME predicts it for a GPU"
-    elif trace is None or not trace.spans:
-        why = "the task cannot be traced"
-    else:
-        why = "the links between the ranks are unknown. Set cluster.link_gbit"
-    return timed, [*notes, f"The time of a step is not predicted: {why}."]
+    return plan.with_notes(excess_notes(plan))
 
 
 def _traced_parts(plan: RunPlan) -> dict[str, Any]:
@@ -356,10 +314,6 @@ def _traced_parts(plan: RunPlan) -> dict[str, Any]:
     kept = {name: fields[name] for name in ("task", "batch", "strategy", "precision", "optimizer")}
     for name in ("sync", *PREDICTIONS):  # each policy is traced
         del kept["strategy"][name]
-    if (
-        plan.cluster.gpu is not None
-    ):  # the settings with which the job would fit depend on the policy that the user chose
-        kept["chosen_sync"] = plan.strategy.sync if plan.strategy.sync_reason == CONFIGURED else None
     kept["train"] = {name: fields["train"][name] for name in ("seed", "compile", "clip_norm")}
     cluster = fields["cluster"]
     kept["cluster"] = {name: cluster[name] for name in ("device", "gpu", "nodes", "workers_per_node", "import_from")}
@@ -383,11 +337,3 @@ def _rank_memory(plan: RunPlan, device_bytes: int | None) -> int | None:
     if plan.cluster.kind is ClusterKind.elsewhere:
         return None
     return free_host_bytes() // plan.cluster.workers_per_node
-
-
-def _with_time(forecast: Forecast, plan: RunPlan) -> Forecast:
-    """Add the link's seconds, scaled from the previous forecast by the wire bytes."""
-    before = next((other for other in plan.strategy.forecasts if other.sync is forecast.sync), forecast)
-    if before.wire_s is None or not before.wire_bytes:
-        return forecast
-    return dataclasses.replace(forecast, wire_s=before.wire_s * forecast.wire_bytes / before.wire_bytes)

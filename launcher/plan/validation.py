@@ -22,17 +22,12 @@ def _above(low: Number) -> tuple[Callable[[Number], bool], str]:
     return lambda v: math.isfinite(v) and v > low, f"must be above {low}."
 
 
-def _positive_to(high: Number) -> tuple[Callable[[Number], bool], str]:
-    return lambda v: 0 < v <= high, f"must be above 0, and at most {high:,}."
-
-
 def _between(low: Number, high: Number) -> tuple[Callable[[Number], bool], str]:
     return lambda v: low <= v <= high, f"must be between {low} and {high}."
 
 
 _BOUNDS: dict[str, tuple[Callable[[Number], bool], str]] = {
     "cluster.workers_per_node": _at_least(1),
-    "cluster.link_gbit": _positive_to(100_000),
     "cluster.price_per_gpu_hour": _at_least(0),
     "cluster.max_restarts": _at_least(0),
     "cluster.grace_s": _at_least(1),

@@ -24,7 +24,7 @@ from launcher.rundir.files import Unreadable, open_file, read_bytes, read_json
 from launcher.rundir.paths import RunPaths
 
 # the latest prediction of the windows that the run's figures are of
-PREDICTED = ("predicted/step_s", "predicted/step_low_s", "predicted/step_high_s", "predicted/wire_bytes")
+PREDICTED = ("predicted/wire_bytes",)
 # Names of a run's figures, in the order of `--csv` and `--json`. launcher/report/compare.py adds scaling/*, loss/* and
 # total/*; the first line's are decided before the start; the others are measured.
 FIGURES = (
@@ -46,10 +46,6 @@ _NO_SETTINGS = (
 )  # fmt: skip
 # after an out-of-memory error the micro-batch may change within an attempt, and the prediction does not
 _PREDICTED_FOR = ("batch/micro_size", "batch/world_size")
-# times of a predicted step, in seconds (launcher.plan.forecast.StepTime)
-POLICY_TIMES = (
-    "step_s", "low_s", "high_s", "data_s", "compute_s", "optimizer_s", "communication_s", "exposed_s",
-)  # fmt: skip
 _SECTION = re.compile(r"^(?=[A-Za-z_])", re.MULTILINE)  # matches before each top-level key of config.yaml
 # setting of a run: the commit of its code, if the summary has it; the characters with -dirty and the digest
 COMMIT, _COMMIT_SHOWN = "code.commit", 60
@@ -79,7 +75,6 @@ class RunData:
         curves_json: ``curves`` as JSON. The report of many runs draws few of them.
         minima: (step, seconds, smoothed loss) where the latter was lower than ever before.
         trackers: those that the plan lists.
-        policies: what the plan predicts of a step under each sync policy, by the names in ``POLICY_TIMES``.
         problem: why there are no settings or no measurements.
         resumed_after: step after which the run was resumed with settings that change a step's time or traffic; 0:
             never. Figures of steps cover the steps after it.
@@ -92,7 +87,6 @@ class RunData:
     curves_json: str = ""
     minima: list[list[float]] = field(default_factory=list[list[float]])
     trackers: list[str] = field(default_factory=list[str])
-    policies: dict[str, list[float]] = field(default_factory=dict[str, "list[float]"])
     metrics: dict[str, float | None] = field(default_factory=dict[str, "float | None"])
     problem: str = ""
     resumed_after: int = 0
@@ -123,8 +117,7 @@ def read_run(run: Path) -> RunData:
                 return RunData(problem="its script has no record: it does not call engine.resume()")
             plan = _plan_of_loop(plan, paths)  # pyright: ignore[reportUnknownArgumentType]
         figures, settings = _planned(plan), _all_settings(plan, paths)  # pyright: ignore[reportUnknownArgumentType]
-        trackers, policies = _trackers(plan), _policies(plan)  # pyright: ignore[reportUnknownArgumentType]
-        data = checked(RunData(figures=figures, settings=settings, trackers=trackers, policies=policies))
+        data = checked(RunData(figures=figures, settings=settings, trackers=_trackers(plan)))  # pyright: ignore[reportUnknownArgumentType]
     except FileNotFoundError as error:
         return RunData(problem=f"its {Path(error.filename).name} is missing")
     except Exception as error:  # any content is possible: another version, a damaged disk
@@ -155,19 +148,13 @@ def checked(data: RunData) -> RunData:
         if value is not None and not isinstance(value, str if name in _TEXTS else int | float):
             raise TypeError(f"{name} is {json.dumps(value, default=str)[:40]}")
     float(data.settings.get("cluster.price_per_gpu_hour", "null").replace("null", "0"))
-    rows = [*data.policies.values(), *data.minima]
-    if not all(isinstance(value, int | float) for row in rows for value in row):
-        raise TypeError("a predicted or measured time is no number")
+    if not all(isinstance(value, int | float) for row in data.minima for value in row):
+        raise TypeError("a measured time is no number")
     return data
 
 
 def _trackers(plan: Any) -> list[str]:
     return [*trackers_of_plan(plan)] if isinstance(plan, dict) and "batch" in plan else []  # pyright: ignore[reportUnknownArgumentType]
-
-
-def _policies(plan: dict[str, Any]) -> dict[str, list[float]]:
-    steps = {each["sync"]: each.get("step") for each in plan["strategy"].get("forecasts", ())}
-    return {sync: [step[name] for name in POLICY_TIMES] for sync, step in steps.items() if step}
 
 
 def _plan_of_loop(plan: dict[str, Any], paths: RunPaths) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def findings(group: TaskGroup) -> list[Finding]:
     settings = compare.repeats(done)
     found = [
         _fastest(group, settings), *_cheapest(group, settings), _best_loss(group, settings), _scaling(group, done),
-        _accumulation(group, done), _policy(group, done), _outer_steps(group, settings), _predictions(done),
+        _accumulation(group, done), _policy(group, done), _outer_steps(group, settings),
         _limits(group, settings),
     ]  # fmt: skip
     return [finding for finding in found if finding is not None]
@@ -331,20 +331,6 @@ def _outer_steps(group: TaskGroup, settings: Sequence[Sequence[Row]]) -> Finding
     )
     more = f" This is {_name(group, rows)}, beside {_name(group, others)}. They do not learn the same."
     return Finding("Outer steps", text, more)
-
-
-def _predictions(rows: Sequence[Row]) -> Finding | None:
-    """Return how far the measured steps are from their predictions."""
-    pairs = [(row, row["predicted/step_s"]) for row in rows if row["predicted/step_s"] and row["time/step_s"]]
-    if not pairs:
-        return None
-    errors = sorted(row["time/step_s"] / predicted - 1 for row, predicted in pairs)
-    span = " to ".join(dict.fromkeys(f"{error:+.0%}" for error in (errors[0], errors[-1])))
-    with_ends = [row for row, _ in pairs if row["predicted/step_low_s"] and row["predicted/step_high_s"]]
-    inside = sum(row["predicted/step_low_s"] <= row["time/step_s"] <= row["predicted/step_high_s"] for row in with_ends)
-    steps = f"measured steps differ from their predictions by {span}"
-    which = f"{inside} of {len(with_ends)} within the 90% interval of the prediction"
-    return Finding("Predictions", f"{steps}; {which}.")
 
 
 def _limits(group: TaskGroup, settings: Sequence[Sequence[Row]]) -> Finding:

@@ -28,8 +28,7 @@ DEFINITIONS = {
     "time/step_s": "median of time/step_s over full windows; seconds",
     "time/step_low_s": "lower end of the 95% interval of that median (order statistics); time/step_high_s: the upper "
     "end. It contains the spread of the steps inside a run, not what changes from one start to the next",
-    "predicted/step_s": "time of a step of a full window as the plan has predicted it; predicted/step_low_s and "
-    "predicted/step_high_s: its 90% interval; predicted/wire_bytes: the bytes; absent without a prediction; seconds",
+    "predicted/wire_bytes": "bytes that one rank sends in a step as the plan has predicted them",
     "time/data_s": "median of time/data_s over full windows: the part of a step that waited for data; seconds",
     "comm/exposed_s": "time of a window's passes minus that of the same passes without any collective, measured by the "
     "calibration before training; seconds. 0 on one worker; below zero: within the noise; absent: not measured",
@@ -85,14 +84,11 @@ class Column:
             return "not reached" if reachable else ""
         if self.figure == "comm/exposed_s":
             value = max(0.0, value)
-        if self.figure == PREDICTED_STEP and row["time/step_s"] is not None:
-            return f"{format(value * self.factor, self.form)} ({row['time/step_s'] / value - 1:+.0%})"
         return format(value * self.factor, self.form)
 
 
-PREDICTED_STEP = "predicted/step_s"
 # columns that are left out if no run has a value
-_OPTIONAL = (PREDICTED_STEP, "outer/step_bytes", "outer/step_s", "total/cost", "loss/cost")
+_OPTIONAL = ("outer/step_bytes", "outer/step_s", "total/cost", "loss/cost")
 # most metrics of the tasks' own losses in the terminal's table
 MOST_METRICS = 4
 COLUMNS = (
@@ -102,7 +98,6 @@ COLUMNS = (
     Column("batch/accumulation", "accumulation", "", "acc.", 1, ",d"),
     Column("step", "step", "", "step", 1, ",d"),
     Column("time/step_s", "step time", "ms", "ms/step", 1e3, ",.1f"),
-    Column(PREDICTED_STEP, "predicted (measured is by so much longer)", "ms", "predicted", 1e3, ",.1f"),
     Column("time/compute_s", "compute", "ms", "", 1e3, ",.1f"),
     Column("comm/exposed_s", "exposed comm.", "ms", "exposed", 1e3, ",.1f"),
     Column("time/data_s", "data", "ms", "", 1e3, ",.2f"),

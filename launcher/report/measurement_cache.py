@@ -32,7 +32,7 @@ MOST_FILES = 20
 # below this number of runs, reading them is as fast
 _FEWEST = 50
 _PLAIN = (
-    "problem", "resumed_after", "damaged_lines", "without_clock", "metrics", "minima", "trackers", "policies",
+    "problem", "resumed_after", "damaged_lines", "without_clock", "metrics", "minima", "trackers",
     "curves_json",
 )  # fmt: skip
 # below this many bytes of records, starting processes takes longer than reading; a run's other files take as long as

@@ -17,7 +17,6 @@ from launcher.quantities import count, first_names
 from launcher.report.answer import Finding, findings
 from launcher.report.compare import Row, RunComparison, TaskGroup, natural_sort_key, with_drawn_runs
 from launcher.report.comparison_tables import DEFINITIONS, Column, columns_of, page_headings, page_line
-from launcher.report.forecast_plots import forecast_plots
 from launcher.report.heat_maps import heat_maps
 from launcher.report.plotly_format import Plot
 from launcher.report.plots import plots
@@ -49,7 +48,7 @@ def page(
     sections: list[dict[str, Any]] = []
     for number, group in enumerate(comparison.groups):
         shown = with_drawn_runs(group)
-        numbered = list(enumerate([*heat_maps(group), *plots(shown), *forecast_plots(shown)], len(drawn)))
+        numbered = list(enumerate([*heat_maps(group), *plots(shown)], len(drawn)))
         drawn += [plot for _, plot in numbered]
         found = findings(group) if answer is None else answer[number]
         section = {"target": group.target, "findings": found, "plots": numbered, "hints": _hints(group)}

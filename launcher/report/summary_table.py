@@ -108,7 +108,7 @@ def _not_measured(plan: RunPlan, summary: dict[str, Any]) -> str:
         return "not measured (run.calibrate_s=0)"
     if "comm/exposed_s" in summary:
         return "none: sync=every sends the same"
-    return "not measured (too few full windows, or a loop of your own without engine.windows(..., forward=...))"
+    return "not measured (too few full windows)"
 
 
 def _straggler(straggler: dict[str, Any]) -> str:

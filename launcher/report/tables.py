@@ -36,7 +36,8 @@ from launcher.plan.run_plan import OptimizerPlan, PrecisionPlan, RunPlan, Strate
 from launcher.plan.tracker_plan import TRACKER_KINDS, mlflow_uri, recorded_trackers
 from launcher.process import CRASH_MARK
 from launcher.quantities import count, printable
-from launcher.report.forecast_tables import STEP_TIME, WIRE, forecast_lines
+from launcher.report.forecast_tables import WIRE, forecast_lines
+from launcher.report.recorded_step import RecordedStep
 from launcher.rundir.files import Unreadable, last_lines, read_json
 from launcher.rundir.history import failure_record
 from launcher.rundir.paths import RunPaths
@@ -55,11 +56,17 @@ def named_lines(title: str) -> tuple[Table, Callable[..., None]]:
     return table, add
 
 
-def plan_table(plan: RunPlan) -> Table:
-    """Return the plan as a table with one row per decision: what matters most, the job, predictions, places, notes."""
+def plan_table(plan: RunPlan, recorded: RecordedStep | None = None) -> Table:
+    """Return the plan as a table with one row per decision: what matters most, the job, predictions, places, notes.
+
+    Args:
+        recorded: measured step of an earlier run of the same job.
+    """
     table, add = named_lines(f"Plan: {plan.run.name}")
     forecasts = list(forecast_lines(plan))
-    cut = 1 if forecasts and forecasts[0][0] in (STEP_TIME, WIRE) else 0
+    cut = 1 if forecasts and forecasts[0][0] == WIRE else 0
+    if recorded is not None:
+        forecasts.insert(cut, ("step time", recorded.text))
     groups = (_main_lines(plan, forecasts[:cut]), _job_lines(plan), forecasts[cut:], _places(plan))
     for number, lines in enumerate(groups):
         if number and lines:

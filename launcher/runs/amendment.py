@@ -110,7 +110,7 @@ def replan(paths: RunPaths, old: RunPlan, overrides: Sequence[str], *, force: bo
         def plan_of(each: Config) -> RunPlan:
             return _solved(each, old, site, touched, at, weighs=True)
 
-        plan = choose_strategy(config, plan_of, timed=False)
+        plan = choose_strategy(config, plan_of)
     else:
         plan = _solved(config, old, site, touched, at)
         plan = with_reason(plan, old.strategy.kind_reason) if keeps_strategy else plan

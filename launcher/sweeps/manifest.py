@@ -158,11 +158,11 @@ _NOT_CONTENT = (
 )  # fmt: skip
 # the same within a part of the plan
 _OF_CLUSTER = (
-    "cwd", "import_from", "link_gbit", "price_per_gpu_hour", "grace_s", "max_restarts", "slurm", "min_nodes", "key",
+    "cwd", "import_from", "price_per_gpu_hour", "grace_s", "max_restarts", "slurm", "min_nodes", "key",
 )  # fmt: skip
 _NOT_OF_PART = {
     "cluster": _OF_CLUSTER,
-    "train": ("hang_timeout", "straggler_share", "predict"),
+    "train": ("hang_timeout", "straggler_share"),
     "precision": ("reason",),
     "optimizer": ("reference_batch",),  # the optimizer's values, which follow from it, are there
     "task": ("flops_per_sample",),

@@ -16,8 +16,7 @@ from launcher.config.schema import OnOom
 from launcher.errors import RecordFailed, TaskError
 from launcher.heartbeat import HEARTBEAT, Phase, Wait
 from launcher.loss import Loss, as_losses
-from launcher.plan.past_runs import store_run
-from launcher.plan.run_forecast import predicted_metrics
+from launcher.plan.forecast import predicted_metrics
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir.fencing import Fence
 from launcher.rundir.files import write_json
@@ -172,10 +171,7 @@ class TrainingLoop:
         """Write summary.json. ``verdict``: done or stopped."""
         if self.engine.world.rank == 0:
             self.fence.check()
-            summary = self.totals.summary(verdict)
-            write_json(self.plan.paths.summary, summary)
-            if "predicted/step_s" in summary and self.totals.seconds:
-                store_run(self.engine.plan, summary["time/step_s"], len(self.totals.seconds))
+            write_json(self.plan.paths.summary, self.totals.summary(verdict))
 
     def finish_step(self, result: StepResult) -> None:
         """Save, evaluate and record what is due. The save comes first: an error in the evaluation must not lose the
@@ -271,7 +267,7 @@ class TrainingLoop:
         if totals.calibration_due or result.last:
             values |= totals.calibration()
         if self.prediction_due:
-            values |= predicted_metrics(engine.plan)
+            values |= predicted_metrics(engine.plan.strategy.forecast, engine.plan.batch.world_size)
         if self.flops_per_sample is not None:
             flops_per_s = values["throughput/samples_per_s"] * self.flops_per_sample
             values["throughput/flops_per_s"] = flops_per_s

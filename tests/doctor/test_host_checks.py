@@ -14,10 +14,10 @@ from launcher.doctor import host_checks, slurm_checks
 from launcher.doctor.bandwidth import KINDS
 from launcher.doctor.check import Check, CheckState, exit_status, failure, merge, ok, warning
 from launcher.doctor.examination import judge_hosts
+from launcher.doctor.link_fit import Level, Links
 from launcher.doctor.slurm_checks import ProbeJob
 from launcher.launch.slurm.client import SlurmJob
 from launcher.plan.host import Partition
-from launcher.plan.links import Level, Links
 from tests.helpers import make_plan
 
 PACKAGES = {
@@ -241,21 +241,19 @@ def samples(links: Links, *shapes: tuple[int, int, int]) -> list[dict[str, Any]]
 def test_links() -> None:
     inside = Level(latency_s=1e-4, bytes_per_s=1e9, error=0.0)
     between = Level(latency_s=2e-3, bytes_per_s=0.12e9, error=0.0)
-    model = Links(inside=inside, between=between, gloo=True, source="")
+    model = Links(inside=inside, between=between, gloo=True)
     one = measured(2, samples=samples(model, (2, 2, 1)))
-    (check,) = host_checks.links(two(one, one), "cpu", 1.0, hosts=2)
+    (check,) = host_checks.links(two(one, one), "cpu", hosts=2)
     has(check, CheckState.ok, "all-reduce 0.96, all-gather 0.96, reduce-scatter 0.96 Gbit/s of a host's link")
     has(check, CheckState.ok, "2, 2, 2 ms a step; fits within 3% (gloo, up to 4 MiB)")
     assert check.name == "between hosts"
-    (check,) = host_checks.links(two(one, one), "cpu", 10.0, hosts=2)
-    has(check, CheckState.warning, "far below cluster.link_gbit=10", "ethtool")
     # groups of all ranks take nine times as long as the levels say
     busy = [sample | {"ranks": 4, "seconds": 9 * sample["seconds"]} for sample in one["bandwidth"]["samples"]]
     varying = measured(4, samples=[*one["bandwidth"]["samples"], *busy])
-    (check,) = host_checks.links(two(varying, varying), "cpu", None, hosts=2)
+    (check,) = host_checks.links(two(varying, varying), "cpu", hosts=2)
     has(check, CheckState.warning, "the times vary too much", "Run it again")
     several = measured(4, samples=samples(model, (2, 1, 1), (2, 2, 2), (4, 2, 1)))
-    within, across = host_checks.links(two(several, several), "cpu", None, hosts=2)
+    within, across = host_checks.links(two(several, several), "cpu", hosts=2)
     assert (within.name, across.name) == ("inside a host", "between hosts")
     has(
         within,
@@ -264,13 +262,13 @@ def test_links() -> None:
     )
     has(across, CheckState.ok, "0.96 Gbit/s of a host's link")
     slow = measured(2, samples=[one for one in one["bandwidth"]["samples"] if one["payload_bytes"] < 2**20])
-    (check,) = host_checks.links(two(slow, slow), "cpu", None, hosts=2)
+    (check,) = host_checks.links(two(slow, slow), "cpu", hosts=2)
     has(check, CheckState.warning, "too slow to measure more than 64 KiB", "who else uses")
     broken = two(measured(2, error="eth7?"), one)
-    has(host_checks.links(broken, "cpu", None, hosts=2), CheckState.failure, "no collective ran: eth7?")
+    has(host_checks.links(broken, "cpu", hosts=2), CheckState.failure, "no collective ran: eth7?")
     alone = two(measured(1), measured(1))
-    has(host_checks.links(alone, "cpu", None, hosts=2), CheckState.warning, "not all nodes reach each other")
-    has(host_checks.links({0: answer(**measured(1))}, "cpu", None, hosts=1), CheckState.ok, "one worker")
+    has(host_checks.links(alone, "cpu", hosts=2), CheckState.warning, "not all nodes reach each other")
+    has(host_checks.links({0: answer(**measured(1))}, "cpu", hosts=1), CheckState.ok, "one worker")
 
 
 def test_wandb() -> None:

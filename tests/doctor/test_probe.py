@@ -56,7 +56,7 @@ LOGGING_WORKER = """#!{python}
 import os, sys, time
 from pathlib import Path
 from launcher.doctor import bandwidth
-from launcher.plan.link_fit import Sample
+from launcher.doctor.link_fit import Sample
 
 def samples(worker):
     rank, done = worker.rank, Path({done!r})

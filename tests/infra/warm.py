@@ -41,7 +41,6 @@ from typing import Any, NoReturn
 
 import psutil
 
-from launcher.plan import work
 from launcher.process import handles
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,14 +50,13 @@ PRELOADED = (
     "torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
     "torch.distributed.launcher.api", "torch.distributed.run", "torch.utils.data", "launcher.api",
     "launcher.cli.train", "launcher.launch.agent", "launcher.launch.planner", "launcher.train.trainer",
-    "launcher.train.inspection.memory_forecast", "launcher.train.inspection.step_measurement",
-    "launcher.train.inspection.task_probe",
+    "launcher.train.inspection.memory_forecast", "launcher.train.inspection.task_probe",
 )  # fmt: skip
 COMMAND_LINE = "from launcher.cli import main; main()"
 # they start no Python programs, and so need no server
 LEAVES = (
     "launcher.train.worker", "launcher.launch.script_worker", "launcher.train.inspection.memory_forecast",
-    "launcher.train.inspection.step_measurement", "launcher.train.inspection.task_probe", "tests.infra.slurm_warm",
+    "launcher.train.inspection.task_probe", "tests.infra.slurm_warm",
 )  # fmt: skip
 # variables that are read when Python or torch start, which is over in a fork
 READ_AT_START = ("PYTHONWARNINGS", "PYTHONNOUSERSITE", "TORCH_LOGS", COLD)
@@ -161,12 +159,6 @@ def _end_with_stacks(process: Popen) -> None:
 def install() -> None:
     """Start known programs warm, whoever starts them in this process, such as the launcher's own probes."""
     subprocess.Popen._execute_child = _start  # pyright: ignore
-    shorten_measurements()
-
-
-def shorten_measurements() -> None:
-    """Measure the step of a plan with the fewest windows: no test depends on how exact its time is."""
-    work.MEASURE_S = 0.0
 
 
 _execute = subprocess.Popen._execute_child  # pyright: ignore
@@ -247,7 +239,6 @@ def main(descriptor: int) -> NoReturn:
     composition = importlib.import_module("tests.infra.composition")
     composition.install()
     composition.fill()
-    shorten_measurements()
     rendezvous = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
     vars(rendezvous)["get_method_name"] = _calling_function
     gc.freeze()  # a collection would copy every page of theirs

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -312,7 +311,6 @@ LATER_KEYS: dict[str, dict[str, Any]] = {
         "shuffle": True,
         "patience": None,
         "data_shards": 1,
-        "predict": "never",
     },
     "checkpoint": {
         "async_save": False,
@@ -328,9 +326,6 @@ LATER_KEYS: dict[str, dict[str, Any]] = {
 def test_an_early_plan_keeps_its_meaning() -> None:
     """The file is of an early version: it lacks all keys that came later, and has clip_norm=null."""
     loaded = json.loads(RunPlan.from_json(json.dumps(EARLY)).to_json())
-    for strategy in (loaded["strategy"], *(each["strategy"] for each in loaded["fewer"])):
-        for forecast in strategy["forecasts"]:
-            assert (forecast.pop("step"), forecast.pop("reserved_bytes")) == (None, None)
     for part, later in LATER_KEYS.items():
         assert loaded[part] == EARLY[part] | later
     assert loaded["train"]["clip_norm"] is None
@@ -396,13 +391,3 @@ def test_null_is_the_default_or_off_for_every_key() -> None:
             compose([f"{key}=null"])
         assert str(caught.value).startswith(key), caught.value
         assert "has no meaning here" in str(caught.value) or "Allowed: " in str(caught.value)
-
-
-@pytest.mark.parametrize(("samples", "ranks", "micro"), [(31, 2, None), (31, 1, 8), (31, 4, 2)])
-def test_the_window_that_is_named_for_fewer_samples_is_accepted(samples: int, ranks: int, micro: int | None) -> None:
-    own = [f"cluster.workers_per_node={ranks}", *([] if micro is None else [f"batch.micro_size={micro}"])]
-    with pytest.raises(ConfigError, match="fewer than one window") as error:
-        make_plan(*own, "batch.global_size=32", samples=samples)
-    named = re.search(r"Use (batch\.global_size=\d+)", str(error.value))
-    assert named is not None
-    assert make_plan(*own, named[1], samples=samples).epoch.windows

@@ -24,7 +24,7 @@ CELLS = (("strategy=ddp",), ("strategy=fsdp",), ("strategy=fsdp", "batch.micro_s
 
 
 def plans(once: Once) -> list[RunPlan]:
-    return [plan_job(compose([*MODEL, *cell]), once, starts=False, advises=False) for cell in CELLS[:-1]]
+    return [plan_job(compose([*MODEL, *cell]), once, starts=False) for cell in CELLS[:-1]]
 
 
 def test_traces_of_one_process_are_those_of_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,19 +45,6 @@ def test_traces_of_one_process_are_those_of_several(tmp_path: Path, monkeypatch:
     trace_jobs([compose([*MODEL, *cell]) for cell in CELLS], Once(), lambda *_: pytest.fail("nothing is traced again"))
 
 
-def test_a_plan_says_what_would_fit_after_it_was_traced_among_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    sizes = ["task.width=512", "task.depth=2", "task.seq_len=4096", "batch.global_size=2048", "cluster.nodes=1"]
-    cells = [compose([*MODEL, *sizes, "strategy=ddp", f"batch.micro_size={size}"]) for size in (512, 1024)]
-    trace_jobs(cells, Once(), lambda *_: None)
-    (among,) = (note for note in plan_job(cells[0], starts=False, advises=False).notes if "does not fit" in note)
-    (alone,) = (note for note in plan_job(cells[0], starts=False).notes if "does not fit" in note)
-    assert "`launch plan` of this job alone" in among
-    assert "It fits with batch.micro_size=" in alone
-
-
 def test_a_process_that_ends_early_leaves_the_rest_to_each_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,22 +55,6 @@ def test_a_process_that_ends_early_leaves_the_rest_to_each_plan(
         [make_plan(f"batch.micro_size={size}") for size in (1, 2)], lambda number, _: traced.append(number)
     )
     assert traced == []
-
-
-def test_remedies_are_not_taken_from_a_plan_whose_policy_was_chosen_by_the_launcher() -> None:
-    """The traces are the same, but the settings with which the job fits are not."""
-    automatic, chosen = (
-        make_plan(
-            "strategy=fsdp",
-            "cluster=elsewhere",
-            "cluster.gpu=h100",
-            "cluster.workers_per_node=2",
-            f"strategy.sync={sync}",
-        )
-        for sync in ("auto", "gather_once")
-    )
-    assert automatic.strategy.sync is chosen.strategy.sync
-    assert task_inspection._traced_parts(automatic) != task_inspection._traced_parts(chosen)
 
 
 def test_a_trace_of_all_policies_serves_each_of_them() -> None:

@@ -7,7 +7,6 @@ import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -176,16 +175,6 @@ def test_a_speedup_is_claimed_only_with_an_interval_that_excludes_1(
     paths = make_run(tmp_path, "one", workers(2), "batch.accumulation=4")
     write_records(paths, [change(line) for line in read_records(paths)])
     assert answer(tmp_path)["Sync policy"].startswith(f"boundary instead of every: {text}, with 75.0% fewer bytes")
-
-
-def test_predictions_are_compared_with_measurements(tmp_path: Path) -> None:
-    predicted: dict[str, Any] = {"predicted/step_s": 0.2, "predicted/step_low_s": 0.19, "predicted/step_high_s": 0.21}
-    for name, step_s in (("near", 0.2), ("far", 0.4)):
-        make_run(tmp_path, name, f"train.seed={len(name)}", step_s=step_s, **predicted)
-    found = answer(tmp_path)["Predictions"]
-    assert found.startswith(
-        "measured steps differ from their predictions by +0% to +101%; 1 of 2 within the 90% interval"
-    )
 
 
 def test_the_interval_of_a_run_is_that_of_its_full_windows(tmp_path: Path) -> None:

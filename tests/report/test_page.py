@@ -147,31 +147,6 @@ def test_heat_maps_need_two_settings_and_leave_missing_cells_empty(runs: Path) -
     assert not [title for title in page_of(runs).figures if "and" in title and "over" in title]
 
 
-def step(*parts: float) -> dict[str, float]:
-    names = ("step_s", "low_s", "high_s", "data_s", "compute_s", "optimizer_s", "communication_s", "exposed_s")
-    return dict(zip(names, parts, strict=True))
-
-
-def test_predictions_beside_measurements_and_a_step_of_each_policy(tmp_path: Path) -> None:
-    predicted = {"predicted/step_s": 0.25, "predicted/step_low_s": 0.2, "predicted/step_high_s": 0.3}
-    paths = make_run(tmp_path / "runs", "one", "cluster.workers_per_node=2", "batch.accumulation=4", **predicted)
-    plan = json.loads(paths.plan.read_text())
-    every, boundary = plan["strategy"]["forecasts"]
-    every["step"], boundary["step"] = step(1, 0.9, 1.1, 0, 0.5, 0.1, 0.6, 0.4), step(0.6, 0.5, 0.7, 0, 0.5, 0.1, 0.1, 0)
-    write_json(paths.plan, plan)
-    figures = page_of(tmp_path / "runs").figures
-    beside, measured = figures["Predicted and measured step time"]["data"]
-    assert (beside["x"], beside["error_x"]["array"]) == ([250], pytest.approx([50]))
-    assert measured["x"] == [pytest.approx(200.6)]
-    bars = {trace["name"]: trace for trace in figures["One step under each sync policy"]["data"]}
-    assert "data" not in bars
-    assert (bars["waiting for collectives"]["base"], bars["waiting for collectives"]["x"]) == ([500, 500], [400, 0])
-    assert bars["collectives"]["base"] == pytest.approx([300, 400])
-    assert bars["optimizer"]["base"] == pytest.approx([900, 500])
-    marks = bars["measured"]
-    assert marks["x"] == pytest.approx([200.6 * 4 / 3, 200.6]), "sync=every by the calibration; the run's own policy"
-
-
 def test_names_are_text_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wild = "[bold]</script><script>alert(1)</script>"
     root = tmp_path / "runs"

@@ -7,19 +7,14 @@ import json
 import re
 import shutil
 import subprocess
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launcher.cli.runs import launch_report
-from launcher.plan.ranking import rank
-from launcher.report.page import save_page
-from launcher.report.ranking_page import ranking_page
 from tests.helpers import ROOT, patience
 from tests.infra.made_runs import make_run
-from tests.plan.test_ranking import WORKERS, candidate
 
 AXE = ROOT / "build/node_modules/axe-core/axe.min.js"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -86,7 +81,7 @@ def in_browser(page: Path, *switches: str) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture
 def pages(tmp_path: Path) -> Path:
-    """A directory with a page of `launch report` and one of `launch plan -m`."""
+    """A directory with a page of `launch report`."""
     for accumulation in (1, 2, 4):
         for workers in (1, 2):
             words = (f"batch.accumulation={accumulation}", f"cluster.workers_per_node={workers}")
@@ -95,17 +90,14 @@ def pages(tmp_path: Path) -> Path:
             )
     make_run(tmp_path / "runs", "bad", "batch.accumulation=8", verdict="failed", steps=9)
     assert launch_report([str(tmp_path / "runs"), "--html", str(tmp_path / "report.html")]) == 0
-    cells = [
-        candidate(f"w{workers}", 1 / workers, f"{WORKERS}={workers}", peak=900, memory=1000) for workers in (1, 2, 4)
-    ]
-    save_page(ranking_page(rank(cells, []), "ranking", datetime(2026, 1, 2, tzinfo=UTC)), tmp_path / "ranking.html")
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["report.html", "ranking.html"])
 @pytest.mark.parametrize("dark", [False, True])
-def test_the_page_works_for_everybody(name: str, dark: bool, pages: Path) -> None:
-    for found in in_browser(pages / name, *(["--blink-settings=preferredColorScheme=0"] if dark else [])).values():
+def test_the_page_works_for_everybody(dark: bool, pages: Path) -> None:
+    for found in in_browser(
+        pages / "report.html", *(["--blink-settings=preferredColorScheme=0"] if dark else [])
+    ).values():
         assert found["dark"] is dark
         assert found["errors"] == found["violations"] == []
         assert found["plots"] == found["drawn"] > 0

@@ -44,6 +44,8 @@ def test_the_plan() -> None:
         "optimizer     adamw, lr 0.0015 (from 0.003, linear rule, k=0.5), cosine with 20 warm-up steps, clip 1\n"
         "              ndim<2: weight_decay 0.0\n"
         "\n"
+        "memory        A rank needs at least 16.00 kB for parameters, gradients and the state of AdamW.\n"
+        "\n"
         "files         /nowhere/run\n"
         "W&B           offline, project launcher, id abcd1234"
     )

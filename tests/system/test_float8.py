@@ -19,7 +19,7 @@ SHAPE = (
 )  # fmt: skip
 JOB = (
     *SHAPE, "wandb.mode=disabled", "run.calibrate_s=0", "batch.global_size=8", "batch.micro_size=2",
-    "cluster.workers_per_node=2", "strategy=fsdp", "strategy.sync=boundary", "train.predict=never",
+    "cluster.workers_per_node=2", "strategy=fsdp", "strategy.sync=boundary",
 )  # fmt: skip
 EMULATED = ("precision=float8", "precision.float8_emulate=true")
 

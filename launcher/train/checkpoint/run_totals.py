@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from launcher.plan.run_forecast import predicted_metrics
+from launcher.plan.forecast import predicted_metrics
+from launcher.plan.host import device_model
 from launcher.plan.sync_policy import Collective
 from launcher.plan.windows import WARM_UP_WINDOWS
 from launcher.train.checkpoint.best_evaluation import BestEvaluation
@@ -179,6 +180,7 @@ class RunTotals:
             **({"commits": self.commits} if self.commits else {}),
             "steps": engine.steps,
             "precision": engine.plan.precision.kind.value,
+            "device": device_model(engine.plan.cluster.device),
             **({} if self.loss is None else {"train/loss": self.loss}),
             **self.metrics,
             **self.evaluation,
@@ -208,7 +210,7 @@ class RunTotals:
             # outer steps are rare, and in no window's time
             summary["throughput/samples_per_s"] = summary["batch/global_size"] / (summary["time/step_s"] + outer_s)
         if self.size in (None, engine.plan.batch.global_size):  # a smaller window of batch.ramp is not predicted
-            summary |= predicted_metrics(engine.plan)
+            summary |= predicted_metrics(engine.plan.strategy.forecast, engine.plan.batch.world_size)
         if (named := engine.stragglers.named) is not None:
             over = engine.stragglers.straggler is None
             summary["straggler"] = {

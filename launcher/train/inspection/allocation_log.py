@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,40 +17,6 @@ from torch.utils._pytree import tree_leaves
 # DTensor's derivation of a result's shape: it runs the operator on tensors of the whole size, once for each shape in a
 # process, on fake tensors in a real job too
 _DERIVE = "_propagate_tensor_meta_non_cached"
-# Events are numbers, so that traces can be compared and extended: the bytes times this, plus the number of the stream
-STREAMS = 16
-
-
-def event_of(size: int, stream: int) -> int:
-    """Return the event of an allocation (positive ``size``), or a free, of a block of a stream."""
-    return size * STREAMS + (stream if size > 0 else -stream)
-
-
-def sizes_and_streams(events: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Yield the bytes of each allocation (positive) and each free (negative), and the number of its stream."""
-    for event in events:
-        size, stream = divmod(abs(event), STREAMS)
-        yield (size if event > 0 else -size), stream
-
-
-class _StreamNumbers:
-    """Numbers of a device's streams, in the order in which they are first used; 0 is the default one.
-
-    A trace on a CPU has them too: ``torch.cpu`` has streams that do nothing, and FSDP2 sets those of any device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._current: Callable[[], Any] = getattr(torch, device.type).current_stream
-        self._numbers: dict[Any, int] = {self._current(): 0}
-
-    def current(self) -> int:
-        """Return the number of the current stream."""
-        number = self._numbers.setdefault(self._current(), len(self._numbers))
-        if number >= STREAMS:
-            raise NotImplementedError(f"more than {STREAMS} streams allocate memory")
-        return number
-
-
 _is_wrapper = functools.cache(is_traceable_wrapper_subclass_type)
 
 
@@ -63,29 +28,17 @@ class AllocationLog(TorchDispatchMode):
 
     Args:
         rounding: bytes of which an allocation has a multiple.
-        streams: record the stream of each allocation; otherwise all have the default stream.
-        ran: is called with each operator, its arguments and its result.
 
     Attributes:
-        events: each allocation and each free, in order (``event_of``).
+        events: bytes of each allocation (positive) and each free (negative), in order.
         operators: number of operators that ran.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        rounding: int = 1,
-        ran: Callable[[Any, Any, Any, Any], None] | None = None,
-        *,
-        streams: bool = False,
-    ) -> None:
+    def __init__(self, device: torch.device, rounding: int = 1) -> None:
         super().__init__()
-        self._ran = ran
         self._rounding = rounding
         self._type = device.type
-        self._streams = _StreamNumbers(device) if streams else None
-        # reference, bytes and stream
-        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
+        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self.events: list[int] = []
         self.operators = 0
         self._resize = torch.UntypedStorage.resize_
@@ -101,22 +54,18 @@ class AllocationLog(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, size = id(storage), -(-storage.size() // self._rounding) * self._rounding
-        reference, before, stream = self._storages.get(key, (None, 0, 0))
-        if size > before and self._streams is not None:  # a storage that grows is allocated again
-            self._record(-before, stream)
-            before, stream = 0, self._streams.current()
+        reference, before = self._storages.get(key, (None, 0))
         if reference is None:
             reference = weakref.ref(storage, functools.partial(self._forget, key))
-        self._storages[key] = reference, size, stream
-        self._record(size - before, stream)
+        self._storages[key] = reference, size
+        self._record(size - before)
 
     def _forget(self, key: int, _: Any) -> None:
-        _, size, stream = self._storages.pop(key)
-        self._record(-size, stream)
+        self._record(-self._storages.pop(key)[1])
 
-    def _record(self, size: int, stream: int) -> None:
+    def _record(self, size: int) -> None:
         if size:
-            self.events.append(event_of(size, stream))
+            self.events.append(size)
 
     def __enter__(self) -> AllocationLog:
         def resize(storage: torch.UntypedStorage, size: int) -> None:  # FSDP frees and gathers units by this
@@ -149,6 +98,4 @@ class AllocationLog(TorchDispatchMode):
         if not self._paused:
             self.operators += 1
             self.add(result)
-            if self._ran is not None:
-                self._ran(func, args, kwargs or {}, result)
         return result

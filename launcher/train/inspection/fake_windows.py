@@ -9,11 +9,9 @@ from typing import Any
 import torch
 
 from launcher.loss import as_losses, loss_of_batch
-from launcher.plan.replay import Mark
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import Collective
 from launcher.task import Task
-from launcher.train.inspection.timeline import TimelineRecorder
 from launcher.train.parallel.base import Parallel
 from launcher.train.precision import Precision
 
@@ -27,10 +25,9 @@ def run_fake_windows(
     parallel: Parallel,
     optimizer: torch.optim.Optimizer,
     device: torch.device,
-    recorder: TimelineRecorder,
 ) -> dict[Collective, int]:
     """Run windows of at most two micro-batches, which suffice for the peak: further ones keep nothing more. Return the
-    payload bytes of a full window of the plan. The last window's timeline is recorded."""
+    payload bytes of a full window of the plan."""
     precision = Precision(plan.precision, device)
     micro_batches = min(2, plan.batch.accumulation)
 
@@ -44,26 +41,19 @@ def run_fake_windows(
                     loss_of_batch(task, parallel.module, inputs), plan.batch.micro_size, plan.task.target
                 )
                 total = sum((loss.total for loss in losses[1:]), losses[0].total)
-                recorder.mark(Mark.backward)
                 with parallel.backward(total):
                     precision.backward(total)
-            recorder.mark(Mark.end)
             if last:
-                gradients = parallel.gradients()
-                if plan.train.clip_norm is not None:
-                    recorder.add_clipping(gradients)
+                parallel.gradients()
                 optimizer.step()
                 parallel.zero_grad()
-                recorder.mark(Mark.optimizer)
-                recorder.count_items(losses)
             payloads.append(parallel.meter.payload)
             gc.collect()  # frees what reference cycles of the task and of torch hold
         return payloads
 
     for _ in range(WINDOWS - 1):
         window()
-    with recorder.recording():
-        payloads = window()
+    payloads = window()
     return _full_window(payloads[0], payloads[-1], plan.batch.accumulation)
 
 

@@ -16,7 +16,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -30,18 +30,15 @@ from torch.utils._pytree import tree_map
 from launcher.config.schema import Device, Recompute, Sync
 from launcher.errors import LauncherError
 from launcher.loss import loss_of_batch
-from launcher.plan.gpus import ALLOCATION_BYTES, BY_DEVICE_NAME, find_gpu
-from launcher.plan.roofline import Roofline
+from launcher.plan.gpus import ALLOCATION_BYTES
 from launcher.plan.run_plan import Forecast, RunPlan
-from launcher.plan.step_forecast import Trace
 from launcher.plan.sync_policy import POLICIES, SHARDED, Layout, transfers_per_window
 from launcher.process import die_with_parent, exit_at_once
 from launcher.task import Task, first_batch, load_task, train_data
 from launcher.train.context import ContextSource
 from launcher.train.engine.build import build_parallel
-from launcher.train.inspection.allocation_log import AllocationLog, sizes_and_streams
+from launcher.train.inspection.allocation_log import AllocationLog
 from launcher.train.inspection.block_calls import BlockCalls
-from launcher.train.inspection.caching_allocator import reserved_by
 from launcher.train.inspection.dependencies import Dependencies
 from launcher.train.inspection.fake_model import (
     NotPredictable,
@@ -52,7 +49,6 @@ from launcher.train.inspection.fake_model import (
     problem_text,
 )
 from launcher.train.inspection.fake_windows import run_fake_windows
-from launcher.train.inspection.remedies import find_remedy, fits
 from launcher.train.inspection.repeated_blocks import (
     CHECK_BLOCKS,
     SHORTEST_BLOCKS,
@@ -63,7 +59,6 @@ from launcher.train.inspection.repeated_blocks import (
     block_runs,
     extrapolate,
 )
-from launcher.train.inspection.timeline import Stretch, TimelineRecorder, timed_spans, whole_timeline
 from launcher.train.measure.flops import time_limit
 from launcher.train.parallel.base import ShardUnits
 from launcher.train.parallel.fsdp import mesh_of
@@ -80,16 +75,9 @@ def forecasts(plan: RunPlan) -> tuple[list[Forecast], str | None]:
     ``peak_bytes`` is that of the device that the model computes on. Communication is counted in the windows that ran;
     if the task cannot run without values, it follows from the sharded model and the policy table.
     """
-    found, problem, _ = forecasts_and_trace(plan)
-    return found, problem
-
-
-def forecasts_and_trace(plan: RunPlan) -> tuple[list[Forecast], str | None, Trace]:
-    """Return what ``forecasts`` does, and the timeline of each policy whose memory is predicted."""
     with tracing(plan) as tracer:
         results = [tracer.forecast(sync) for sync in POLICIES[plan.strategy.kind]]
-        trace = tracer.trace()
-    return [forecast for forecast, _ in results], next((reason for _, reason in results if reason), None), trace
+    return [forecast for forecast, _ in results], next((reason for _, reason in results if reason), None)
 
 
 @contextmanager
@@ -127,14 +115,10 @@ class Tracer:
     Attributes:
         operators: number of operators that the traces have run.
         irregular: why the whole model was traced although it has repeated blocks; None if it was not.
-        timelines: timeline of each policy whose window ran.
-        items: items of the loss in a micro-batch; None if unknown.
     """
 
     def __init__(self, plan: RunPlan, task: Task, batch: Any, device: torch.device, *, shorten: bool) -> None:
         self._task, self._batch, self._device = task, batch, device
-        self.timelines: dict[Sync, Sequence[Stretch]] = {}
-        self.items: float | None = None
         self._plan = plan
         self.operators = 0
         self.irregular: Exception | None = None
@@ -160,24 +144,6 @@ class Tracer:
             if strategy.kind in SHARDED or strategy.recompute is Recompute.blocks:
                 units = find_units(self._whole, None if shard_units is None else shard_units(self._whole))
                 self._units = [names[unit] for unit in units]
-
-    def trace(self) -> Trace:
-        """Return the timelines with the seconds of the plan's GPU; without one in the table, only their proportions
-        have a meaning."""
-        plan, own = self._plan, getattr(self._task, "flops_per_sample", None)
-        if plan.cluster.gpu is not None:
-            gpu = find_gpu(plan.cluster.gpu)
-        else:
-            name = torch.cuda.get_device_name() if self._device.type == "cuda" else ""
-            gpu = BY_DEVICE_NAME.get(name.removeprefix("NVIDIA "))
-        roofline = Roofline.unknown() if gpu is None else Roofline.of(gpu, tf32=plan.precision.tf32)
-        return Trace(
-            spans={sync: timed_spans(timeline, roofline) for sync, timeline in self.timelines.items()},
-            on_gpu=gpu is not None,
-            peak_flops=None if gpu is None else gpu.flops(plan.precision.kind, tf32=plan.precision.tf32),
-            items_per_sample=None if self.items is None else self.items / plan.batch.micro_size,
-            flops_per_sample=plan.task.flops_per_sample if own is None else own(),
-        )
 
     def _fake_model(self, fake: FakeTensorMode) -> nn.Module:
         return model_without_memory(self._plan, self._task, fake, self._device)
@@ -239,17 +205,13 @@ class Tracer:
 
     def _of(self, sync: Sync, trace: BlockTrace, *, known: bool = True) -> Forecast:
         strategy, payload = self._plan.strategy, trace.payload
-        if known and trace.timeline:
-            self.timelines[sync] = trace.timeline
         replicas = self._plan.batch.world_size // strategy.shard_size
         layout = Layout(shard_size=strategy.shard_size, replicas=replicas, unit_bytes=0, root_bytes=0, gradient_bytes=0)
         return Forecast(
             sync=sync,
             payload_bytes=sum(payload.values()),
             wire_bytes=layout.wire(payload),
-            wire_s=None,
             peak_bytes=trace.peak if known else None,
-            reserved_bytes=reserved_by(self._plan, sizes_and_streams(trace.events)) if known else None,
         )
 
     def _from_shortened(self, plan: RunPlan) -> BlockTrace:
@@ -267,10 +229,6 @@ class Tracer:
                 most = dict.fromkeys(least, self._least + CHECK_BLOCKS)
                 longest = None if self._regular else self._shortened(plan, most)
                 trace = extrapolate(least, shortest, longer, longest)
-                timeline = whole_timeline(
-                    least, shortest.timeline, {run: each.timeline for run, each in longer.items()}
-                )
-                trace = dataclasses.replace(trace, timeline=timeline)
             except IrregularModel:
                 if self._least == SHORTEST_BLOCKS[-1]:
                     raise
@@ -280,28 +238,24 @@ class Tracer:
                 return trace
 
     def _shortened(self, plan: RunPlan, real: dict[BlockRun, int]) -> BlockTrace:
-        fake, recorder = FakeTensorMode(allow_non_fake_inputs=True), TimelineRecorder()
-        log = self._log(recorder)
+        fake, log = FakeTensorMode(allow_non_fake_inputs=True), self._log()
         short = StandIns(self._whole, fake, self._device, real, log)
         compile_units = (lambda _: short.named(self._compiled)) if self._compiled else None
-        trace, error = self._trace(
-            plan, short.model, fake, log, recorder, lambda _: short.named(self._units), compile_units
-        )
+        trace, error = self._trace(plan, short.model, fake, log, lambda _: short.named(self._units), compile_units)
         if error is not None:
             raise error
         short.check()
         return trace
 
-    def _log(self, recorder: TimelineRecorder) -> AllocationLog:
-        on_gpu = self._plan.cluster.device is Device.cuda
-        return AllocationLog(self._device, ALLOCATION_BYTES if on_gpu else 1, recorder.ran, streams=on_gpu)
+    def _log(self) -> AllocationLog:
+        return AllocationLog(self._device, ALLOCATION_BYTES if self._plan.cluster.device is Device.cuda else 1)
 
     def _whole_trace(self, plan: RunPlan) -> tuple[BlockTrace, str | None]:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         model = self._fake_model(fake)
-        recorder, shard_units = TimelineRecorder(), getattr(self._task, "shard_units", None)
+        shard_units = getattr(self._task, "shard_units", None)
         compile_units = getattr(self._task, "compile_units", None)
-        trace, error = self._trace(plan, model, fake, self._log(recorder), recorder, shard_units, compile_units)
+        trace, error = self._trace(plan, model, fake, self._log(), shard_units, compile_units)
         if isinstance(error, LauncherError):  # the same error would occur in the job
             raise error
         return trace, None if error is None else problem_text(error)
@@ -312,15 +266,13 @@ class Tracer:
         model: nn.Module,
         fake: FakeTensorMode,
         log: AllocationLog,
-        recorder: TimelineRecorder,
         shard_units: ShardUnits | None,
         compile_units: ShardUnits | None,
     ) -> tuple[BlockTrace, Exception | None]:
-        """Return the trace of the windows, and the exception that they raised. Nothing is compiled: ``recorder`` fuses
-        the operators of the modules that would be."""
+        """Return the trace of the windows, and the exception that they raised. Nothing is compiled."""
         task, device = self._task, self._device
         with fake:
-            with buildable_without_memory(self._whole, recorder.fusion):
+            with buildable_without_memory(self._whole):
                 parallel, optimizer = build_parallel(
                     model, optimizer_of(task, plan), plan, device, shard_units, compile_units=compile_units
                 )
@@ -333,20 +285,13 @@ class Tracer:
             problem: Exception | None = None
             try:
                 with log:
-                    payload = run_fake_windows(plan, task, inputs, parallel, optimizer, device, recorder)
+                    payload = run_fake_windows(plan, task, inputs, parallel, optimizer, device)
             except TimeoutError:
                 raise
             except Exception as error:  # a loss may need tensors with values
                 problem = error
         self.operators += log.operators
-        self.items = recorder.items
-        return dataclasses.replace(BlockTrace.of(log.events, payload), timeline=recorder.stretches), problem
-
-
-def _forecast_of(plan: RunPlan) -> Forecast:
-    """Return the forecast of the plan's policy."""
-    with tracing(plan) as tracer:
-        return tracer.forecast(plan.strategy.sync)[0]
+        return BlockTrace.of(log.events, payload), problem
 
 
 def main() -> None:
@@ -365,29 +310,16 @@ def main() -> None:
     dependencies = Dependencies()
     with open(sys.argv[1], "w", encoding="utf-8") as answers:  # noqa: PTH123
         for plan in plans:
-            answer = _answer(plan, dependencies, remedies=len(plans) == 1)
-            print(json.dumps(answer), file=answers, flush=True)
+            print(json.dumps(_answer(plan, dependencies)), file=answers, flush=True)
 
 
-def _answer(plan: RunPlan, dependencies: Dependencies, *, remedies: bool) -> dict[str, Any]:
-    """Return what ``launcher.plan.task_inspection`` needs to know of a plan, as JSON.
-
-    Args:
-        remedies: whether to look for settings with which a plan that does not fit would.
-    """
+def _answer(plan: RunPlan, dependencies: Dependencies) -> dict[str, Any]:
+    """Return what ``launcher.plan.task_inspection`` needs to know of a plan, as JSON."""
     on_gpu = plan.cluster.device is Device.cuda and torch.cuda.is_available()
     answer: dict[str, Any] = {"device_bytes": torch.cuda.mem_get_info()[1] if on_gpu else None}
     try:
-        results, answer["problem"], trace = forecasts_and_trace(plan)
+        results, answer["problem"] = forecasts(plan)
         answer["forecasts"] = [dataclasses.asdict(forecast) for forecast in results]
-        if plan.cluster.gpu is not None:
-            memory = find_gpu(plan.cluster.gpu).usable_bytes
-            # without this key, a plan that needs advice looks for it in a process of its own
-            if fits(plan, memory, results):
-                answer["remedy"] = None
-            elif remedies:
-                answer["remedy"] = find_remedy(plan, memory, results, _forecast_of)
-        answer["trace"] = trace.to_json()
         answer["depends_on"] = dependencies.found()
     except LauncherError as error:  # the same error would occur in the job
         answer["error"] = str(error)

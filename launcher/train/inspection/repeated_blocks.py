@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, groupby, islice, pairwise
 from typing import Any, Self
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from launcher.train.inspection.allocation_log import AllocationLog, sizes_and_streams
+from launcher.train.inspection.allocation_log import AllocationLog
 from launcher.train.measure.flops import without_memory
 from launcher.train.parallel.mixed_precision import in_backward
 
@@ -50,17 +50,13 @@ class BlockRun:
 
 @dataclass(frozen=True)
 class BlockTrace:
-    """Trace of a model: its allocations and frees (``event_of``), and payload bytes of each kind of collective. Frees
-    without an allocation between them are sorted, and so are allocations: this does not change the peak, and their
-    order may be accidental, as in autocast's cache of weights.
-
-    Attributes:
-        timeline: of the last window; see ``timeline.py``.
+    """Trace of a model: bytes of its allocations (positive) and frees (negative), and payload bytes of each kind
+    of collective. Frees without an allocation between them are sorted, and so are allocations: this does not change the
+    peak, and their order may be accidental, as in autocast's cache of weights.
     """
 
     events: list[int]
     payload: dict[Any, int]
-    timeline: Sequence[Any] = field(default=(), compare=False)
 
     @classmethod
     def of(cls, events: Sequence[int], payload: Mapping[Any, int]) -> Self:
@@ -70,7 +66,7 @@ class BlockTrace:
     @property
     def peak(self) -> int:
         """Return the most bytes that exist at one time."""
-        return max(accumulate(size for size, _ in sizes_and_streams(self.events)), default=0)
+        return max(accumulate(self.events), default=0)
 
 
 def block_runs(model: nn.Module) -> list[BlockRun]:

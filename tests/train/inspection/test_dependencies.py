@@ -116,7 +116,7 @@ def test_a_plan_is_made_from_the_cache_until_something_changes(launch: Launch, t
     (tmp_path / "parts").mkdir()
     job = (
         "task._target_=mine.Mine", "strategy=fsdp", "cluster.workers_per_node=2", "batch.global_size=16",
-        "batch.micro_size=2", "precision=fp32", "train.steps=3", "train.predict=never",
+        "batch.micro_size=2", "precision=fp32", "train.steps=3",
     )  # fmt: skip
 
     def inspections(*more: str, **env: str) -> int:

@@ -29,13 +29,12 @@ JOB = (
 
 
 # a plan of a sharded model has its memory without the time of a step, which is measured for seconds
-NOT_TIMED = ("train.predict=never",)
 
 
 def forecasts(**peaks: int) -> list[Forecast]:
     wire = {"every": 300, "boundary": 200, "gather_once": 30}
     return [
-        Forecast(sync=Sync(name), payload_bytes=0, wire_bytes=wire[name], wire_s=None, peak_bytes=peak)
+        Forecast(sync=Sync(name), payload_bytes=0, wire_bytes=wire[name], peak_bytes=peak)
         for name, peak in peaks.items()
     ]
 
@@ -100,7 +99,7 @@ def measured(plan: RunPlan, predicted: dict[str, int], ranks: int, place: Path) 
     ],
 )
 def test_memory_is_what_was_predicted(ranks: int, extra: str, launch: Launch, tmp_path: Path) -> None:
-    words = (*JOB, *NOT_TIMED, f"cluster.workers_per_node={ranks}", *extra.split())
+    words = (*JOB, f"cluster.workers_per_node={ranks}", *extra.split())
     plan = RunPlan.from_json(launch("plan", "--json", *words).stdout)
     known = ("emulates", "float8", "compress", "`launch verify`")
     assert not [note for note in plan.notes if not any(word in note for word in known)]
@@ -145,7 +144,7 @@ def test_memory_of_real_ranks_of_other_models(ranks: int, job: str, launch: Laun
             words = {key: value for key, value in words.items() if not key.startswith("task.")}
             words |= {"task": "task._target_=tests.train.inspection.forecast_tasks.Wide", "kind": f"task.kind={word}"}
     env = {"PYTHONPATH": str(ROOT)}
-    done = launch("plan", "--json", f"cluster.workers_per_node={ranks}", *NOT_TIMED, *words.values(), env=env)
+    done = launch("plan", "--json", f"cluster.workers_per_node={ranks}", *words.values(), env=env)
     assert (done.returncode, done.stderr) == (0, "")
     plan = RunPlan.from_json(done.stdout)
     answer = run_probe("launcher.train.inspection.memory_forecast", plan.to_json())
@@ -206,7 +205,7 @@ SMALL = (TASKS, "batch.global_size=16", "batch.micro_size=2", "cluster.workers_p
 @pytest.mark.slow
 def test_the_plan_of_a_model_with_frozen_parts(launch: Launch) -> None:
     env = {"PYTHONPATH": str(ROOT)}
-    done = launch("plan", *SMALL, *NOT_TIMED, "strategy=fsdp", "task.model=last_block_of_loaded", env=env)
+    done = launch("plan", *SMALL, "strategy=fsdp", "task.model=last_block_of_loaded", env=env)
     assert (done.returncode, done.stderr) == (0, "")
     assert "190 of 614 parameters trained" in done.stdout
     assert "note" not in done.stdout, "nothing is unknown, and an ordinary load_state_dict is not worth a word"
@@ -215,7 +214,7 @@ def test_the_plan_of_a_model_with_frozen_parts(launch: Launch) -> None:
 @pytest.mark.slow
 def test_where_the_loss_needs_values_the_bytes_are_known_and_the_memory_is_not(launch: Launch) -> None:
     env = {"PYTHONPATH": str(ROOT)}
-    job = (*SMALL, *NOT_TIMED, "strategy=fsdp", "task.model=loaded", "task.loss_needs_values=true")
+    job = (*SMALL, "strategy=fsdp", "task.model=loaded", "task.loss_needs_values=true")
     done = launch("plan", "--json", *job, env=env)
     assert (done.returncode, done.stderr) == (0, "")
     plan = RunPlan.from_json(done.stdout)

@@ -1,4 +1,5 @@
-"""Links between ranks: how long a collective takes inside a host and between hosts.
+"""Fit of the links between ranks to measured collectives: latency and bandwidth inside a host and between hosts, and
+how far off the model is.
 
 A model of latency and bandwidth with two levels. A ring of W ranks passes an all-gather or a reduce-scatter on in W-1
 steps, in which each rank sends (W-1)/W of the payload; an all-reduce is both (Patarasuk and Yuan, "Bandwidth optimal
@@ -16,28 +17,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from statistics import median
 
-from launcher.config.schema import ClusterKind, Device
-from launcher.plan.forecast_cache import ContentCache, locked, user_cache
-from launcher.plan.gpus import Gpu, find_gpu
-from launcher.plan.launch_plan import ClusterPlan
-from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import Collective
-from launcher.rundir.files import value_from_json
 
-# Shares of a data sheet's rate that a collective reaches, in NCCL's own model (src/graph/topo.h): 20 of 25 GB/s of an
-# NVLink, 12 of 16 GB/s of PCIe Gen3 x16, 12 of 12.5 GB/s of a network adapter of 100 Gbit/s. A plain TCP stream has
-# reached 97 to 98% of a shaped link of 0.1 and 1 Gbit/s (docs/explanations/sync.md).
-NVLINK_SHARE, PCIE_SHARE, NETWORK_SHARE = 0.8, 0.75, 0.96
-# Seconds of one step of NCCL's ring with the protocol LL128 (src/graph/tuning.cc, hwLat)
-_NVLINK_STEP_S, _PCIE_STEP_S, _NCCL_NETWORK_STEP_S = 1.9e-6, 2.5e-6, 4.0e-6
-# CPU hosts that nobody has measured: what gloo reached on two cores of an AMD EPYC, to an order of magnitude
-_GLOO_STEP_S, _GLOO_NETWORK_STEP_S, _GLOO_BYTES_PER_S = 1e-4, 2e-4, 1e9
-_SHEET_ERROR, _PCIE_ERROR, _ASSUMED_ERROR = 0.2, 0.3, 0.5
+# payloads that show the latency, and those that show the bandwidth and in which the error counts: smaller ones take
+# little of a step
+SMALL_BYTES, LARGE_BYTES = 2**14, 2**20
+_LEAST_ERROR = 0.03
+_ROUNDS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,13 +72,11 @@ class Links:
         inside: between the ranks of one host.
         between: between hosts; None if all ranks are on one host.
         gloo: collectives run as on CPUs, else as in NCCL.
-        source: where the figures come from, for the plan.
     """
 
     inside: Level
     between: Level | None
     gloo: bool
-    source: str
 
     def seconds(self, kind: Collective, payload_bytes: int, *, ranks: int, hosts: int, groups: int = 1) -> float:
         """Return the seconds of one collective by itself.
@@ -184,111 +172,86 @@ class _Route:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuredLinks:
-    """Measurement of a cluster's links by `launch doctor`.
+class Sample:
+    """One measured collective.
 
     Attributes:
-        workers: ranks per host that took part.
-        day: date of the measurement, ISO 8601.
-        inside, between: None if nothing was measured there.
+        payload_bytes, ranks, hosts, groups: as in ``Links.seconds``; the groups ran at the same time.
+        seconds: on the slowest rank.
     """
 
-    workers: int
-    day: str
-    inside: Level | None
-    between: Level | None
+    kind: Collective
+    payload_bytes: int
+    ranks: int
+    hosts: int
+    groups: int
+    seconds: float
+
+    def predict(self, links: Links) -> float:
+        """Return the seconds that the model gives."""
+        return links.seconds(self.kind, self.payload_bytes, ranks=self.ranks, hosts=self.hosts, groups=self.groups)
 
 
-def links_of(plan: RunPlan) -> Links | None:
-    """Return the links of the plan's hosts; None if their rates are not known, or if there is only one rank.
+def fit_levels(samples: Sequence[Sample], *, gloo: bool) -> tuple[Level | None, Level | None]:
+    """Return the levels inside a host and between hosts that fit ``samples``; None if nothing was measured there.
 
-    In order of preference: what the user states (``cluster.link_gbit``), what `launch doctor` has measured on these
-    hosts, data sheets (``cluster.gpu``).
+    The level between hosts is fitted to groups with one rank on each host. Others use both levels, and count for the
+    error only.
     """
-    cluster = plan.cluster
-    if cluster.world_size == 1:
+    within = [sample for sample in samples if sample.hosts == 1]
+    across = [sample for sample in samples if sample.hosts > 1]
+    inside = _fit_level(within, gloo)
+    between = _fit_level([sample for sample in across if sample.ranks == sample.hosts], gloo)
+    if inside is not None:
+        links = Links(inside=inside, between=None, gloo=gloo)
+        inside = dataclasses.replace(inside, error=_error_of(links, within))
+    if between is not None:
+        links = Links(inside=inside or between, between=between, gloo=gloo)
+        between = dataclasses.replace(between, error=_error_of(links, across))
+    return inside, between
+
+
+def _error_of(links: Links, samples: Iterable[Sample]) -> float:
+    """Return the relative deviation that 90% of the large ``samples`` do not exceed."""
+    off = sorted(abs(one.seconds / one.predict(links) - 1) for one in samples if one.payload_bytes >= LARGE_BYTES)
+    return max(_LEAST_ERROR, off[math.ceil(0.9 * len(off)) - 1]) if off else 1.0
+
+
+def _fit_level(samples: Sequence[Sample], gloo: bool) -> Level | None:
+    """Return the level with a latency and a bandwidth for each kind; the level's own ones are those of all-reduces."""
+    rates = {kind: _fit([one for one in samples if one.kind is kind], kind, gloo) for kind in Collective}
+    found = {kind: rate for kind, rate in rates.items() if rate is not None}
+    if Collective.all_reduce not in found:
         return None
-    gpu = None if cluster.gpu is None else find_gpu(cluster.gpu)
-    at_hand = gpu is None and cluster.kind is not ClusterKind.elsewhere
-    measured = find_measured(cluster) if at_hand else None
-    inside = between = ("", None)
-    if cluster.workers_per_node > 1:
-        inside = _inside(cluster, gpu, measured)
-        if inside[1] is None:
-            return None
-    if cluster.nodes > 1:
-        between = _between(cluster, gpu, measured)
-        if between[1] is None:
-            return None
-    level = inside[1] or between[1]
-    assert level is not None  # there are several ranks
-    sources = [source for source in dict.fromkeys((between[0], inside[0])) if source]
-    return Links(inside=level, between=between[1], gloo=cluster.device is Device.cpu, source="; ".join(sources))
+    first = found.pop(Collective.all_reduce)
+    return Level(latency_s=first.latency_s, bytes_per_s=first.bytes_per_s, error=0.0, own=tuple(found.values()))
 
 
-def _inside(cluster: ClusterPlan, gpu: Gpu | None, measured: MeasuredLinks | None) -> tuple[str, Level | None]:
-    """Return the links inside a host, and their source; data sheets state both directions together."""
-    if measured is not None and measured.inside is not None:
-        return _measured_on(measured), measured.inside
-    if gpu is None:
-        if cluster.device is not Device.cpu:
-            return "", None
-        level = Level(latency_s=_GLOO_STEP_S, bytes_per_s=_GLOO_BYTES_PER_S, error=_ASSUMED_ERROR)
-        return f"assumed {_GLOO_BYTES_PER_S / 1e9:g} GB/s inside a host", level
-    source = f"data sheet of {gpu.name}"
-    if gpu.nvlink_gb_s is not None:
-        rate = NVLINK_SHARE * gpu.nvlink_gb_s / 2
-        return source, Level(latency_s=_NVLINK_STEP_S, bytes_per_s=rate * 1e9, error=_SHEET_ERROR)
-    rate = PCIE_SHARE * gpu.pcie_gb_s / 2
-    return source, Level(latency_s=_PCIE_STEP_S, bytes_per_s=rate * 1e9, error=_PCIE_ERROR)
+def _fit(samples: Sequence[Sample], kind: Collective, gloo: bool) -> Rate | None:
+    """Return the latency and bandwidth of one kind; None if the payloads were all small, or all large.
+
+    Medians of what single measurements give: small payloads the latency, large ones the bandwidth. Unlike least
+    squares, a measurement during which another process had the machine does not move them, nor do payloads between,
+    which buffers on the way may hold.
+    """
+    rows = [(*_coefficients(sample, gloo), sample.seconds) for sample in samples]
+    small = [row for sample, row in zip(samples, rows, strict=True) if sample.payload_bytes <= SMALL_BYTES]
+    large = [row for sample, row in zip(samples, rows, strict=True) if sample.payload_bytes >= LARGE_BYTES]
+    if not small or not large:
+        return None
+    latency_s = second_per_byte = 0.0
+    for _ in range(_ROUNDS):  # each needs the other
+        latency_s = max(0.0, median((seconds - moved * second_per_byte) / steps for steps, moved, seconds in small))
+        # if the small ones were measured on a busy machine, at least half of the time is still that of the bytes
+        second_per_byte = median(
+            max(seconds - steps * latency_s, seconds / 2) / moved for steps, moved, seconds in large
+        )
+    return Rate(kind=kind, latency_s=latency_s, bytes_per_s=1 / second_per_byte)
 
 
-def _between(cluster: ClusterPlan, gpu: Gpu | None, measured: MeasuredLinks | None) -> tuple[str, Level | None]:
-    """Return the links between hosts, and their source."""
-    found = None if measured is None else measured.between
-    step_s = _GLOO_NETWORK_STEP_S if cluster.device is Device.cpu else _NCCL_NETWORK_STEP_S
-    if (rate := cluster.link_gbit) is not None:
-        source = f"cluster.link_gbit={rate:g}"
-        if found is not None and measured is not None:
-            step_s = found.latency_s
-            if not 0.5 <= (share := found.bytes_per_s * 8e-9 / rate) <= 2:
-                source += f", although launch doctor measured {share * rate:.3g} Gbit/s on {measured.day}"
-    elif found is not None and measured is not None:
-        return _measured_on(measured), found
-    elif gpu is not None and gpu.nic_gbit is not None:
-        rate = gpu.nic_gbit * cluster.workers_per_node
-        source = f"{rate:,} Gbit/s a host: {gpu.nic_gbit} for each {gpu.name}, as in its maker's own system"
-    else:
-        return "", None
-    return source, Level(latency_s=step_s, bytes_per_s=NETWORK_SHARE * rate * 1e9 / 8, error=_SHEET_ERROR)
-
-
-def _measured_on(measured: MeasuredLinks) -> str:
-    return f"measured by launch doctor on {measured.day}"
-
-
-def find_measured(cluster: ClusterPlan) -> MeasuredLinks | None:
-    """Return what was measured on the hosts of ``cluster`` with as many ranks per host, else with the next number."""
-    entries: list[MeasuredLinks] = [
-        value_from_json(MeasuredLinks, entry) for entry in ContentCache().get(_key(cluster)) or ()
-    ]
-    return min(entries, key=lambda entry: abs(entry.workers - cluster.workers_per_node), default=None)
-
-
-def store_measured(cluster: ClusterPlan, measured: MeasuredLinks) -> None:
-    """Store a measurement of the hosts of ``cluster`` for later plans. Nothing is stored if the cache is read-only."""
-    cache, key = ContentCache(), _key(cluster)
-    with suppress(OSError), locked(user_cache() / "links.lock"):
-        entries = [entry for entry in cache.get(key) or () if entry["workers"] != measured.workers]
-        cache.put(key, [dataclasses.asdict(measured), *entries], ())
-
-
-def _key(cluster: ClusterPlan) -> dict[str, Any]:
-    """Return what names the hosts before they have met: the first one's address, Slurm's partition, or this host."""
-    hosts = {
-        ClusterKind.local: os.uname().nodename,
-        ClusterKind.hosts: (cluster.rendezvous or "").rpartition(":")[0],
-        ClusterKind.elsewhere: "",
-        ClusterKind.slurm: "" if cluster.slurm is None else str(cluster.slurm.options.get("partition", "")),
-    }
-    return {"links of": cluster.kind.value, "hosts": hosts[cluster.kind], "device": cluster.device.value}
+def _coefficients(sample: Sample, gloo: bool) -> tuple[float, float]:
+    """Return (steps, bytes), with which a sample takes steps * latency + bytes / bandwidth on its level."""
+    step = Level(latency_s=1.0, bytes_per_s=math.inf, error=0.0)
+    byte = Level(latency_s=0.0, bytes_per_s=1.0, error=0.0)
+    steps, moved = (sample.predict(Links(inside=one, between=one, gloo=gloo)) for one in (step, byte))
+    return steps, moved

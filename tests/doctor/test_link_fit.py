@@ -7,8 +7,7 @@ import random
 
 import pytest
 
-from launcher.plan.link_fit import LARGE_BYTES, Sample, fit_levels
-from launcher.plan.links import Level, Links, Rate
+from launcher.doctor.link_fit import LARGE_BYTES, Level, Links, Rate, Sample, fit_levels
 from launcher.plan.sync_policy import Collective
 
 KINDS = (Collective.all_reduce, Collective.all_gather, Collective.reduce_scatter)
@@ -21,7 +20,7 @@ OWN = (
 MODEL = Links(
     inside=Level(latency_s=1e-4, bytes_per_s=1e9, error=0.0, own=OWN),
     between=Level(latency_s=5e-4, bytes_per_s=1.2e8, error=0.0),
-    gloo=True, source="",
+    gloo=True,
 )  # fmt: skip
 
 
