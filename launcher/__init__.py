@@ -8,8 +8,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from launcher import compat
-
 if TYPE_CHECKING:
     from launcher.api import Job as Job
     from launcher.api import Study as Study
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
 
     Engine = RunEngine
 
-compat.install_old_names()
 
 _HOMES = {
     "ArrangedData": "launcher.train.data.sample_order",

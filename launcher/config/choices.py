@@ -47,7 +47,7 @@ class Sync(StrEnum):
 class Compress(StrEnum):
     none = "none"
     bf16 = "bf16"
-    fp16 = "fp16"  # refused with a reason; plans of earlier versions may have it
+    fp16 = "fp16"  # refused with a reason
     powersgd = "powersgd"
 
 

@@ -12,8 +12,6 @@ from typing import Any, cast
 from launcher.config.schema import WITH_TARGET, known_keys
 from launcher.errors import ConfigError, did_you_mean
 
-# keys of earlier versions that a run's config.yaml may contain -> their replacement
-RETIRED_KEYS = {"run.calibrate": "run.calibrate_s replaced it: seconds at most; run.calibrate_s=0 leaves it out."}
 # names that other programs use for an option, which do not resemble it
 _OTHER_NAMES = {
     "float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32", "fp8": "float8"
@@ -333,7 +331,7 @@ def _nearest(key: str, known: Sequence[str]) -> str:
     if group in known:
         leaves = [name.rpartition(".")[2] for name in known if name.startswith(f"{group}.")]
         likely = did_you_mean(leaf, leaves, f"{group}.") or f"Keys: {', '.join(f'{group}.{name}' for name in leaves)}."
-        return f"{likely.rstrip()} {RETIRED_KEYS.get(key, '')}".rstrip()
+        return likely.rstrip()
     return did_you_mean(key, known).strip() or f"Groups: {', '.join(name for name in known if '.' not in name)}."
 
 

@@ -72,10 +72,6 @@ def recompose(kept: str, overrides: Sequence[str]) -> tuple[Config, str]:
 
     _register_schema()
     saved: Any = OmegaConf.to_container(OmegaConf.create(kept))
-    for key in config_errors.RETIRED_KEYS:
-        group, _, name = key.partition(".")
-        saved[group].pop(name, None)
-    saved["optimizer"].setdefault("groups", [])  # earlier versions had none
     overrides = _open_free_keys(overrides)
     defaults: list[Any] = [_SCHEMA]
     for group in sorted(place.name for place in CONF.iterdir() if place.is_dir()):

@@ -7,11 +7,11 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from launcher.config.schema import ClusterKind, ContainerRuntime, Device
 from launcher.errors import ConfigError, UserError
-from launcher.rundir.files import Absent, read_bytes, value_from_json, write_text
+from launcher.rundir.files import read_bytes, value_from_json, write_text
 from launcher.rundir.paths import RunPaths
 
 PLAN_FORMAT = 1
@@ -179,12 +179,9 @@ class LaunchPlan:
     """Everything that a node agent needs to run any job.
 
     Attributes:
-        absent: values of the keys that a file of this format may lack; see ``value_from_json``.
         command: Python's arguments in each worker; training runs append the path of the plan.
         notify: where messages about the run's outcome are sent; see ``launcher.plan.callback_plan.notify_entries``.
     """
-
-    absent: ClassVar[Absent] = {}
 
     format: int
     run: RunInfo
@@ -247,7 +244,7 @@ class LaunchPlan:
                 "  Use that version."
             )
         try:
-            return value_from_json(cls, fields, cls.absent)
+            return value_from_json(cls, fields)
         except KeyError as error:
             raise UserError(
                 f"plan.json lacks the key {error}, which every plan of format {PLAN_FORMAT} has: the file was "

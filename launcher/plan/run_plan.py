@@ -1,8 +1,7 @@
 """RunPlan: every decision made before the start, frozen and saved as plan.json. A worker reads nothing else.
 
 ``launcher.plan.solve`` creates it. It is complete: nothing downstream derives any part of it again. A part that extends
-a config group has the group's keys, with no default left open, and what follows from them. Defaults do not apply to a
-file: ``RunPlan.absent`` has the values of keys that earlier versions did not write.
+a config group has the group's keys, with no default left open, and what follows from them.
 """
 
 from __future__ import annotations
@@ -11,14 +10,12 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from launcher.config.choices import Float8Recipe, SumFormat
 from launcher.config.schema import (
     CheckpointConfig,
     MlflowConfig,
-    OnError,
-    OnNonfinite,
     OptimizerConfig,
     Parameters,
     PrecisionConfig,
@@ -39,7 +36,7 @@ from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.outer import OuterPlan
 from launcher.plan.schedule_plan import SchedulePlan
 from launcher.plan.windows import StreamInfo
-from launcher.rundir.files import Absent, read_json
+from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths
 
 Part = TypeVar("Part")
@@ -192,7 +189,7 @@ class OptimizerPlan(OptimizerConfig):
     Attributes:
         lr, betas, eps, groups: values after ``lr_scaling``.
         arguments: of a custom class, without lr.
-        base_lr, base_betas, base_eps: values as configured; None in plans of earlier versions, which scaled lr only.
+        base_lr, base_betas, base_eps: values as configured.
     """
 
     weight_decay: float = 0.0
@@ -253,30 +250,6 @@ class RunPlan(LaunchPlan):
         initial: weights that the run starts with; None: those that the task's model() returns.
         outer: steps between sites, whose ``strategy`` is that of a site; ``batch`` is that of all.
     """
-
-    absent: ClassVar[Absent] = {
-        StrategyPlan: {"kind_reason": ""},
-        PrecisionPlan: {
-            "reason": "", "parameters": Parameters.fp32, "tf32": False, "float8_emulate": False, "float8_exclude": [],
-            "float8_recipe": Float8Recipe.rowwise_with_gw_hp,
-        },
-        # earlier versions scaled lr only
-        OptimizerPlan: {
-            "base_betas": None, "base_eps": None, "reference_batch": None, "target": None, "arguments": {},
-            "groups": [],
-        },
-        SchedulePlan: {"steps": None, "target": None, "arguments": {}},
-        # earlier versions detected neither hangs nor stragglers, and calibrated during training
-        TrainPlan: {
-            "hang_timeout": None, "straggler_share": None, "calibrate_s": 0.0, "eval_micro_size": None,
-            "eval_samples": None, "on_nonfinite": OnNonfinite.stop, "shuffle": True, "patience": None,
-            "data_shards": 1,
-        },
-        CheckpointConfig: {
-            "async_save": False, "on_error": OnError.stop, "best": None, "best_mode": None, "init_from": None,
-        },
-        WandbConfig: {"notes": None, "job_type": None},
-    }  # fmt: skip
 
     batch: Batch
     epoch: EpochPlan

@@ -141,8 +141,8 @@ def recorded_trackers(paths: RunPaths) -> tuple[Tracker, ...]:
 
 
 def trackers_of_plan(fields: Mapping[str, Any]) -> tuple[Tracker, ...]:
-    """Return the trackers in the JSON object of a plan with a batch; of earlier versions, W&B was the only one."""
-    listed = fields.get("trackers", [Tracker.wandb.value])
+    """Return the trackers in the JSON object of a plan with a batch."""
+    listed = fields.get("trackers", ())
     return tuple(tracker for tracker in Tracker if tracker.value in listed)
 
 

@@ -12,7 +12,6 @@ import stat
 import time
 import types
 import typing
-from collections.abc import Mapping
 from contextlib import suppress
 from enum import Enum
 from functools import cache
@@ -152,43 +151,29 @@ def object_from_json(text: str | bytes) -> dict[str, Any] | None:
     return typing.cast("dict[str, Any]", value) if isinstance(value, dict) else None
 
 
-Absent = Mapping[type, Mapping[str, Any]]
-
-
-def value_from_json(kind: Any, value: Any, absent: Absent | None = None) -> Any:
+def value_from_json(kind: Any, value: Any) -> Any:
     """Convert a JSON ``value`` to ``kind``: a dataclass, an Enum, a tuple, a union with None, or a plain value.
 
-    Args:
-        absent: for dataclasses whose defaults do not apply to files: the fields that may be missing, because earlier
-            versions did not write them, with their values. Of any other dataclass, fields with a default may be
-            missing.
-
     Raises:
-        KeyError: a field is missing that may not be.
+        KeyError: a field is missing. Defaults are for what is made, not for what was stored.
         TypeError: a value has another type than the field.
     """
     if dataclasses.is_dataclass(kind):
-        hints, fields = _hints(kind), dataclasses.fields(kind)
         _require(value, dict)
-        defaults = (absent or {}).get(kind)  # pyright: ignore
-        if defaults is None:
-            made = {f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING}
-            defaults = made | {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
-        present = [f.name for f in fields if f.name in value or f.name not in defaults]
-        values = {name: value_from_json(hints[name], value[name], absent) for name in present}
-        return kind(**{**defaults, **values})  # pyright: ignore
+        hints, names = _hints(kind), [field.name for field in dataclasses.fields(kind) if field.init]
+        return kind(**{name: value_from_json(hints[name], value[name]) for name in names})  # pyright: ignore
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind(value)
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is types.UnionType:
         inner = [a for a in args if a is not types.NoneType]
-        return value if value is None or len(inner) > 1 else value_from_json(inner[0], value, absent)
+        return value if value is None or len(inner) > 1 else value_from_json(inner[0], value)
     if origin is tuple:
         _require(value, list, tuple)
-        return tuple(value_from_json(args[0], item, absent) for item in value)
+        return tuple(value_from_json(args[0], item) for item in value)
     if origin is dict:
         _require(value, dict)
-        return {name: value_from_json(args[1], item, absent) for name, item in value.items()}
+        return {name: value_from_json(args[1], item) for name, item in value.items()}
     if kind in (str, int, float):
         _require(value, *((int, float) if kind is float else (kind,)))
     return value

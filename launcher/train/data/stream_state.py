@@ -181,8 +181,6 @@ class StreamCheckpoint:
             if "json" not in tensors:
                 continue
             saved = json.loads(bytes(tensors["json"].cpu().tolist()))
-            if isinstance(saved, list):  # of earlier versions: one state
-                saved = {"own_shards": 0, "states": [saved]}
             self._own_shards |= {saved["own_shards"]} - {0}
             states = [StreamState(*each) for each in saved["states"]]
             self._restored += [state._replace(random=_random_from_json(state.random)) for state in states]

@@ -163,9 +163,8 @@ class NoiseScale:
         return asdict(self._averages)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the averages. An earlier version's are dropped: they lack the squares that the interval needs."""
-        complete = state.keys() == asdict(self._averages).keys()
-        self._averages = _Averages(**state) if complete else _Averages()
+        """Restore the averages."""
+        self._averages = _Averages(**state)
 
 
 @dataclass(frozen=True)

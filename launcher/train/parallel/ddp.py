@@ -229,7 +229,7 @@ class Ddp(Parallel):
         self._order = order or None  # none: the micro-batch ran no backward pass, and runs again
 
     def take_gradient_order(self, names: list[str]) -> None:
-        if not names or self._keeps_buckets:  # earlier versions saved names in the second case, too
+        if not names:
             return
         if {*names} != {name for name, p in self.module.named_parameters() if p.requires_grad}:
             return  # others are trained now: the next backward pass determines the order
@@ -282,7 +282,6 @@ def _compression(strategy: StrategyPlan, model: nn.Module, meter: Meter) -> Comp
         from launcher.train.parallel.powersgd import PowerSgd
 
         return PowerSgd(model, strategy.powersgd_rank, strategy.powersgd_start, meter)
-    # a plan of an earlier version may have fp16, which loses small gradients; bf16 has the same size and does not
     return _Cast(None if strategy.compress is Compress.none else torch.bfloat16)
 
 

@@ -106,8 +106,6 @@ def train(plan: RunPlan, words: dict[str, int]) -> tuple[dict[str, Any], Calibra
     if "resume" in words:
         resumed = Engine(task.model, lambda p: torch.optim.AdamW(p, 0.05), plan, shard_units=task.shard_units)
         resumed.load_state_dict(engine.state_dict())
-        names = [name for name, _ in engine.parallel.module.named_parameters()]
-        resumed.load_state_dict({**engine.state_dict(), "gradient_order": names})  # as an earlier version saved it
         assert resumed.parallel.gradient_order() == []
     return left, engine.calibrated, order[0]
 
