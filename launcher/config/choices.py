@@ -145,5 +145,3 @@ class Tracker(StrEnum):
     wandb = "wandb"
     tensorboard = "tensorboard"
     mlflow = "mlflow"
-    trackio = "trackio"
-    prometheus = "prometheus"

@@ -50,6 +50,10 @@ _REMOVED = {
     "cluster.link_gbit": "Leave it out: times are not predicted. `launch doctor` measures the links.",
     "train.predict": "Leave it out: times are not predicted, and memory is where the plan depends on it.",
     "cluster.key": "Run the hosts on a private network or a tunnel such as WireGuard: docs/guides/hosts.md.",
+    **dict.fromkeys(
+        ("prometheus", "prometheus.port", "prometheus.textfile", "trackio", "trackio.project"),
+        "Trackers are wandb, tensorboard and mlflow; metrics.jsonl has every record for others.",
+    ),
     "strategy.compress_parameters": "Use precision=bf16, which gathers matrices in two bytes each.",
     **dict.fromkeys(
         ("outer.store", "outer.sites", "outer.site", "outer.key", "outer.patience_s", "outer.compress"),

@@ -36,7 +36,7 @@ from launcher.config.choices import (
     Tracker,
 )
 from launcher.config.run_groups import OuterConfig, RunConfig, SweepConfig
-from launcher.config.tracker_groups import MlflowConfig, PrometheusConfig, TensorboardConfig, TrackioConfig, WandbConfig
+from launcher.config.tracker_groups import MlflowConfig, TensorboardConfig, WandbConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,12 +362,10 @@ class Config:
     callbacks Webhook and Email have more options."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     trackers: list[Tracker] = field(default_factory=lambda: [Tracker.wandb])
-    """List of the trackers that mirror metrics.jsonl: wandb, tensorboard, mlflow, trackio, prometheus."""
+    """List of the trackers that mirror metrics.jsonl: wandb, tensorboard, mlflow."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
     tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)
     mlflow: MlflowConfig = field(default_factory=MlflowConfig)
-    trackio: TrackioConfig = field(default_factory=TrackioConfig)
-    prometheus: PrometheusConfig = field(default_factory=PrometheusConfig)
     run: RunConfig = field(default_factory=RunConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
 

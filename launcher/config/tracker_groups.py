@@ -45,23 +45,3 @@ class MlflowConfig:
     Default: MLFLOW_TRACKING_URI, else mlruns/ beside the run's directory."""
     experiment: str = "launcher"
     """MLflow experiment."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrackioConfig:
-    """Trackio (trackers=[trackio]): a database in TRACKIO_DIR, which `trackio show` displays."""
-
-    project: str = "launcher"
-    """Trackio project."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrometheusConfig:
-    """Prometheus (trackers=[prometheus]): gauges of the newest record."""
-
-    port: int | None = None
-    """Port of the scrape endpoint on the host of rank 0. 0: any free port, which `launch status` shows. Default: no
-    endpoint."""
-    textfile: str | None = None
-    """File for the node exporter's textfile collector, ending in .prom; or its directory, for a file NAME-ID.prom.
-    Default: no file."""

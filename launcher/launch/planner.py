@@ -138,7 +138,7 @@ def _solve_job(config: Config, once: Once, *, starts: bool) -> tuple[RunPlan, Co
         config = _with_batch(config, error, notes)
         unknown = _solve_any_task(config, site, run)
     cluster = unknown.cluster
-    require_trackers(config, os.environ, site.cwd)  # the values are in their bounds
+    require_trackers(config, os.environ)
     require_float8(config, cluster)
     if cluster.gpu is None and config.precision.kind is PrecisionKind.auto and cluster.kind is ClusterKind.local:
         site = dataclasses.replace(site, bf16=once(_format_support, PrecisionKind.bf16, cluster.device)[0])

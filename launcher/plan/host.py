@@ -35,8 +35,6 @@ TRACKER_ENV: dict[Tracker, tuple[str, ...]] = {
     Tracker.wandb: ("WANDB_*", "NETRC"),
     Tracker.tensorboard: (),
     Tracker.mlflow: ("MLFLOW_*",),
-    Tracker.trackio: ("TRACKIO_*", "HF_TOKEN"),
-    Tracker.prometheus: ("PROMETHEUS_*",),
 }
 ALL_TRACKERS_ENV = tuple(pattern for patterns in TRACKER_ENV.values() for pattern in patterns)
 # further variables of a batch script: to find Slurm, for `module load` in cluster.setup, and for files that apptainer
@@ -44,7 +42,7 @@ ALL_TRACKERS_ENV = tuple(pattern for patterns in TRACKER_ENV.values() for patter
 BATCH_ENV = (
     "SLURM_CONF", "BASH_ENV", "BASH_FUNC_*", "MODULEPATH", "MODULESHOME", "MODULES_*", "LOADEDMODULES", "_LMFILES_",
     "LMOD_*", "__LMOD_*", "_ModuleTable*", "ENV", "WANDB_BASE_URL",
-    "WANDB_TAGS", "WANDB_NOTES", "WANDB_JOB_TYPE", "WANDB_RUN_GROUP", "MLFLOW_TRACKING_URI", "TRACKIO_DIR",
+    "WANDB_TAGS", "WANDB_NOTES", "WANDB_JOB_TYPE", "WANDB_RUN_GROUP", "MLFLOW_TRACKING_URI",
     "APPTAINER_CACHEDIR", "APPTAINER_TMPDIR", "SINGULARITY_CACHEDIR", "SINGULARITY_TMPDIR",
 )  # fmt: skip
 # URLs that may contain a user name and password

@@ -111,8 +111,6 @@ RULES: dict[str, tuple[Permission, str]] = {
     "trackers": (Permission.change, ""),
     "tensorboard": (Permission.change, ""),
     "mlflow": (Permission.change, ""),
-    "trackio": (Permission.change, ""),
-    "prometheus": (Permission.change, ""),
     "wandb.mode": (Permission.change, ""),
     "wandb.tags": (Permission.change, ""),
     "wandb.notes": (Permission.change, ""),

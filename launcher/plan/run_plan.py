@@ -20,12 +20,10 @@ from launcher.config.schema import (
     Parameters,
     PrecisionConfig,
     PrecisionKind,
-    PrometheusConfig,
     ShortWindow,
     StrategyConfig,
     TensorboardConfig,
     Tracker,
-    TrackioConfig,
     TrainConfig,
     WandbConfig,
 )
@@ -244,7 +242,7 @@ class RunPlan(LaunchPlan):
         notes: what the user should know before the start.
         callbacks: ``_target_`` and arguments of each, in the order in which they are called.
         trackers: as configured; see ``tracker_plan.mirrors_of``.
-        tensorboard, mlflow, prometheus: with absolute paths.
+        tensorboard, mlflow: with absolute paths.
         forced: config keys that `launch resume --force` has changed.
         fewer: differences of the plan on each smaller number of hosts that the job may use.
         initial: weights that the run starts with; None: those that the task's model() returns.
@@ -266,8 +264,6 @@ class RunPlan(LaunchPlan):
     trackers: tuple[Tracker, ...] = (Tracker.wandb,)
     tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)
     mlflow: MlflowConfig = field(default_factory=MlflowConfig)
-    trackio: TrackioConfig = field(default_factory=TrackioConfig)
-    prometheus: PrometheusConfig = field(default_factory=PrometheusConfig)
     forced: tuple[str, ...] = ()
     fewer: tuple[Fewer, ...] = ()
     initial: InitialWeights | None = None

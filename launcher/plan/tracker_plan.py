@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import os
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from launcher.config.choices import WandbMode
-from launcher.config.schema import ClusterKind, Config, Tracker
+from launcher.config.schema import Config, Tracker
 from launcher.errors import ConfigError
 from launcher.plan.host import without_credentials
 from launcher.plan.launch_plan import RunInfo
@@ -37,8 +35,6 @@ TRACKER_KINDS: dict[Tracker, TrackerKind] = {
     Tracker.wandb: TrackerKind("W&B", "wandb", ""),
     Tracker.tensorboard: TrackerKind("TensorBoard", "tensorboard", "tensorboard"),
     Tracker.mlflow: TrackerKind("MLflow", "mlflow", "mlflow"),
-    Tracker.trackio: TrackerKind("Trackio", "trackio", "trackio"),
-    Tracker.prometheus: TrackerKind("Prometheus", "prometheus_client", "prometheus"),
 }
 MLFLOW_STORE = "mlruns"  # MLflow's default store, beside the directories of the runs
 # schemes of a tracking URI; "": a directory
@@ -56,31 +52,16 @@ def solve_trackers(config: Config, run: RunInfo, cwd: str) -> dict[str, Any]:
     for number, tracker in enumerate(config.trackers):
         if tracker in config.trackers[:number]:
             raise ConfigError("trackers", [t.value for t in config.trackers], f"{tracker.value} is there twice.")
-    mlflow, tensorboard, prometheus = config.mlflow, config.tensorboard, config.prometheus
+    mlflow, tensorboard = config.mlflow, config.tensorboard
     if mlflow.tracking_uri is not None:
         _require_no_credentials(mlflow.tracking_uri)
         if Tracker.mlflow in config.trackers:
             _require_store("mlflow.tracking_uri", mlflow.tracking_uri)
             mlflow = dataclasses.replace(mlflow, tracking_uri=_absolute(mlflow.tracking_uri, cwd))
-    if Tracker.prometheus in config.trackers and prometheus.port is None and prometheus.textfile is None:
-        raise ConfigError(
-            "trackers", [t.value for t in config.trackers], "prometheus has nothing to write to.",
-            "Set prometheus.port, for a scrape endpoint, or prometheus.textfile, for the node exporter.",
-        )  # fmt: skip
     name = f"{Path(run.dir).name}-{run.id}"
     if tensorboard.dir is not None:
         tensorboard = dataclasses.replace(tensorboard, dir=str((Path(cwd) / tensorboard.dir / name).resolve()))
-    if prometheus.textfile is not None:
-        file = (Path(cwd) / prometheus.textfile).resolve()
-        file = file if file.suffix == ".prom" else file / f"{name}.prom"
-        prometheus = dataclasses.replace(prometheus, textfile=str(file))
-    return {
-        "trackers": tuple(config.trackers),
-        "tensorboard": tensorboard,
-        "mlflow": mlflow,
-        "trackio": config.trackio,
-        "prometheus": prometheus,
-    }
+    return {"trackers": tuple(config.trackers), "tensorboard": tensorboard, "mlflow": mlflow}
 
 
 def _require_no_credentials(uri: str) -> None:
@@ -151,13 +132,8 @@ def mlflow_uri(plan: RunPlan, env: Mapping[str, str]) -> str:
     return plan.mlflow.tracking_uri or env.get("MLFLOW_TRACKING_URI") or str(Path(plan.run.dir).parent / MLFLOW_STORE)
 
 
-def require_trackers(config: Config, env: Mapping[str, str], cwd: str) -> None:
-    """Check what can be known before the start: packages, the variable with MLflow's address, and for a job on this
-    machine the port and the directory of Prometheus.
-
-    Args:
-        config: of a plan that was solved, so that its values are in their bounds.
-        cwd: directory of relative paths.
+def require_trackers(config: Config, env: Mapping[str, str]) -> None:
+    """Check what can be known before the start: packages, and the variable with MLflow's address.
 
     Raises:
         ConfigError: something is missing.
@@ -172,25 +148,3 @@ def require_trackers(config: Config, env: Mapping[str, str], cwd: str) -> None:
                 )  # fmt: skip
     if Tracker.mlflow in config.trackers and config.mlflow.tracking_uri is None:
         _require_store("MLFLOW_TRACKING_URI", env.get("MLFLOW_TRACKING_URI", ""))
-    if Tracker.prometheus not in config.trackers or config.cluster.kind is not ClusterKind.local:
-        return
-    if config.prometheus.port:
-        _require_free(config.prometheus.port)
-    if config.prometheus.textfile is not None:
-        file = Path(cwd, config.prometheus.textfile)
-        directory = file.absolute().parent if file.suffix == ".prom" else file
-        if not directory.is_dir() or not os.access(directory, os.W_OK):
-            problem = "its directory does not exist." if not directory.is_dir() else "its directory is not writable."
-            raise ConfigError("prometheus.textfile", str(file), problem)
-
-
-def _require_free(port: int) -> None:
-    with socket.socket() as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the endpoint itself does
-        try:
-            server.bind(("", port))
-        except OSError as error:
-            raise ConfigError(
-                "prometheus.port", port, f"cannot be opened on this machine: {error.strerror}.",
-                "Use another one, or 0 for any free port.",
-            ) from None  # fmt: skip

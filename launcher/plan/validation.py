@@ -67,7 +67,6 @@ _BOUNDS: dict[str, tuple[Callable[[Number], bool], str]] = {
     "checkpoint.every": _at_least(1),
     "checkpoint.every_minutes": _above(0),
     "checkpoint.keep": _at_least(1),
-    "prometheus.port": _between(0, 65535),
     "run.calibrate_s": _at_least(0),
     "sweep.at_once": _at_least(1),
 }

@@ -42,7 +42,7 @@ FIGURES = (
 )  # fmt: skip
 # keys that name a run or configure its trackers; they do not affect measurements
 _NO_SETTINGS = (
-    "run.", "trackers", "wandb.", "tensorboard.", "mlflow.", "trackio.", "prometheus.", "sweep.", "hydra.",
+    "run.", "trackers", "wandb.", "tensorboard.", "mlflow.", "sweep.", "hydra.",
 )  # fmt: skip
 # after an out-of-memory error the micro-batch may change within an attempt, and the prediction does not
 _PREDICTED_FOR = ("batch/micro_size", "batch/world_size")

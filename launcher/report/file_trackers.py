@@ -1,16 +1,14 @@
-"""Adapters of the trackers that read files or a scrape endpoint: TensorBoard and Prometheus."""
+"""Adapter of TensorBoard, which reads files."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-import re
 import socket
 import struct
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,68 +148,3 @@ def _last_step(file: Path) -> int:
     if not end:
         file.unlink()
     return library("tensorboard.compat.proto.event_pb2").Event.FromString(last).step
-
-
-class PrometheusAdapter:
-    """Prometheus: a gauge for each metric of the newest record, on a scrape endpoint, in a file, or both.
-
-    Names are those of the record after ``launcher_``, with _ for each character that Prometheus does not allow; the
-    label ``name`` has the name itself.
-    """
-
-    def __init__(self, plan: RunPlan, status: dict[str, Any]) -> None:  # noqa: ARG002
-        self._plan = plan
-        self._entry: StepEntry | None = None
-        self._verdict = "running"
-        self._registry: Any = None
-
-    def open(self) -> dict[str, Any]:
-        prometheus = library("prometheus_client")
-
-        self._registry = prometheus.CollectorRegistry()
-        self._registry.register(self)  # its ``collect`` is called for each scrape
-        settings = self._plan.prometheus
-        fields: dict[str, Any] = {"delivered": 0}
-        if settings.port is not None:
-            server, _ = prometheus.start_http_server(settings.port, registry=self._registry)
-            fields["url"] = f"http://{socket.gethostname()}:{server.server_port}/metrics"
-        if settings.textfile is not None:
-            fields["dir"] = settings.textfile
-            self._write()
-        return fields
-
-    def collect(self) -> Iterator[Any]:
-        """Yield the families of gauges that a scrape shows."""
-        gauge_family = library("prometheus_client.core").GaugeMetricFamily
-
-        plan, entry = self._plan, self._entry  # one entry throughout, whatever another thread does
-        run = {"run": plan.run.name, "id": plan.run.id}
-
-        def gauge(name: str, meaning: str, values: dict[str, float], label: str) -> Any:
-            family = gauge_family(f"launcher_{name}", meaning, labels=[*run, label])
-            for text, value in values.items():
-                family.add_metric([*run.values(), text], value)
-            return family
-
-        yield gauge("run_verdict", "1 for the state of the run", {self._verdict: 1}, "verdict")
-        yield gauge("run_info", "1", {plan.task.target: 1}, "task")
-        if entry is None:
-            return
-        yield gauge("step", "Optimizer steps recorded", {"step": entry.step}, "name")
-        families: dict[str, dict[str, float]] = defaultdict(dict)
-        for name, value in entry.numbers.items():
-            families[re.sub(r"[^a-zA-Z0-9_]", "_", name)][name] = value
-        for name, values in families.items():
-            yield gauge(name, f"{', '.join(values)} of the newest record", values, "name")
-
-    def log(self, entries: Sequence[StepEntry]) -> None:
-        self._entry = entries[-1]
-        self._write()
-
-    def finish(self, summary: dict[str, Any]) -> None:
-        self._verdict = str(summary.get("verdict", "killed"))
-        self._write()
-
-    def _write(self) -> None:
-        if self._plan.prometheus.textfile is not None:
-            library("prometheus_client").write_to_textfile(self._plan.prometheus.textfile, self._registry)

@@ -1,4 +1,4 @@
-"""Adapters of the trackers that store runs in a database or on a server: Weights & Biases, MLflow, Trackio.
+"""Adapters of the trackers that store runs in a database or on a server: Weights & Biases and MLflow.
 
 Each asks the store for its last step when it opens the run.
 """
@@ -12,7 +12,7 @@ import re
 import struct
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -284,65 +284,3 @@ def mlflow_name(name: str) -> str:
     """Return a metric's name with the characters that MLflow refuses as _HEX. It also refuses paths such as a//b."""
     name = re.sub(r"[^\w\-. :/]", lambda match: f"_{ord(match[0]):x}", name)
     return name if os.path.normpath(name) == name and not name.startswith((".", "/")) else name.replace("/", "_2f")
-
-
-class TrackioAdapter:
-    """Trackio: its local database. Each row has an id made of run and step, so that a row is never stored twice.
-
-    Rows are written by Trackio's storage, not by its Run, which returns before they are stored, and loses them silently
-    if that fails. `trackio sync` uploads the project to a Space.
-    """
-
-    def __init__(self, plan: RunPlan, status: dict[str, Any]) -> None:  # noqa: ARG002
-        self._plan = plan
-        self._storage: Any = None
-        self._config: dict[str, Any] = {}
-        self._step = 0
-
-    def open(self) -> dict[str, Any]:
-        plan, storage = self._plan, library("trackio.sqlite_storage").SQLiteStorage
-        storage.validate_project_name(plan.trackio.project)
-        self._storage = storage
-        created = {"_Created": datetime.now(UTC).isoformat(), "_Username": os.environ.get("USER"), "_Group": None}
-        self._config = {**settings_of(plan), **created}
-        database = storage.init_db(plan.trackio.project)
-        self._step = storage.get_last_step(plan.trackio.project, plan.run.name, plan.run.id) or 0
-        return {"delivered": self._step, "dir": str(library("trackio.utils").TRACKIO_DIR), "database": str(database)}
-
-    def log(self, entries: Sequence[StepEntry]) -> None:
-        self._storage.bulk_log(
-            self._plan.trackio.project,
-            self._plan.run.name,
-            [{**entry.numbers, **self._media(entry)} for entry in entries],
-            steps=[entry.step for entry in entries],
-            timestamps=[datetime.fromtimestamp(entry.at, UTC).isoformat() for entry in entries],
-            config=self._config,
-            log_ids=[self._row(entry.step) for entry in entries],
-            run_id=self._plan.run.id,
-        )
-        self._step = entries[-1].step
-
-    def _row(self, step: int) -> str:
-        return f"{self._plan.run.id}-{step}"
-
-    def _media(self, entry: StepEntry) -> dict[str, Any]:
-        media: dict[str, Any] = {}
-        if entry.texts or entry.images:
-            trackio = library("trackio")
-            for name, text in entry.texts.items():
-                media[name] = trackio.Markdown(f"```\n{text}\n```")._to_dict()
-            for name, file in entry.images.items():
-                image = trackio.Image(str(file), caption=name)
-                image._save(self._plan.trackio.project, self._plan.run.name, entry.step)
-                media[name] = image._to_dict()
-        return media
-
-    def finish(self, summary: dict[str, Any]) -> None:
-        """Add the summary to the run's configuration. That is stored along with a row, here the last one again."""
-        if not self._step:
-            return
-        flat = {f"summary.{name}": value for name, value in summary.items() if value is not None}
-        self._storage.bulk_log(
-            self._plan.trackio.project, self._plan.run.name, [{}], steps=[self._step], config={**self._config, **flat},
-            log_ids=[self._row(self._step)], run_id=self._plan.run.id,
-        )  # fmt: skip

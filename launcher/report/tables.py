@@ -243,11 +243,6 @@ def _destination(plan: RunPlan, tracker: Tracker) -> str:
         case Tracker.mlflow:
             uri = mlflow_uri(plan, os.environ)
             return f"{without_credentials(uri) if '://' in uri else near(uri)}, experiment {plan.mlflow.experiment}"
-        case Tracker.trackio:
-            return f"project {plan.trackio.project}"
-        case Tracker.prometheus:
-            port, file = plan.prometheus.port, plan.prometheus.textfile
-            return ", ".join(([] if port is None else [f"port {port or 'any'}"]) + ([near(file)] if file else []))
 
 
 def tracker_lines(paths: RunPaths, trackers: Iterable[str] | None = None) -> Iterator[tuple[str, str, str]]:
@@ -266,8 +261,7 @@ def tracker_lines(paths: RunPaths, trackers: Iterable[str] | None = None) -> Ite
         except (OSError, Unreadable):
             status = {"problem": f"{paths.tracker_status(tracker).name} is unreadable"}
         if status:
-            closed = tracker is Tracker.prometheus and paths.summary.exists()  # the endpoint, at the end of the run
-            where = (not closed and status.get("url")) or (near(str(status["dir"])) if status.get("dir") else "")
+            where = status.get("url") or (near(str(status["dir"])) if status.get("dir") else "")
             yield TRACKER_KINDS[tracker].title, str(where), str(status.get("problem") or "")
 
 

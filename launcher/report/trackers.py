@@ -80,9 +80,7 @@ class Adapter(Protocol):
 ADAPTERS: dict[Tracker, Callable[[RunPlan, dict[str, Any]], Adapter]] = {
     Tracker.wandb: server_trackers.WandbAdapter,
     Tracker.mlflow: server_trackers.MlflowAdapter,
-    Tracker.trackio: server_trackers.TrackioAdapter,
     Tracker.tensorboard: file_trackers.TensorboardAdapter,
-    Tracker.prometheus: file_trackers.PrometheusAdapter,
 }
 
 

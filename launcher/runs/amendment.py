@@ -114,7 +114,7 @@ def replan(paths: RunPaths, old: RunPlan, overrides: Sequence[str], *, force: bo
     else:
         plan = _solved(config, old, site, touched, at)
         plan = with_reason(plan, old.strategy.kind_reason) if keeps_strategy else plan
-    require_trackers(config, os.environ, old.cluster.cwd)
+    require_trackers(config, os.environ)
     require_float8(config, plan.cluster)
     if keeps_precision:
         plan = plan.with_precision(old.precision.kind, old.precision.reason)

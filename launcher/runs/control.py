@@ -236,8 +236,7 @@ def mirror_again(run: Run) -> list[tuple[str, str]]:
     _plan_of(paths)  # checks it
     _require_over(run, "mirror")
     plan = RunPlan.of_record(paths)
-    # what Prometheus shows is over
-    trackers = () if plan is None else tuple(each for each in mirrors_of(plan) if each is not Tracker.prometheus)
+    trackers = () if plan is None else mirrors_of(plan)
     if plan is None or not trackers:
         raise UserError(
             f"{run.name}: has no tracker that stores it.\n  `launch resume {run.name} trackers=[wandb]` adds one."

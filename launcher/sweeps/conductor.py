@@ -88,7 +88,7 @@ def _with_cell(problem: str, overrides: Sequence[str]) -> str:
 
 # prefixes of arguments that do not identify the sweep
 _OF_THIS_COMMAND = (
-    "sweep.", "hydra", "-", "trackers=", "wandb.", "tensorboard.", "mlflow.", "trackio.", "prometheus.", "run.dir=",
+    "sweep.", "hydra", "-", "trackers=", "wandb.", "tensorboard.", "mlflow.", "run.dir=",
 )  # fmt: skip
 
 

@@ -154,7 +154,7 @@ def alone(paths: SweepPaths) -> Generator[None]:
 
 # identity, location and display: a cell that differs only in these is not run again
 _NOT_CONTENT = (
-    "format", "run", "command", "trackers", "wandb", "tensorboard", "mlflow", "trackio", "prometheus", "notes", "fewer",
+    "format", "run", "command", "trackers", "wandb", "tensorboard", "mlflow", "notes", "fewer",
 )  # fmt: skip
 # the same within a part of the plan
 _OF_CLUSTER = (

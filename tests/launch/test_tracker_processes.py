@@ -23,7 +23,7 @@ from launcher.rundir.fencing import Attempt
 from tests.helpers import make_plan
 from tests.infra.runs import wait_for
 
-ALL = ("trackers=[wandb,tensorboard,mlflow,trackio,prometheus]", "prometheus.port=0")
+ALL = ("trackers=[wandb,tensorboard,mlflow]",)
 
 
 @pytest.fixture
@@ -59,22 +59,22 @@ def of_run(plan: RunPlan) -> dict[str, psutil.Process]:
 def test_each_has_a_process_with_its_own_secrets(
     tmp_path: Path, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = {"wandb": "WANDB_API_KEY", "mlflow": "MLFLOW_TRACKING_PASSWORD", "trackio": "HF_TOKEN"}
+    keys = {"wandb": "WANDB_API_KEY", "mlflow": "MLFLOW_TRACKING_PASSWORD"}
     for key in keys.values():
         monkeypatch.setenv(key, "secret")
     plan = plan_in(tmp_path, *ALL)
     trackers = TrackerProcesses(plan, Attempt(1, 2))
-    monkeypatch.delenv("HF_TOKEN")  # the workers' environment replaces this one later
+    monkeypatch.delenv("MLFLOW_TRACKING_PASSWORD")  # the workers' environment replaces this one later
     trackers.start()
     found = of_run(plan)
-    assert [*found] == ["wandb", "tensorboard", "mlflow", "trackio", "prometheus"]
+    assert [*found] == ["wandb", "tensorboard", "mlflow"]
     assert started[1][3:] == ["launcher.report.trackers", plan.run.dir, "1.2", "tensorboard"]
     for name, process in found.items():
         own = {keys[name]} if name in keys else set[str]()
         assert {key for key in keys.values() if key in process.environ()} == own
     assert trackers.finish(30) == {*found}
     assert of_run(plan) == {}
-    assert len(started) == 5
+    assert len(started) == 3
 
 
 def test_one_that_is_killed_starts_again_until_the_end(tmp_path: Path, started: list[list[str]]) -> None:

@@ -6,8 +6,6 @@ import json
 import math
 import os
 import random
-import re
-import sqlite3
 import struct
 import subprocess
 import sys
@@ -203,23 +201,3 @@ def in_wandb(run: Path) -> Steps:
                 numbers = {n: v for n, v in values.items() if not n.startswith("_") and not isinstance(v, str)}
                 steps[step] = {name: math.nan if value is None else value for name, value in numbers.items()}
     return steps
-
-
-def in_trackio(database: Path) -> Steps:
-    steps: Steps = {}
-    with sqlite3.connect(database) as connection:
-        for step, text in connection.execute("SELECT step, metrics FROM metrics ORDER BY step"):
-            assert step not in steps, f"step {step} is there twice"
-            numbers = {name: math.nan if value == "NaN" else value for name, value in json.loads(text).items()}
-            steps[step] = {name: value for name, value in numbers.items() if isinstance(value, int | float)}
-    return steps
-
-
-def in_prometheus(text: str) -> dict[str, float]:
-    """The gauges of a scrape that have a name of the record, and the step."""
-    values: dict[str, float] = {}
-    for line in text.splitlines():
-        if match := re.fullmatch(r'launcher_\w+\{.*name="([^"]+)".*\} (\S+)', line):
-            assert match[1] not in values
-            values[match[1]] = float(match[2])
-    return values

@@ -1,11 +1,10 @@
-"""TensorBoard's event files and Prometheus' gauges, read back by their own readers."""
+"""TensorBoard's event files, read back by its own reader."""
 
 from __future__ import annotations
 
 import json
 import math
 import resource
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -14,18 +13,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from launcher.callbacks.samples import png
 from launcher.plan.run_plan import RunPlan
-from launcher.report.file_trackers import PrometheusAdapter, TensorboardAdapter
+from launcher.report.file_trackers import TensorboardAdapter
 from launcher.report.tracker_entry import StepEntry, entries_of
-from tests.infra.runs import wait_for
 from tests.report.mirrored import (
-    Growing,
     differences,
-    in_prometheus,
     in_tensorboard,
-    mirror,
     record_of,
     saved_plan,
-    status_of,
 )
 
 SAMPLES = "callbacks=[{_target_: launcher.callbacks.GeneratedSamples}]"
@@ -118,43 +112,3 @@ def test_event_files_of_others_stay_as_they_are(tmp_path: Path) -> None:
     adapter.log(entries(plan, 1))
     assert TensorboardAdapter(plan, {}).open()["delivered"] == 1
     assert (own.read_bytes(), empty.read_bytes()) == (part, b"")
-
-
-def scrape(url: str) -> str:
-    port = url.rpartition(":")[2]
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}", timeout=30) as answer:
-        return answer.read().decode()
-
-
-@pytest.mark.slow
-def test_prometheus_by_scraping_and_as_a_file(tmp_path: Path) -> None:
-    plan = saved_plan(tmp_path / "run", "trackers=[prometheus]", "prometheus.port=0", f"prometheus.textfile={tmp_path}")
-    growing = Growing(plan)
-    process = mirror(plan, "prometheus")
-    try:
-        wait_for(lambda: "url" in status_of(plan, "prometheus"), "the endpoint")
-        url = status_of(plan, "prometheus")["url"]
-        assert 'verdict="running"} 1.0' in scrape(url)
-        growing.add(21)
-        wait_for(lambda: in_prometheus(scrape(url)).get("step") == 21, "step 21")
-        values = in_prometheus(scrape(url))
-        assert math.isnan(values.pop("train/acc@5")), "the record has null"
-        expected = {name: value for name, value in record_of(21).items() if value is not None}
-        assert values == pytest.approx(expected, rel=1e-12)
-        assert 'launcher_train_acc_5{id="abcd1234",name="train/acc@5",run="run"} NaN' in scrape(url)
-        plan.paths.summary.write_text('{"verdict": "done"}')
-    finally:
-        process.communicate()
-    assert process.returncode == 0
-    text = (tmp_path / "run-abcd1234.prom").read_text()
-    assert in_prometheus(text)["step"] == 21
-    assert 'verdict="done"} 1.0' in text
-
-
-def test_names_that_become_equal_keep_both_values(tmp_path: Path) -> None:
-    plan = saved_plan(tmp_path, "trackers=[prometheus]", "prometheus.port=0")
-    adapter = PrometheusAdapter(plan, {})
-    adapter._entry = StepEntry({"step": 1, "a/b-c": 1.0, "a/b_c": 2.0}, (), 0)
-    families = {family.name: {s.labels["name"]: s.value for s in family.samples} for family in adapter.collect()
-                if family.name == "launcher_a_b_c"}  # fmt: skip
-    assert families == {"launcher_a_b_c": {"a/b-c": 1.0, "a/b_c": 2.0}}

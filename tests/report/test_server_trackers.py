@@ -1,9 +1,8 @@
-"""W&B, MLflow and Trackio: what their stores have after kills, failures and resumes."""
+"""W&B and MLflow: what their stores have after kills, failures and resumes."""
 
 from __future__ import annotations
 
 import json
-import sqlite3
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -27,7 +26,6 @@ from tests.report.mirrored import (
     Growing,
     differences,
     in_mlflow,
-    in_trackio,
     in_wandb,
     kill_often,
     mirror,
@@ -283,24 +281,3 @@ def test_a_real_server_that_comes_and_goes(tmp_path: Path) -> None:
             each.path for each in mlflow_client(server.uri).list_artifacts(status["run_id"], "samples/step_000002")
         }
         assert samples == {"samples/step_000002/face.png", "samples/step_000002/story.txt"}
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_thirty_kills_before_trackio(tmp_path: Path) -> None:
-    """Needs the package trackio."""
-    plan = saved_plan(tmp_path / "run", "trackers=[trackio]", SAMPLES)
-    with_samples(plan, 2)
-    env = {"TRACKIO_DIR": str(tmp_path / "trackio")}
-    steps = kill_often(plan, "trackio", 30, env=env)
-    status = status_of(plan, "trackio")
-    assert status["dir"] == str(tmp_path / "trackio")
-    assert differences(in_trackio(status["database"]), steps) == []
-    with sqlite3.connect(status["database"]) as connection:
-        ((config,),) = connection.execute("SELECT config FROM configs")
-        ((second,),) = connection.execute("SELECT metrics FROM metrics WHERE step = 2")
-    assert json.loads(config)["summary.verdict"] == "done"
-    assert json.loads(config)["batch.global_size"] == 64
-    assert json.loads(second)["samples/story"]["_value"] == "```\nonce <upon>\na time\n```"
-    image = tmp_path / "trackio" / "media" / json.loads(second)["samples/face"]["file_path"]
-    assert image.read_bytes() == (plan.paths.samples(2) / "face.png").read_bytes()

@@ -102,8 +102,8 @@ def test_a_newer_attempt_owns_the_tracker(tmp_path: Path) -> None:
 def test_a_tracker_that_is_not_listed_is_left_alone(tmp_path: Path) -> None:
     plan = saved_plan(tmp_path, TENSORBOARD)
     Growing(plan).add(1)
-    assert mirror_to_the_end(plan, "prometheus") == 0
-    assert status_of(plan, "prometheus") == {}
+    assert mirror_to_the_end(plan, "mlflow") == 0
+    assert status_of(plan, "mlflow") == {}
 
 
 class Failing:
@@ -258,13 +258,11 @@ def test_a_missing_package_is_not_tried_again(
 
 
 def test_what_the_commands_show_of_trackers(tmp_path: Path) -> None:
-    plan = saved_plan(tmp_path, "trackers=[prometheus,mlflow]", "prometheus.port=0")
-    for tracker in ("wandb", "mlflow", "prometheus"):  # one was left out when the run resumed
+    plan = saved_plan(tmp_path, "trackers=[tensorboard,mlflow]")
+    for tracker in ("wandb", "mlflow", "tensorboard"):  # one was left out when the run resumed
         plan.paths.tracker_status(tracker).write_text(json.dumps({"url": f"http://{tracker}", "problem": None}))
-    mlflow, prometheus = ("MLflow", "http://mlflow", ""), ("Prometheus", "http://prometheus", "")
-    assert [*tracker_lines(plan.paths)] == [mlflow, prometheus]
-    plan.paths.summary.write_text('{"verdict": "done"}')
-    assert [*tracker_lines(plan.paths)] == [mlflow, ("Prometheus", "", "")]
+    expected = [("TensorBoard", "http://tensorboard", ""), ("MLflow", "http://mlflow", "")]
+    assert [*tracker_lines(plan.paths)] == expected
 
 
 def test_a_tracker_that_does_not_return_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

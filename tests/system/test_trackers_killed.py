@@ -12,8 +12,7 @@ import math
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from http.client import HTTPException
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,7 @@ from launcher.rundir.paths import RunPaths
 from tests.helpers import CORPUS
 from tests.infra.mlflow_server import MlflowServer
 from tests.infra.runs import timeless
-from tests.report.mirrored import Steps, in_mlflow, in_prometheus, in_tensorboard, in_trackio, in_wandb
-from tests.report.test_file_trackers import scrape
+from tests.report.mirrored import Steps, in_mlflow, in_tensorboard, in_wandb
 from tests.system.deaths import Chaos
 
 pytestmark = pytest.mark.slow
@@ -44,21 +42,16 @@ class Watch(threading.Thread):
 
     Attributes:
         records: by step, every record that metrics.jsonl ever had of it: a cut-back replaces the later ones.
-        seen: what Prometheus showed: the step, and the values.
     """
 
-    def __init__(self, paths: RunPaths, look: Callable[[RunPaths], str] | None) -> None:
+    def __init__(self, paths: RunPaths) -> None:
         super().__init__(daemon=True)
         self.records: Records = {}
-        self.seen: list[dict[str, float]] = []
-        self._paths, self._look = paths, look
         self._tail, self._over = Tail(paths.metrics), threading.Event()
 
     def run(self) -> None:
         while not self._over.wait(0.02):
             self._read()
-            if self._look is not None and (values := in_prometheus(self._look(self._paths))):
-                self.seen.append(values)
 
     def _read(self) -> None:
         for line in self._tail.lines():
@@ -98,28 +91,13 @@ def wrong_values(stored: dict[str, float], versions: list[dict[str, Any]], *, si
     ]
 
 
-def endpoint(paths: RunPaths) -> str:
-    """Return what the scrape endpoint shows; empty while there is none."""
-    try:
-        return scrape(json.loads(paths.tracker_status("prometheus").read_text())["url"])
-    except (OSError, HTTPException, KeyError, ValueError):  # it was killed
-        return ""
-
-
-def textfile(paths: RunPaths) -> str:
-    files = [*paths.root.parent.parent.glob("gauges/*.prom")]
-    return files[0].read_text() if files else ""
-
-
 @pytest.fixture
 def mlflow_server(tmp_path: Path) -> Iterator[MlflowServer]:
     with MlflowServer(tmp_path) as server:
         yield server.start()
 
 
-def kill_and_watch(
-    directory: Path, *overrides: str, rounds: int, look: Callable[[RunPaths], str] | None = None, env: Any = None
-) -> tuple[RunPaths, Watch]:
+def kill_and_watch(directory: Path, *overrides: str, rounds: int) -> tuple[RunPaths, Watch]:
     """Train with ``2 * rounds`` kills of the run and ``rounds`` of the tracker's process."""
     chaos = Chaos(
         directory,
@@ -128,9 +106,8 @@ def kill_and_watch(
         KINDS,
         last="the tree",
         job=(*JOB, *overrides),
-        env=env or {},
     )
-    watch = Watch(chaos.paths, look)
+    watch = Watch(chaos.paths)
     watch.start()
     try:
         chaos.run()
@@ -169,34 +146,6 @@ def test_each_step_is_on_a_real_server_of_mlflow_once(mlflow_server: MlflowServe
     status = json.loads(paths.tracker_status("mlflow").read_text())
     require_each_step_once(in_mlflow(uri, status["run_id"]), watch.records)
     assert status["problem"] is None
-
-
-@pytest.mark.nightly
-def test_each_step_is_in_trackio_once(tmp_path: Path) -> None:
-    """Needs the package trackio."""
-    env = {"TRACKIO_DIR": str(tmp_path / "trackio")}
-    paths, watch = kill_and_watch(tmp_path, "trackers=[trackio]", rounds=15, env=env)
-    status = json.loads(paths.tracker_status("trackio").read_text())
-    require_each_step_once(in_trackio(status["database"]), watch.records)
-    assert status["problem"] is None
-
-
-@ROUNDS
-@pytest.mark.parametrize("look", [endpoint, textfile])
-def test_prometheus_shows_no_step_that_was_not_recorded(
-    look: Callable[[RunPaths], str], rounds: int, tmp_path: Path
-) -> None:
-    (tmp_path / "gauges").mkdir()
-    where = "prometheus.port=0" if look is endpoint else f"prometheus.textfile={tmp_path / 'gauges'}"
-    paths, watch = kill_and_watch(tmp_path, "trackers=[prometheus]", where, rounds=rounds, look=look)
-    assert len({values["step"] for values in watch.seen}) > rounds
-    for values in watch.seen:
-        assert wrong_values(values, watch.records[int(values["step"])]) == [], values["step"]
-    if look is textfile:
-        shown = in_prometheus(look(paths))
-        (last,) = [json.loads(line) for line in paths.metrics.read_text().splitlines()[-1:]]
-        assert wrong_values(shown, [last]) == []
-        assert 'verdict="done"} 1.0' in look(paths)
 
 
 def require_each_step_once(stored: Steps, records: Records, *, single: bool = False) -> None:

@@ -8,25 +8,23 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Launch
-from tests.report.mirrored import in_mlflow, in_prometheus, in_tensorboard
+from tests.report.mirrored import in_mlflow, in_tensorboard
 from tests.system.test_wandb import ALONE, SMALL, read_back
 
 pytestmark = pytest.mark.slow
 
 
 def test_a_run_is_the_same_in_all_and_one_out_of_reach_disturbs_none(launch: Launch, tmp_path: Path) -> None:
-    gauges = tmp_path / "gauges"
-    gauges.mkdir()
     key = "5ecre7" * 6
     env = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_TRACKING_PASSWORD": key, "WANDB_API_KEY": key + "abcd"}
-    trackers = ("trackers=[wandb,tensorboard,mlflow,prometheus]", f"prometheus.textfile={gauges}")
+    trackers = ("trackers=[wandb,tensorboard,mlflow]",)
     done = launch(
         "train", *SMALL, *ALONE, *trackers, "checkpoint.enabled=true", "mlflow.tracking_uri=http://127.0.0.1:9", env=env
     )
     assert done.returncode == 0, done.stderr
     assert (done.stdout + done.stderr).count("MLflow: ") <= 1
     run = tmp_path / "runs" / "w"
-    for path in (*run.rglob("*"), *gauges.iterdir()):
+    for path in run.rglob("*"):
         assert not path.is_file() or key.encode() not in path.read_bytes(), path
     written = {r["step"]: r for r in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())}
     assert [*written] == [*range(1, 13)]
@@ -36,9 +34,6 @@ def test_a_run_is_the_same_in_all_and_one_out_of_reach_disturbs_none(launch: Lau
         record = {name: value for name, value in written[step].items() if name != "step"}
         assert values == pytest.approx(record, rel=1e-6), step
     assert [row["step"] for row in read_back(run)[1]] == [*written]
-    (file,) = gauges.iterdir()
-    newest = in_prometheus(file.read_text())
-    assert newest == pytest.approx(written[12], rel=1e-12)
     status = launch("status", "w")
     assert "MLflow" in status.stdout
     assert "problem: " in status.stdout
@@ -47,7 +42,7 @@ def test_a_run_is_the_same_in_all_and_one_out_of_reach_disturbs_none(launch: Lau
     resumed = launch("resume", "w", "train.steps=14", f"mlflow.tracking_uri={tmp_path / 'mlruns'}", env=env)
     assert resumed.returncode == 0, resumed.stderr
     report = json.loads(launch("status", "w", "--json").stdout)["trackers"]
-    assert set(report) == {"wandb", "tensorboard", "mlflow", "prometheus"}
+    assert set(report) == {"wandb", "tensorboard", "mlflow"}
     assert not report["mlflow"]["problem"]
     stored = in_mlflow(str(tmp_path / "mlruns"), report["mlflow"]["run_id"])
     assert [*stored] == [*range(1, 15)]
@@ -79,7 +74,7 @@ def test_what_a_tracker_lacks_at_the_end_is_sent_by_a_command(launch: Launch, tm
 
 
 def test_what_cannot_work_is_refused_before_anything_starts(launch: Launch, tmp_path: Path) -> None:
-    for override in ("trackers=[neptune]", "trackers=[prometheus]"):
+    for override in ("trackers=[neptune]", "trackers=[wandb,wandb]"):
         refused = launch("train", *SMALL, override)
         assert refused.returncode == 2, refused.stderr
         assert "trackers" in refused.stderr
