@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sysconfig
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +44,6 @@ class Chaos:
         only: kinds of death; empty: all. In each round, each of them once, in random order.
         last: kind that ends each round.
         job: overrides of the run.
-        env: variables that the run's `launch` gets in addition.
         done: kind, step and description of each death so far.
         problems: descriptions of what went wrong.
         damaged: number of checkpoints that were damaged.
@@ -56,7 +55,6 @@ class Chaos:
     only: Collection[str] = ()
     last: str = ""
     job: Sequence[str] = JOB
-    env: Mapping[str, str] = field(default_factory=dict[str, str])
     done: list[tuple[str, int, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     damaged: int = 0
@@ -73,7 +71,6 @@ class Chaos:
             return warm.Popen(
                 launch_command(*words),
                 cwd=self.directory,
-                env=os.environ | self.env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
