@@ -292,14 +292,10 @@ def _policy(group: TaskGroup, rows: Sequence[Row]) -> Finding | None:
     return Finding("Sync policy", text, f" This is {group.describe(best)}, compared within the run.")
 
 
-_OF_A_SITE = ("cluster.nodes", "cluster.workers_per_node")
-
-
 def _outer_steps(group: TaskGroup, settings: Sequence[Sequence[Row]]) -> Finding | None:
     """Return what outer steps cost and save beside synchronous runs that saw the same samples, for the pair in which
     they reach the lowest held-out loss."""
-    # a site that is a job of its own has a part of the workers
-    keys = [key for key in compare.axes(group.rows, (compare.SEED, *_OF_A_SITE)) if not key.startswith("outer.")]
+    keys = [key for key in compare.axes(group.rows, (compare.SEED,)) if not key.startswith("outer.")]
 
     def mean(rows: Sequence[Row], figure: str) -> float:
         return statistics.mean(row[figure] for row in rows)

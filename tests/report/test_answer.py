@@ -205,22 +205,9 @@ def test_outer_steps_beside_the_synchronous_run_of_the_same_samples(tmp_path: Pa
     assert "from 2 runs. They do not learn the same." in found
 
 
-def test_a_site_that_is_a_job_of_its_own_is_compared_with_the_job_of_all_workers(tmp_path: Path) -> None:
-    make_run(tmp_path, "sync", workers(2), loss=2)
-    outer = {"outer/sites": 2, "outer/wire_bytes": 300.0, "outer/time_s": 0.01}
-    paths = make_run(tmp_path, "site", workers(2), loss=2.5, **outer)
-    config = json.loads(paths.config.read_text())
-    config["outer"] |= {"kind": "diloco", "store": "store"}
-    config["cluster"]["workers_per_node"] = 1
-    paths.config.write_text(json.dumps(config))
-    found = answer(tmp_path)["Outer steps"]
-    assert found.startswith("a held-out loss of 2.6250 instead of 2.1250 after the same 1,920 samples")
-
-
 def test_outer_steps_are_compared_with_the_same_settings_and_samples_only(tmp_path: Path) -> None:
     make_run(tmp_path, "other", workers(1))
-    outer = {"outer/sites": 2, "outer/wire_bytes": 3.0, "outer/time_s": 0.1}
-    paths = make_run(tmp_path, "outer", workers(2), **outer)
+    paths = make_run(tmp_path, "outer", workers(2), **{"outer/sites": 2, "outer/wire_bytes": 3.0, "outer/time_s": 0.1})
     config = json.loads(paths.config.read_text())
     config["outer"]["kind"] = "diloco"
     paths.config.write_text(json.dumps(config))

@@ -263,16 +263,6 @@ def test_a_fixed_number_of_nodes_becomes_a_range(sent: list[RunPlan], monkeypatc
     assert plan.cluster.slurm.options["nodes"] == "1-3"
 
 
-def test_a_key_of_an_earlier_version_in_a_runs_config_is_left_out(sent: list[RunPlan]) -> None:
-    paths = started_run()
-    text = paths.config.read_text()
-    paths.config.write_text(text.replace("calibrate_s: null", "calibrate: 5"))
-    assert "calibrate: 5" in paths.config.read_text()
-    assert cli.run(["resume", "own", "train.steps=30"]) == 0
-    assert sent[0].train.steps == 30
-    assert "calibrate_s: null" in paths.config.read_text()
-
-
 def test_a_chosen_strategy_stays_until_the_user_names_one(sent: list[RunPlan], monkeypatch: pytest.MonkeyPatch) -> None:
     """Even where the launcher would choose another one now."""
     fitting = {"kind": StrategyKind.fsdp}
