@@ -244,7 +244,7 @@ class LaunchPlan:
                 "  Use that version."
             )
         try:
-            return value_from_json(cls, fields)
+            return value_from_json(cls, fields, exact=True)
         except KeyError as error:
             raise UserError(
                 f"plan.json lacks the key {error}, which every plan of format {PLAN_FORMAT} has: the file was "

@@ -151,29 +151,37 @@ def object_from_json(text: str | bytes) -> dict[str, Any] | None:
     return typing.cast("dict[str, Any]", value) if isinstance(value, dict) else None
 
 
-def value_from_json(kind: Any, value: Any) -> Any:
+def value_from_json(kind: Any, value: Any, *, exact: bool = False) -> Any:
     """Convert a JSON ``value`` to ``kind``: a dataclass, an Enum, a tuple, a union with None, or a plain value.
 
+    Args:
+        exact: fields with a default may not be missing either.
+
     Raises:
-        KeyError: a field is missing. Defaults are for what is made, not for what was stored.
+        KeyError: a field is missing that may not be.
         TypeError: a value has another type than the field.
     """
     if dataclasses.is_dataclass(kind):
         _require(value, dict)
-        hints, names = _hints(kind), [field.name for field in dataclasses.fields(kind) if field.init]
-        return kind(**{name: value_from_json(hints[name], value[name]) for name in names})  # pyright: ignore
+        missing, hints = dataclasses.MISSING, _hints(kind)
+        names = [
+            field.name
+            for field in dataclasses.fields(kind)
+            if exact or field.name in value or (field.default is missing and field.default_factory is missing)
+        ]
+        return kind(**{name: value_from_json(hints[name], value[name], exact=exact) for name in names})  # pyright: ignore
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind(value)
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is types.UnionType:
         inner = [a for a in args if a is not types.NoneType]
-        return value if value is None or len(inner) > 1 else value_from_json(inner[0], value)
+        return value if value is None or len(inner) > 1 else value_from_json(inner[0], value, exact=exact)
     if origin is tuple:
         _require(value, list, tuple)
-        return tuple(value_from_json(args[0], item) for item in value)
+        return tuple(value_from_json(args[0], item, exact=exact) for item in value)
     if origin is dict:
         _require(value, dict)
-        return {name: value_from_json(args[1], item) for name, item in value.items()}
+        return {name: value_from_json(args[1], item, exact=exact) for name, item in value.items()}
     if kind in (str, int, float):
         _require(value, *((int, float) if kind is float else (kind,)))
     return value

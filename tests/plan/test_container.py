@@ -163,13 +163,6 @@ def test_the_form_of_the_image_decides_what_starts_it_unless_a_key_does(image: s
     assert named.cluster.slurm.container_runtime is ContainerRuntime.apptainer
 
 
-def test_a_plan_of_an_earlier_version_had_pyxis() -> None:
-    plan = planned()
-    text = plan.to_json().replace('"container_runtime": "pyxis"', '"unknown": 0')
-    assert text != plan.to_json()
-    assert RunPlan.from_json(text) == plan
-
-
 def apptainer_words(*overrides: str, run_dir: str = "/nowhere/runs/run", gpus: int = 0) -> list[str]:
     """Return the command of a task after the script that starts it."""
     plan = make_plan(*SIF, *overrides, run_dir=run_dir, gpus=gpus)

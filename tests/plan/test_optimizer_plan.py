@@ -45,13 +45,6 @@ def test_no_decay_of_biases_and_norms_is_the_default() -> None:
     assert solve_optimizer(optimizer("optimizer._target_=a.B", "optimizer.lr=1"), 64).groups == []
 
 
-def test_a_run_of_an_earlier_version_stays_without_groups() -> None:
-    _, yaml = compose_with_yaml([])
-    earlier = yaml.replace("  groups: null\n", "")
-    assert earlier != yaml
-    assert recompose(earlier, ())[0].optimizer.groups == []
-
-
 def test_scaling_multiplies_the_rate_of_every_group() -> None:
     groups = "optimizer.groups=[{match: embed, lr: 0.1}, {match: up, _target_: torch.optim.Muon, lr: 0.2}]"
     scaled = ["optimizer.lr=1", "optimizer.lr_scaling=linear", "optimizer.reference_batch=32"]

@@ -102,15 +102,6 @@ def test_the_square_root_rule_scales_all_that_it_is_about(
     assert built["eps"] == plan.optimizer.eps
 
 
-def test_a_plan_of_an_earlier_version_keeps_what_it_scaled() -> None:
-    fields = json.loads(make_plan("optimizer.lr_scaling=sqrt", "optimizer.reference_batch=16").to_json())
-    for name in ("base_betas", "base_eps", "reference_batch"):
-        del fields["optimizer"][name]
-    fields["optimizer"]["betas"] = [0.9, 0.95]
-    old = RunPlan.from_json(json.dumps(fields))
-    assert (old.optimizer.betas, old.optimizer.base_betas, old.optimizer.base_eps) == ([0.9, 0.95], None, None)
-
-
 @pytest.mark.parametrize("micro_size", [4, 32])
 def test_warm_up_rises_to_the_scaled_rate_in_steps_whatever_the_accumulation(micro_size: int) -> None:
     rule = (
