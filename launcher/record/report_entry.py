@@ -25,7 +25,9 @@ from launcher.rundir.paths import RunPaths
 # bytes of a record up to which the end of a run waits for its entry, about a second; a report reads larger ones itself
 MOST_BYTES = 100_000_000
 # modules whose code determines what an entry contains
-_SOURCES = ("record", "loss.py", "quantities.py", "plan/tracker_plan.py", "plan/windows.py", "rundir/history.py")
+_SOURCES = (
+    "record", "loss.py", "quantities.py", "plan/host.py", "plan/tracker_plan.py", "plan/windows.py", "rundir/history.py"
+)  # fmt: skip
 
 
 def _version() -> str:

@@ -19,7 +19,10 @@ from launcher.report.run_list import LISTED
 from launcher.rundir.paths import RunPaths
 from tests.infra.made_runs import make_run, read_records, write_records
 
-SOLVED = {"cluster.workers_per_node", "cluster.device", "cluster.nodes", "optimizer.lr", "precision.kind"}
+SOLVED = {
+    "cluster.workers_per_node", "cluster.device", "cluster.nodes", "optimizer.lr", "precision.kind", "model.parameters",
+    "data.samples",
+}  # fmt: skip
 
 
 def test_a_run_resumed_with_another_strategy_has_the_figures_of_the_later_one(
