@@ -202,7 +202,7 @@ class Uses:
 
     Args:
         modules: the sharded modules, the root first.
-        order: is told of each use.
+        order: counts the use of each unit.
     """
 
     def __init__(self, modules: Sequence[FSDPModule], order: UnitOrder) -> None:
