@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
@@ -190,8 +191,8 @@ class SavedParameters:
     def __init__(self, module: nn.Module, changing: ChangingParameters) -> None:
         self._changing = changing
         named = dict(module.named_parameters())
-        sharded = any(isinstance(p, DTensor) for p in named.values())
-        # the gathered parameters of a sharded model come and go with each pass; a write to them is lost
+        # the gathered parameters of a sharded model, maybe all of them, come and go with each pass: a write is lost
+        sharded = any(isinstance(part, FSDPModule) for part in module.modules())
         with_values = {
             name: p for name, p in named.items()
             if not (sharded and not isinstance(p, DTensor)) and p.layout is torch.strided and not p.is_meta
