@@ -79,15 +79,13 @@ def test_verify_finds_the_gradient_of_one_big_batch(tmp_path: Path) -> None:
 def test_a_plan_for_a_gpu_that_is_not_at_hand(tmp_path: Path) -> None:
     gpu = ("strategy=fsdp", "cluster.workers_per_node=8", "train.compile=true", "batch.micro_size=4")
     shape = ("task=llama", "task.size=1b", "task.seq_len=512", "wandb.mode=disabled", "optimizer.lr=1e-4")
-    seconds = list[float]()
-    memory = list[str]()
+    memory = list[int]()
     for precision in ("bf16", "float8"):
         done = launch("plan", *shape, *gpu, "cluster.gpu=h200", f"precision={precision}", "--json", cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
         plan = RunPlan.from_json(done.stdout)
         forecast = plan.strategy.forecast
         assert forecast is not None
-        assert forecast.step is not None
-        seconds.append(forecast.step.step_s)
-        memory.append(str(forecast.peak_bytes))
-    assert 0.4 < seconds[1] / seconds[0] < 1, (seconds, memory)
+        assert forecast.peak_bytes is not None
+        memory.append(forecast.peak_bytes)
+    assert 0.5 < memory[1] / memory[0] < 1.5, memory

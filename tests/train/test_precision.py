@@ -46,19 +46,18 @@ def test_bf16_parameters_are_trained_in_fp32_unless_they_are_to_stay(tmp_path: P
     assert len(seen) == 10
     wide, narrow = ["torch.float32"], ["torch.bfloat16"]
     for name, result in seen.items():
-        strategy = name.split()[0]
         assert result["tied"], name
         formats = tuple(result[each] for each in FORMATS)
         if name.endswith("keep"):
             assert formats == (narrow, narrow, narrow, narrow), name
+            # 128 micro-batches are added up in fp32
+            assert result["error"] < 2 * ROUNDING["bf16"] or "unseeded" in name, (name, result)
             continue
         assert formats == (wide, wide if name.endswith("fp32") else narrow, wide, wide), name
         if name.endswith("fp32"):
             assert result["error"] < 1e-5, (name, result)
         elif "unseeded" not in name:
             assert result["error"] < ROUNDING["bf16"], (name, result)
-            if strategy == "ddp":
-                assert result["error"] < 0.7 * seen["ddp keep"]["error"], "or accumulating in bf16 cost nothing"
 
 
 def test_tf32_is_decided_for_products_and_convolutions_alike() -> None:

@@ -52,7 +52,8 @@ def note_samples(job: dict[str, Any]) -> None:
     file = Path(job["run"]) / f"seen.{World.here().rank}"
 
     def noted(task: Task, engine: Engine, model: Any, batch: Tensor) -> Any:
-        trains = engine.samples_in_batch and engine._current.stage is Stage.running  # pyright: ignore[reportPrivateUsage]
+        running = engine._current.stage is Stage.running  # pyright: ignore[reportPrivateUsage]
+        trains = engine.samples_in_batch and running and torch.is_grad_enabled()  # not in the trial of the loss
         samples = batch[:, 0].tolist() if trains else []
         with file.open("a") as out:
             out.write(json.dumps([engine.window_index, samples]) + "\n")

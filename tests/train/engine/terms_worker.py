@@ -244,13 +244,12 @@ def changed(change: Change, *, rank: int | None = None, after: int = 0) -> Forwa
     return forward
 
 
-CALLS = [0]
+CALLS = itertools.count(1)  # a number would be restored after each pass
 
 
 def different(first: Loss, second: Loss) -> list[Loss]:
     """Another number of items at each call, which no state of the model explains."""
-    CALLS[0] += 1
-    return [first, replaced(second, items=CALLS[0])]
+    return [first, replaced(second, items=next(CALLS))]
 
 
 def accuracy(value: Any) -> Forward:
