@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from tests.helpers import make_plan
 from tests.infra.workers import leave_group, print_on_rank_0
 
 STEPS, SLEEP_S = 32, 0.02
+TIMES = 4  # as long as the last passes took, at least, so that the share of the delay does not fall on a busy machine
 CASES = {
     "computes": [],
     "computes, every": ["strategy.sync=every"],
@@ -24,14 +26,14 @@ CASES = {
 
 
 class Samples(torch.utils.data.Dataset[Tensor]):
-    def __init__(self, sleep_s: float) -> None:
+    def __init__(self, sleep_s: Callable[[], float]) -> None:
         self._sleep_s = sleep_s
 
     def __len__(self) -> int:
         return 16 * STEPS
 
     def __getitem__(self, index: int) -> Tensor:
-        time.sleep(self._sleep_s)
+        time.sleep(self._sleep_s())
         return torch.full((8,), index / len(self))
 
 
@@ -43,14 +45,21 @@ def train(name: str, overrides: list[str]) -> dict[str, Any]:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     engine = Engine(model, torch.optim.SGD(model.parameters(), 0.1), plan, shard_units=lambda model: [model[0]])
-    slow = dist.get_rank() == 1
+    slow, took_s = dist.get_rank() == 1, 0.0
+
+    def delay_s() -> float:
+        """Return the delay of a micro-batch of two samples on the slow rank."""
+        return max(2 * SLEEP_S, TIMES * took_s) if slow else 0.0
+
     said: list[str] = []
     first, metrics = None, dict[str, float]()
-    for window in engine.windows(Samples(SLEEP_S if slow and name == "reads" else 0.0)):
+    for window in engine.windows(Samples(lambda: delay_s() / 2 if name == "reads" else 0.0)):
         for data in window:
-            if slow and "computes" in name:
-                time.sleep(2 * SLEEP_S)
+            if "computes" in name:
+                time.sleep(delay_s())
+            started = time.perf_counter()
             engine.backward(engine.model(data).square().sum(), len(data))
+            took_s = time.perf_counter() - started
         result = engine.step()
         if engine.stragglers.news is not None:
             said.append(engine.stragglers.news)
