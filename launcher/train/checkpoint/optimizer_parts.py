@@ -147,7 +147,7 @@ def load_optimizers(engine: Engine, loaded: State) -> None:
 
 def _keep_formats(entries: Any, loaded: Mapping[Any, Any]) -> None:
     """Undo what torch's ``load_state_dict`` does to a parameter's state: it converts each tensor to the parameter's
-    format, integers too, and builds containers and texts anew."""
+    format, integers too, and builds new containers and texts."""
     for entry, value in loaded.items() if isinstance(entries, dict) else ():
         now: Any = entries.get(entry)
         if not isinstance(value, Tensor):

@@ -53,7 +53,7 @@ class Remembers(Optimizer):
 
 
 class TwoPoints(Optimizer):
-    """As a schedule-free one: another point for evaluation, and a step in training mode only."""
+    """Optimizer with another point for evaluation, and a step in training mode only, like a schedule-free one."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1, "train_mode": False})

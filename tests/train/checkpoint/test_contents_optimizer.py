@@ -141,7 +141,7 @@ def test_an_evaluation_and_a_checkpoint_have_the_values_for_evaluation(tmp_path:
     assert engine.evaluate(DATA, loss)["eval/loss"] == pytest.approx(expected, rel=1e-5)
     place = save.write(save.take_snapshot(engine, Fence.here(engine.plan.paths)))
     assert tensors(place)["model.weight"].equal(x)
-    assert model.weight.equal(y), "training goes on with the bits that it had"
+    assert model.weight.equal(y), "training continues with the bits that it had"
 
 
 class KeepsAnObject(Adam):

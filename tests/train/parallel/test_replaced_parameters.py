@@ -126,7 +126,7 @@ def test_parameters_that_share_memory_without_being_one_are_refused(
 
 
 def test_parameters_that_are_parts_of_one_tensor_are_sharded(engine_with: Callable[..., Engine]) -> None:
-    """As those of an LSTM on a GPU."""
+    """The weights of an LSTM on a GPU are such parts."""
 
     def attach(model: Any) -> None:
         flat = torch.arange(12.0)
