@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain, groupby
@@ -20,7 +20,7 @@ from launcher.plan.tracker_plan import trackers_of_plan
 from launcher.plan.windows import WARM_UP_WINDOWS
 from launcher.quantities import Interval, interval
 from launcher.record.curves import SMOOTH_POINTS, Columns, Point, curve_json, smoothed_points, thinned
-from launcher.rundir.files import Unreadable, open_file, read_bytes, read_json
+from launcher.rundir.files import MOST_CONFIG, Unreadable, open_file, read_bytes, read_json, require_plain_yaml
 from launcher.rundir.paths import RunPaths
 
 # the latest prediction of the windows that the run's figures are of
@@ -54,9 +54,9 @@ _OF_THE_LAST_START = (
     "train.steps", "train.epochs", "train.eval_every", "train.log_every", "checkpoint.", "cluster.price_per_gpu_hour",
     "notify",
 )  # fmt: skip
-_MOST_CONFIG, _MOST_LINE = 2**22, 2**20  # bytes of config.yaml, and of a line of metrics.jsonl
-# bytes of YAML that cannot be nested too deeply for the C loader; levels of nesting that a longer one may have
-_SURELY_FLAT, _DEEPEST = 2**12, 100
+_MOST_LINE = 2**20  # bytes of a line of metrics.jsonl
+# bytes of YAML that cannot be nested too deeply for the C loader
+_SURELY_FLAT = 2**12
 _TEXTS = ("version", "task", "device", "strategy", "sync", "loss/hours_unit")  # figures that are no numbers
 _OTHER_VERSION = "its plan was written by another version of launcher"
 _NOTHING_RECORDED = "nothing was recorded"
@@ -205,7 +205,7 @@ def _all_settings(plan: dict[str, Any], paths: RunPaths) -> dict[str, str]:
 def _settings(plan: dict[str, Any], paths: RunPaths, file: Path) -> dict[str, str]:
     """Return config.yaml flattened, with the values that the plan has solved."""
     config: dict[str, str] = {}
-    for section in _SECTION.split(read_bytes(file, _MOST_CONFIG).decode()):
+    for section in _SECTION.split(read_bytes(file, MOST_CONFIG).decode()):
         config |= _flat_section(section)
     cluster, precision = plan["cluster"], plan["precision"]["kind"]
     solved = {f"cluster.{name}": cluster[name] for name in ("workers_per_node", "device")}
@@ -223,29 +223,12 @@ def _flat_section(text: str) -> dict[str, str]:
     many runs."""
     import yaml
 
-    # the C loader is ten times as fast, but not in every build
-    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     if "*" in text or len(text) > _SURELY_FLAT:
-        _require_plain(yaml.parse(text, loader))
-    content = yaml.load(text, loader)
+        require_plain_yaml(text)
+    # the C loader is ten times as fast, but not in every build
+    content = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     flat = _flat(without_secrets(content), "") if content else {}
     return {key: value for key, value in flat.items() if not key.startswith(_NO_SETTINGS)}
-
-
-def _require_plain(events: Iterable[Any]) -> None:
-    """Check that a YAML text has no alias, and is not nested too deeply for the C loader, which would crash.
-
-    A few nested aliases stand for more values than any computer can write down.
-
-    Raises:
-        Unreadable: it is no composed config.
-    """
-    depth = 0
-    for event in events:
-        kind = type(event).__name__
-        depth += kind.endswith("StartEvent") - kind.endswith("EndEvent")
-        if kind == "AliasEvent" or depth > _DEEPEST:
-            raise Unreadable(f"config.yaml: {'has an alias' if kind == 'AliasEvent' else 'is nested too deeply'}")
 
 
 def _flat(value: Any, prefix: str) -> dict[str, str]:

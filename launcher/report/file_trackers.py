@@ -15,6 +15,7 @@ from typing import Any
 from launcher.plan.host import without_secrets
 from launcher.plan.run_plan import RunPlan
 from launcher.report.tracker_entry import StepEntry, library, settings_of
+from launcher.rundir.files import read_bytes
 
 _LENGTH, _CRC = struct.Struct("<Q"), 4  # of a record of an event file: length, its CRC, data, their CRC
 
@@ -113,7 +114,7 @@ def _text_value(name: str, text: str) -> Any:
 
 def _png_fields(file: Path) -> dict[str, Any]:
     """Return the fields of a summary's image."""
-    png = file.read_bytes()
+    png = read_bytes(file)
     width, height, _, colour = struct.unpack(">IIBB", png[16:26])  # of the header chunk, which is the first
     return {
         "width": width,

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from launcher.plan.host import without_secrets
 from launcher.plan.run_plan import RunPlan
+from launcher.rundir.files import read_bytes
 from launcher.rundir.paths import RunPaths
 
 # parts of the plan that describe the environment and predictions, not the job
@@ -54,7 +55,7 @@ class StepEntry:
         texts = {name: _text(value) for name, value in self.record.items() if name not in {"step", *self.numbers}}
         for file in self.files:
             if file.suffix == ".txt":
-                texts[sample_name(file)] = file.read_text(encoding="utf-8", errors="replace")
+                texts[sample_name(file)] = read_bytes(file).decode(errors="replace")
         return texts
 
     @property

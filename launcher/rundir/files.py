@@ -23,6 +23,10 @@ _WRITTEN_WITHIN_S = 1.0
 _FEW_BYTES, _END_BYTES = 2**13, 2**16
 # most bytes of a file that is read as a whole: far more than any that this package writes
 MOST_BYTES = 2**26
+# most bytes of config.yaml
+MOST_CONFIG = 2**22
+# levels of nesting that YAML may have
+_DEEPEST = 100
 
 
 class Unreadable(ValueError):
@@ -140,6 +144,38 @@ def read_json(path: Path) -> dict[str, Any] | None:
             if error.errno != errno.ESTALE or not tries_left:
                 raise
     raise AssertionError
+
+
+def read_config(path: Path) -> str:
+    """Return the text of a run's config.yaml.
+
+    Raises:
+        Unreadable: it is no composed config.
+    """
+    text = read_bytes(path, MOST_CONFIG).decode(errors="replace")
+    require_plain_yaml(text)
+    return text
+
+
+def require_plain_yaml(text: str) -> None:
+    """Check that a YAML text has no alias, and is not nested too deeply for the C loader, which would crash.
+
+    A few nested aliases stand for more values than any computer can write down.
+
+    Raises:
+        Unreadable: it is no composed config.
+    """
+    import yaml
+
+    depth, parse = 0, typing.cast("Any", yaml).parse
+    try:
+        for event in parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+            kind = type(event).__name__
+            depth += kind.endswith("StartEvent") - kind.endswith("EndEvent")
+            if kind == "AliasEvent" or depth > _DEEPEST:
+                raise Unreadable(f"config.yaml: {'has an alias' if kind == 'AliasEvent' else 'is nested too deeply'}")
+    except yaml.YAMLError as error:
+        raise Unreadable(f"config.yaml: is not YAML: {' '.join(str(error).split())}") from None
 
 
 def object_from_json(text: str | bytes) -> dict[str, Any] | None:

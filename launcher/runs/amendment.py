@@ -30,7 +30,7 @@ from launcher.plan.task_inspection import InspectionRequest, describe_task
 from launcher.plan.tracker_plan import require_trackers
 from launcher.quantities import count
 from launcher.rundir import history
-from launcher.rundir.files import read_json, write_text
+from launcher.rundir.files import read_bytes, read_config, read_json, write_text
 from launcher.rundir.paths import STATE, RunPaths
 
 
@@ -78,7 +78,7 @@ def replan(paths: RunPaths, old: RunPlan, overrides: Sequence[str], *, force: bo
         ConfigError, TaskError, SiteError: As for a new run.
         UserError: Some keys may not change when a run resumes; one message names all of them.
     """
-    name, kept = old.run.name, paths.config.read_text(encoding="utf-8")
+    name, kept = old.run.name, read_config(paths.config)
     before, (config, yaml) = recompose(kept, ())[0], recompose(kept, overrides)
     require_at_hand(config.cluster)
     for each in (before, config):  # solved at the first start, and the contract since then
@@ -267,7 +267,7 @@ def changed(plan: LaunchPlan, config_yaml: str) -> Generator[None, None, None]:
     history.require_nobody_runs(paths)
     before = len(history.submissions(paths))
     number = max(0, before - 1)
-    old, yaml = (file.read_text(encoding="utf-8") for file in (paths.plan, paths.config))
+    old, yaml = (read_bytes(file).decode() for file in (paths.plan, paths.config))
     try:
         write_text(paths.plan_until(number), old)
         write_text(paths.config_until(number), yaml)

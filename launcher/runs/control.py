@@ -24,7 +24,7 @@ from launcher.plan.run_plan import RunPlan
 from launcher.plan.tracker_plan import TRACKER_KINDS, mirrors_of
 from launcher.rundir import history
 from launcher.rundir.fencing import Attempt, Fence
-from launcher.rundir.files import read_json, write_json
+from launcher.rundir.files import read_config, read_json, write_json
 from launcher.rundir.history import Submission
 from launcher.rundir.paths import RunPaths
 from launcher.runs.status import ACTIVE, Run, RunState, statuses_of
@@ -177,7 +177,7 @@ def to_retry(run: Run) -> LaunchPlan:
     if isinstance(plan, RunPlan) and plan.initial is not None:
         plan.initial.require_unchanged()
     plan = _renamed(plan, paths)
-    local.create(plan, paths.config.read_text(encoding="utf-8"))
+    local.create(plan, read_config(paths.config))
     if paths.code.is_dir():
         shutil.copytree(paths.code, plan.paths.code)
     return plan

@@ -26,6 +26,7 @@ from launcher.plan.run_plan import RunPlan
 from launcher.plan.windows import Windows
 from launcher.quantities import Interval, count
 from launcher.rundir.fencing import Fence
+from launcher.rundir.files import open_file
 from launcher.train.engine.calibration import Calibrated
 from launcher.train.engine.window_totals import StepResult
 from launcher.train.measure.noise_scale import Noise
@@ -165,7 +166,8 @@ def truncate_record(path: Path, step: int, last: dict[str, Any] | None) -> None:
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         if path.exists():
-            shutil.copyfile(path, partial)
+            with open_file(path) as record, partial.open("wb") as copy:
+                shutil.copyfileobj(record, copy)
         with partial.open("a+b") as file:
             end, newest = _newest_record(file, step)
             file.truncate(end)
@@ -184,7 +186,7 @@ def read_record(path: Path, step: int) -> dict[str, Any] | None:
     """Return the record of ``step``; None if it has no line."""
     if not path.exists():
         return None
-    with path.open("rb") as file:
+    with open_file(path) as file:
         _, newest = _newest_record(file, step)
     return newest if newest is not None and newest["step"] == step else None
 

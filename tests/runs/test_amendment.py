@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,25 @@ def test_what_may_not_change_is_said_before_anything_is(
         assert told.startswith("launch: error: ")
         assert "Traceback" not in told
     assert files(paths) == before
+    assert not sent
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("a: &a [1, 2]\nb: [*a, *a]\n", "config.yaml: has an alias"), ("a: [", "config.yaml: is not YAML"),
+        ("[" * 200 + "]" * 200, "config.yaml: is nested too deeply"), (None, "config.yaml: is no regular file"),
+    ],
+)  # fmt: skip
+def test_a_config_that_others_have_written(
+    content: str | None, says: str, sent: list[RunPlan], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A few nested aliases would take hours, and the writer of a FIFO may never come."""
+    paths = started_run()
+    paths.config.unlink()
+    os.mkfifo(paths.config) if content is None else paths.config.write_text(content)
+    assert cli.run(["resume", "own", "train.steps=30"]) == 2
+    assert says in capsys.readouterr().err
     assert not sent
 
 

@@ -8,6 +8,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher.rundir.files import Unreadable, open_file
 from launcher.rundir.paths import RunPaths, SweepPaths
 
 _KILLED = re.compile(r"^srun: error: (\S+): tasks? (\d+)[\d,-]*: (?!Exited with )(.+?)\s*$", re.MULTILINE)
@@ -59,8 +60,8 @@ def gave_up(paths: RunPaths, job: str, begin: int) -> bool:
 def _text(paths: RunPaths, job: str, begin: int) -> str:
     """Return the first 64 KiB of the output after byte ``begin``."""
     try:
-        with file_of_output(paths, job).open("rb") as file:
+        with open_file(file_of_output(paths, job)) as file:
             file.seek(begin, os.SEEK_SET)
             return file.read(_MOST_BYTES).decode(errors="replace")
-    except OSError:
+    except (OSError, Unreadable):
         return ""

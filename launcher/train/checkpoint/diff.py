@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from launcher.process import die_with_parent
-from launcher.train.checkpoint.file_format import STREAM_KEY, Planner, Reader
+from launcher.train.checkpoint.file_format import STREAM_KEY, Reader, read_values
 
 _BATCH_BYTES = 1 << 28
 # stands for a difference that is nan or infinite: JSON has neither, and the square of this is still finite
@@ -100,7 +99,7 @@ def _read(directory: Path, names: list[str], entries: dict[str, Any]) -> dict[st
         else None
         for name in names
     }
-    dcp.load(state, storage_reader=Reader(directory), planner=Planner(), no_dist=True)
+    read_values(state, directory, no_dist=True)
     return state
 
 

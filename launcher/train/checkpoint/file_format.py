@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from launcher.errors import WrongCheckpoint
-from launcher.rundir.files import read_json, write_json
+from launcher.rundir.files import Unreadable, open_file, read_json, write_json
 from launcher.rundir.paths import MANIFEST, STATE
 
 # start of the key of a rank's state of the stream
@@ -34,6 +34,7 @@ STREAM_KEY = "stream_rank"
 # raised by an incompatible change to this module, contents.checkpoint_tensors or save.take_snapshot
 CHECKPOINT_FORMAT = 1
 _CHUNK = 1 << 22
+_FROM_A_COPY = "Restore the checkpoint from a copy; or move its directory away, so that an older one is used."
 
 Files = dict[str, tuple[int, int]]  # (size in bytes, CRC-32) by name
 
@@ -62,11 +63,19 @@ def read_manifest(directory: Path) -> Files | str:
             return f"it has no {MANIFEST}: it was copied in part, or is not a checkpoint of a launcher"
         if fields.get("format", 1) > CHECKPOINT_FORMAT:
             raise WrongCheckpoint(_too_new(directory, fields["format"]))
-        return {name: (int(file["bytes"]), int(file["crc32"])) for name, file in fields["files"].items()}
+        files = {name: (int(file["bytes"]), int(file["crc32"])) for name, file in fields["files"].items()}
+        if outside := [name for name in files if not _is_plain(name)]:
+            return f"its {MANIFEST} names {outside[0]}, which is not in its directory"
+        return files
     except PermissionError as error:
         raise WrongCheckpoint(_unreadable(directory, MANIFEST, error)) from None
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         return f"its {MANIFEST} cannot be read: {type(error).__name__}: {error}"
+
+
+def _is_plain(name: str) -> bool:
+    """Return True for a file's name, False for a path to another directory."""
+    return Path(name).name == name != ".."
 
 
 def _too_new(directory: Path, version: int) -> str:
@@ -106,12 +115,14 @@ def problems(directory: Path, files: Mapping[str, tuple[int, int]]) -> list[str]
             raise WrongCheckpoint(_unreadable(directory, name, error)) from None
         except OSError as error:
             messages.append(f"{name}: {error.strerror}")
+        except Unreadable:
+            messages.append(f"{name} is no regular file")
     return messages
 
 
 def _checksum(file: Path) -> tuple[int, int]:
     size = crc = 0
-    with file.open("rb") as stream:
+    with open_file(file) as stream:
         while chunk := stream.read(_CHUNK):
             size, crc = size + len(chunk), zlib.crc32(chunk, crc)
     return size, crc
@@ -215,18 +226,55 @@ _METADATA = {
 
 
 class Reader(dcp.FileSystemReader):
-    """Reader that unpickles ``.metadata`` with only the globals that torch writes.
+    """Reader of the regular files in a checkpoint's directory, whatever its ``.metadata`` names."""
 
-    Raises:
-        pickle.UnpicklingError: the file refers to any other global.
-    """
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.fs = _RegularFiles()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
-        with (self.path / ".metadata").open("rb") as file:  # pyright: ignore
-            metadata: Metadata = _Unpickler(file).load()
-        assert metadata.storage_meta is not None
+        """Unpickle ``.metadata`` with only the globals that torch writes.
+
+        Raises:
+            WrongCheckpoint: it refers to another global or another directory, or is damaged.
+        """
+        index = Path(self.path) / ".metadata"
+        try:
+            with open_file(index) as file:
+                metadata: Metadata = _Unpickler(file).load()
+            places = (info.relative_path for info in metadata.storage_data.values())
+            if outside := next((place for place in places if not _is_plain(place)), None):
+                raise Unreadable(f"it names {outside}, which is not in its directory")
+            assert metadata.storage_meta is not None
+        except OSError:
+            raise
+        except Exception as error:  # any object may have been pickled
+            problem = str(error) if isinstance(error, Unreadable) else f"{type(error).__name__}: {error}"
+            raise WrongCheckpoint(f"{index} cannot be read: {problem}.\n  {_FROM_A_COPY}") from None
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+
+class _RegularFiles(FileSystem):
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:  # noqa: ARG002
+        with open_file(Path(path)) as file:
+            yield cast("io.IOBase", file)
+
+
+def read_values(state: dict[str, Any], directory: Path, *, no_dist: bool = False) -> None:
+    """Replace the values in ``state`` by those of a checkpoint, tensors in place. All ranks call it, unless
+    ``no_dist``.
+
+    Raises:
+        WrongCheckpoint: on all ranks, if one of them cannot read a value.
+    """
+    try:
+        dcp.load(state, storage_reader=Reader(directory), planner=Planner(), no_dist=no_dist)
+    except dcp.CheckpointException as error:  # no subclass of Exception
+        failures = [failure for failure, _ in error.failures.values()]
+        causes = dict.fromkeys(f"{type(each).__name__}: {str(each).partition(chr(10))[0]}" for each in failures)
+        raise WrongCheckpoint(f"{directory} cannot be read: {'; '.join(causes)}\n  {_FROM_A_COPY}") from None
 
 
 class _Unpickler(pickle.Unpickler):

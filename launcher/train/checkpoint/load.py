@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -34,7 +33,7 @@ from launcher.rundir.paths import STATE, RunPaths
 from launcher.task import seed_everything, seed_for
 from launcher.train.callback_set import load_tensors
 from launcher.train.checkpoint import contents, file_format
-from launcher.train.checkpoint.file_format import Planner, Reader
+from launcher.train.checkpoint.file_format import Reader, read_values
 from launcher.train.checkpoint.optimizer_parts import load_optimizers, state_to_load
 from launcher.train.checkpoint.optimizer_state import OptimizerOptions
 from launcher.train.checkpoint.origin import Origin, require_same_model, require_same_run
@@ -267,7 +266,7 @@ def load(engine: Engine, directory: Path) -> Restored:
     }
     options = OptimizerOptions(engine, directory, tensors["optimizer"]["param_groups"], stored)
     tensors["optimizer"] = state_to_load(engine, directory, stored, state.get("optimizers"))
-    dcp.load(tensors, storage_reader=Reader(directory), planner=Planner())
+    read_values(tensors, directory)
     options.require_same_groups(tensors["optimizer"]["param_groups"])
     with contents.any_signature(engine.parallel.module) as module:  # strict=False: the names were compared
         set_model_state_dict(module, tensors["model"], options=StateDictOptions(strict=False))
@@ -365,7 +364,7 @@ def _combined_strategy_state(engine: Engine, directory: Path, stored: Metadata, 
         one = {key: _empty_state(stored, key, engine.device)}
         if not one[key]:
             return {}
-        dcp.load(one, storage_reader=Reader(directory), planner=Planner())
+        read_values(one, directory)
         if not rank:
             combined = one[key]
             continue

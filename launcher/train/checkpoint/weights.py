@@ -17,8 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, WrongCheckpoint
 from launcher.plan.initial_weights import KEY, safetensors_files
+from launcher.rundir.files import open_file
 from launcher.train.checkpoint.file_format import Reader
 
 # one slice with start and stop for each dimension
@@ -34,7 +35,9 @@ DTYPE_NAMES = {
 
 
 # what a damaged file may raise
-READ_ERRORS = (OSError, RuntimeError, ValueError, LookupError, EOFError, pickle.UnpicklingError, SafetensorError)
+READ_ERRORS = (
+    OSError, RuntimeError, ValueError, LookupError, EOFError, pickle.UnpicklingError, SafetensorError, WrongCheckpoint
+)  # fmt: skip
 
 
 class StoredTensor(NamedTuple):
@@ -105,7 +108,7 @@ class CheckpointWeights:
 
     def _load(self, name: str, chunk: Any) -> Tensor:
         place = self._places[self._prefix + name, tuple(chunk.offsets)]
-        with (self._directory / place.relative_path).open("rb") as file:
+        with open_file(self._directory / place.relative_path) as file:
             part = self._reader._slice_file(file, place)  # pyright: ignore[reportPrivateUsage]
             return torch.load(part, map_location="cpu", weights_only=True)
 
