@@ -7,6 +7,7 @@ a config group has the group's keys, with no default left open, and what follows
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,7 @@ from launcher.config.schema import (
     WandbConfig,
 )
 from launcher.plan.batch import Batch
-from launcher.plan.forecast import Forecast
+from launcher.plan.forecast import PREDICTIONS, Forecast
 from launcher.plan.initial_weights import InitialWeights
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.outer import OuterPlan
@@ -319,6 +320,30 @@ class RunPlan(LaunchPlan):
         if "batch" in (read_json(paths.plan) or {}):
             return cls.load(paths.plan)
         return cls.load(paths.loop_plan) if paths.loop_plan.exists() else None
+
+    def step_settings(self) -> dict[str, Any]:
+        """Return as JSON all of the plan that the time and the traffic of a step depend on. Measurements of plans that
+        differ here must not be combined."""
+        fields = dataclasses.asdict(self)
+        left_out = {
+            "batch": ("on_oom",),
+            "strategy": PREDICTIONS,
+            "precision": ("reason",),
+            "optimizer": ("lr", "lr_scaling", "base_lr", "base_betas", "base_eps"),
+        }
+        settings = {
+            "cluster": {name: fields["cluster"][name] for name in ("nodes", "workers_per_node", "device")},
+            "task": {name: fields["task"][name] for name in ("target", "params")},
+            "train": {
+                name: fields["train"][name] for name in ("compile", "deterministic", "loader_workers", "clip_norm")
+            },
+            "callbacks": fields["callbacks"],
+            **{
+                part: {name: value for name, value in fields[part].items() if name not in names}
+                for part, names in left_out.items()
+            },
+        }
+        return json.loads(json.dumps(settings, default=str))
 
     def records(self, step: int, window: int) -> bool:
         """Return whether optimizer step ``step``, from 1, is recorded, as far as is known before it. A checkpoint that

@@ -379,9 +379,9 @@ def _notes(rows: Sequence[Row], groups: Sequence[TaskGroup]) -> list[str]:
     notes += [f"{first_names(labels)}: {problem}." for problem, labels in problems.items()]
     counted_rows = [row for row in rows if row.counts]
     notes += [
-        f"{row.entry.label} was resumed after step {row.data.resumed_after} with settings that change a step's time "
-        "or traffic: step times, traffic and speed-up cover the steps after it; wall time and hours cover all steps, "
-        "with hours at the present number of workers."
+        f"{row.entry.label} was resumed after step {row.data.resumed_after} with settings or hardware that change a "
+        "step's time or traffic: step times, traffic and speed-up cover the steps after it; wall time and hours cover "
+        "all steps, with hours at the present number of workers."
         for row in counted_rows
         if row.data.resumed_after
     ]

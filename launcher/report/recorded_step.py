@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 from launcher.config.schema import ClusterKind, Device, PrecisionKind
 from launcher.errors import UserError
-from launcher.plan.forecast import PREDICTIONS
 from launcher.plan.host import device_model
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import duration_text, seconds_text
@@ -84,16 +82,13 @@ def _job(plan: RunPlan, decided: PrecisionKind) -> dict[str, Any]:
     Args:
         decided: number format that precision=auto became.
     """
-    cluster, fields = plan.cluster, dataclasses.asdict(plan)
+    cluster, settings = plan.cluster, plan.step_settings()
     kind = decided if plan.precision.kind is PrecisionKind.auto else plan.precision.kind
     partition = None if cluster.slurm is None else cluster.slurm.options.get("partition")
-    return {
-        "cluster": (cluster.kind, cluster.nodes, cluster.workers_per_node, cluster.device, partition),
-        "task": (plan.task.target, plan.task.params),
-        "strategy": {name: value for name, value in fields["strategy"].items() if name not in PREDICTIONS},
-        "precision": fields["precision"] | {"kind": kind, "reason": ""},
-        "optimizer": (plan.optimizer.kind, plan.optimizer.target, plan.train.compile),
-        **{name: fields[name] for name in ("batch", "outer")},
+    return settings | {
+        "place": (cluster.kind, partition),
+        "precision": settings["precision"] | {"kind": kind.value},
+        "outer": plan.outer,
     }
 
 

@@ -54,7 +54,9 @@ class RunProgress:
         paths = RunPaths(Path(run.dir))
         lines = last_lines(paths.metrics, _RECORDS)
         records = [record for line in lines if (record := object_from_json(line)) is not None]
-        timed = records[-_TIMED:] if run.state is RunState.running else []
+        since = [record.get("progress/measured_since") for record in records]
+        alike = [record for record, start in zip(records, since, strict=True) if start == since[-1]]
+        timed = alike[-_TIMED:] if run.state is RunState.running else []
         return cls(
             run=run,
             name=name,

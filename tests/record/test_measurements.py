@@ -43,7 +43,9 @@ def test_a_run_resumed_with_another_strategy_has_the_figures_of_the_later_one(
     assert [len(column) for column in data.curves["training loss"]] == [40] * 4
     assert launch_report([str(paths.root), "--json"]) == 0
     (note,) = [note for note in json.loads(capsys.readouterr().out)["notes"] if "resumed" in note]
-    assert note.startswith("one was resumed after step 30 with settings that change a step's time or traffic")
+    assert note.startswith(
+        "one was resumed after step 30 with settings or hardware that change a step's time or traffic"
+    )
 
 
 def test_the_median_leaves_the_first_two_windows_out(tmp_path: Path) -> None:

@@ -39,7 +39,6 @@ from launcher.train.checkpoint.optimizer_state import OptimizerOptions
 from launcher.train.checkpoint.origin import Origin, require_same_model, require_same_run
 from launcher.train.data.randomness import restore_random_state
 from launcher.train.data.stream import is_sharded
-from launcher.train.engine.calibration import measured_alike
 from launcher.train.engine.engine import Engine
 from launcher.train.world import World
 
@@ -53,7 +52,8 @@ class Restored:
         run: the caller's data that was passed to ``take_snapshot``.
         origin: description of the plan under which it was saved, see ``origin_of``.
         ranks: number of ranks that saved it.
-        comparable: measurements taken then (step time, bytes sent) are still valid under this plan.
+        comparable: measurements taken then (step time, bytes sent) are still valid under this plan, on this hardware.
+        hardware_before, hardware: number of ranks on each model of device, when it was saved and now.
     """
 
     directory: Path
@@ -61,6 +61,8 @@ class Restored:
     origin: Origin
     ranks: int
     comparable: bool
+    hardware_before: dict[str, int]
+    hardware: dict[str, int]
 
     def other_commit(self, commit: str | None) -> str | None:
         """Return the commit whose code saved the checkpoint; None if it is ``commit``, or if one is not known."""
@@ -211,6 +213,9 @@ def _describe(engine: Engine, restored: Restored) -> str:
         text += f"; global batch {batch.global_size} instead of {before['global_size']}"
     elif ":" in text:
         text += f"; global batch {batch.global_size} as before"
+    if restored.hardware != restored.hardware_before:
+        text += f".\n  Times are measured again on other hardware: {', '.join(restored.hardware)} instead of "
+        text += ", ".join(restored.hardware_before)
     return f"{text}."
 
 
@@ -272,7 +277,9 @@ def load(engine: Engine, directory: Path) -> Restored:
         set_model_state_dict(module, tensors["model"], options=StateDictOptions(strict=False))
     load_optimizers(engine, tensors["optimizer"])
     contents.take_training_values(engine, tensors["training"])
-    comparable = same_ranks and measured_alike(saved.get("measured_as"), plan)
+    measured_as = engine.measured_as()
+    hardware = [each["hardware"] for each in (saved["measured_as"], measured_as)]
+    comparable = saved["measured_as"] == measured_as
     engine.load_state_dict(saved, alike=comparable, same_order=same_ranks)
     options.restore(scheduled=saved.get("follows_plan", True))
 
@@ -293,7 +300,7 @@ def load(engine: Engine, directory: Path) -> Restored:
         seed_everything(seed_for(plan.train.seed, f"{engine.world.rank_in_job}/{engine.steps}"))
     if random:
         restore_random_state(random, engine.device)
-    return Restored(directory, state["run"], origin, ranks, comparable)
+    return Restored(directory, state["run"], origin, ranks, comparable, *hardware)
 
 
 def _resize_buffers(engine: Engine, changing: list[str], stored: Metadata) -> None:

@@ -53,7 +53,7 @@ class RunTotals:
         failed_saves: number of checkpoints that could not be written.
         size: samples of the last full window.
         since: step from which time, communication and memory of a step are as now; 0: from the start.
-        worlds: for each resume with another world size, strategy, batch or precision: the step, and both settings.
+        worlds: for each resume with other ranks, hardware, strategy, batch or precision: the step, and both settings.
         commit: commit of the task's code, known to rank 0.
         commits: for each resume with another commit: the step, and both commits.
     """
@@ -142,8 +142,8 @@ class RunTotals:
         self.metrics = state.get("metrics", {})
         self.resumed, self.seconds_before = state["resumed"] + 1, state["total_s"]
         self.worlds, self.failed_saves = state.get("worlds", []), state.get("failed_saves", 0)
-        before = _setting(restored.origin | {"world_size": restored.ranks})
-        after = _setting(origin_of(self.engine.plan))
+        before = _setting(restored.origin | {"world_size": restored.ranks, "hardware": restored.hardware_before})
+        after = _setting(origin_of(self.engine.plan) | {"hardware": restored.hardware})
         if restored.origin and before != after:
             self.worlds.append({"step": step, "from": before, "to": after})
         self.commits = state.get("commits", [])
@@ -233,5 +233,5 @@ def _evaluation(state: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def _setting(origin: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("world_size", "strategy", "global_size", "micro_size", "accumulation", "precision")
+    names = ("world_size", "strategy", "global_size", "micro_size", "accumulation", "precision", "hardware")
     return {name: origin.get(name) for name in names}

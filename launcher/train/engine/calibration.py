@@ -9,12 +9,12 @@ bit by bit the same as without calibration. run.calibrate_s=0 turns the phase of
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -23,19 +23,20 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from launcher.config.schema import StrategyKind, Sync
+from launcher.config.schema import Device, StrategyKind, Sync
 from launcher.errors import EngineMisuse, SyncPolicyViolated
 from launcher.heartbeat import HEARTBEAT, Phase
 from launcher.loss import Loss
-from launcher.plan.forecast import PREDICTIONS
+from launcher.plan.host import device_model
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import transfers_per_window
-from launcher.quantities import Interval, interval
+from launcher.quantities import Interval, count, interval
 from launcher.rundir.files import value_from_json as from_json
 from launcher.train.data.loader import MicroBatch
 from launcher.train.engine.build import EngineParts
 from launcher.train.engine.loss_terms import require_gradient, sum_of_own_means
 from launcher.train.engine.oom import is_out_of_memory
+from launcher.train.world import World
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 20
 # with run.calibrate_s=null: seconds at most, and the share of the run's predicted time
@@ -87,7 +88,7 @@ class Calibrated:
     def restored(cls, state: dict[str, Any] | None, plan: RunPlan) -> Self | None:
         """Return the result in a checkpoint; None if there is none, or if ``run.calibrate_s`` has changed since a
         calibration that measured nothing."""
-        if state is None or "rounds" not in state:  # written by an older version
+        if state is None:
             return None
         calibrated = from_json(cls, state)
         return None if calibrated.not_measured and calibrated.asked_s != plan.train.calibrate_s else calibrated
@@ -100,30 +101,13 @@ class Calibrated:
         return min(1.0, max(0.0, 1 - self.exposed.value / self.comm_s)) if self.comm_s else 0.0
 
 
-def measured_as(plan: RunPlan) -> dict[str, Any]:
-    """Return everything that a step's time and traffic depend on, for JSON. Measurements of plans that differ here must
-    not be combined."""
-    strategy = {name: value for name, value in dataclasses.asdict(plan.strategy).items() if name not in PREDICTIONS}
-    return {
-        "nodes": plan.cluster.nodes,
-        "workers_per_node": plan.cluster.workers_per_node,
-        "device": plan.cluster.device,
-        "global_size": plan.batch.global_size,
-        "micro_size": plan.batch.micro_size,
-        "norm": plan.batch.norm,
-        "strategy": strategy,
-        "precision": dataclasses.asdict(plan.precision),
-        "compile": plan.train.compile,
-    }
-
-
-def measured_alike(saved: Mapping[str, Any] | None, plan: RunPlan) -> bool:
-    """Return whether measurements under a setting that ``measured_as`` has returned, maybe in an earlier version, hold
-    for ``plan``. None: the version did not save it."""
-    if saved is None:
-        return True
-    strategy = {name: value for name, value in saved["strategy"].items() if name not in PREDICTIONS}
-    return {**saved, "strategy": strategy} == measured_as(plan)
+def hardware_of(world: World, device: torch.device) -> dict[str, int]:
+    """Return the number of ranks on each model of device. All ranks call it."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"{device_model(Device.cpu) or 'CPU'}, {count(torch.get_num_threads(), 'thread')}"
+    return dict(sorted(Counter(world.of_all(name)).items()))
 
 
 class WindowSync(Enum):

@@ -34,7 +34,7 @@ from launcher.train.data.stream_state import StreamCheckpoint
 from launcher.train.data.window_feed import BEGINNING, Window, WindowPosition, open_feed
 from launcher.train.engine import loss_terms, oom
 from launcher.train.engine.build import ModelFrom, OptimizerFrom, OtherValues, TrainedParameters, build_parts
-from launcher.train.engine.calibration import Calibrated, Calibration, measured_as
+from launcher.train.engine.calibration import Calibrated, Calibration, hardware_of
 from launcher.train.engine.foreign_leaves import ForeignLeaves
 from launcher.train.engine.item_count import ItemCount, Items
 from launcher.train.engine.loss_trial import LossTrial
@@ -390,6 +390,14 @@ class Engine(EngineProgress):
         """Copy rank 0's changing buffers to all ranks, as each window does. ``watch``: look for more of them first."""
         self.buffers.share(self.parallel.meter, watch=watch)
 
+    def measured_as(self) -> dict[str, Any]:
+        """Return as JSON the settings and the hardware that measurements depend on. All ranks call it."""
+        return {"hardware": self._hardware, **self.plan.step_settings()}
+
+    @functools.cached_property
+    def _hardware(self) -> dict[str, int]:
+        return hardware_of(self.world, self.device)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the checkpoint's part that JSON can hold. All ranks call it, between two windows."""
         if self._noise.waits:
@@ -398,7 +406,7 @@ class Engine(EngineProgress):
             **self._optimizer_step.state_dict(),
             "place": dataclasses.asdict(self.position),
             "calibration": self.calibrated and dataclasses.asdict(self.calibrated),
-            "measured_as": measured_as(self.plan),
+            "measured_as": self.measured_as(),
             "noise": self._noise.state_dict(),
             "gathered_by_every": self.parallel.meter.gathered_by_every,
             "changing_buffers": self.buffers.changing,

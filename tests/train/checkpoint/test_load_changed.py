@@ -18,6 +18,7 @@ from launcher.errors import WrongCheckpoint
 from launcher.plan.resumable import DATA as DATA_KEY
 from launcher.rundir.fencing import Fence
 from launcher.train.checkpoint import load, save
+from launcher.train.engine import calibration
 from launcher.train.trainer import train
 from tests.helpers import make_plan as make_plan_for
 from tests.infra.runs import records
@@ -62,6 +63,34 @@ class Data:
         return Loss((model(batch) - 1).square().sum(), len(batch))
 
 
+def attempt_at(place: Path, *overrides: str, forced: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Train, maybe from the newest checkpoint in ``place``, and return summary.json."""
+    plan = make_plan_for(*overrides, samples=len(DATA), run_dir=str(place))
+    task = dataclasses.replace(plan.task, target=f"{__name__}.Data")
+    train(dataclasses.replace(plan, task=task, forced=forced), lambda: False)
+    return json.loads((place / "summary.json").read_text())
+
+
+@pytest.mark.parametrize("changed", ["", "hardware", "train.loader_workers=1", "train.clip_norm=null"])
+def test_figures_of_other_hardware_or_settings_are_not_mixed(
+    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = ["batch.global_size=4", "train.loader_workers=0", "precision=fp32", "strategy=single", "cluster.device=cpu",
+            "cluster.workers_per_node=1"]  # fmt: skip
+    attempt_at(tmp_path, *keys, "train.steps=2")
+    if changed == "hardware":
+        monkeypatch.setattr(calibration, "device_model", lambda _: "another processor")
+    elif changed:
+        keys.append(changed)
+    capsys.readouterr()
+    summary = attempt_at(tmp_path, *keys, "train.steps=4", forced=("train.clip_norm",))
+    since = [line.get("progress/measured_since", 0) for line in records(tmp_path)]
+    assert since == [0, 0, *[2 if changed else 0] * 2]
+    said = "measured again on other hardware: another processor, " in capsys.readouterr().out
+    assert said == (changed == "hardware")
+    assert [*summary.get("worlds", [{}])[0]] == (["step", "from", "to"] if said else [])
+
+
 def test_other_data_of_the_same_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -70,10 +99,7 @@ def test_other_data_of_the_same_length(
             "train.eval_every=2")  # fmt: skip
 
     def attempt(steps: int, *forced: str) -> dict[str, Any]:
-        plan = make_plan_for(*keys, f"train.steps={steps}", samples=len(DATA), run_dir=str(tmp_path))
-        task = dataclasses.replace(plan.task, target=f"{__name__}.Data")
-        train(dataclasses.replace(plan, task=task, forced=forced), lambda: False)
-        return json.loads((tmp_path / "summary.json").read_text())
+        return attempt_at(tmp_path, *keys, f"train.steps={steps}", forced=forced)
 
     attempt(4)
     attempt(6)  # the same data

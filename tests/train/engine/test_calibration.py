@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from launcher.quantities import Interval, interval
-from launcher.train.engine.calibration import Calibrated
+from launcher.train.engine import calibration
+from launcher.train.engine.calibration import Calibrated, hardware_of
 from launcher.train.engine.preserved_state import SavedState
+from launcher.train.world import World
 from tests.helpers import make_plan, torchrun
 
 WORKER = Path(__file__).parent / "calibration_worker.py"
@@ -138,9 +140,17 @@ def test_a_checkpoints_result_is_taken_over_unless_there_is_more_time_now() -> N
     given_up = dataclasses.asdict(Calibrated(asked_s=None, not_measured="it takes longer"))
     assert Calibrated.restored(given_up, make_plan()) is not None
     assert Calibrated.restored(given_up, make_plan("run.calibrate_s=60")) is None
-    older = {"start": 2, "every_s": [1.0], "own": []}
-    assert Calibrated.restored(older, make_plan()) is None
     assert Calibrated.restored(None, make_plan()) is None
+
+
+def test_the_hardware_is_that_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mixed(World):
+        def of_all(self, value: Any, _group: Any = None) -> list[Any]:
+            return [value, value.replace("fast", "slow"), value]
+
+    monkeypatch.setattr(calibration, "device_model", lambda _: "fast, 2 cores")
+    found = hardware_of(Mixed(rank=0, size=3, local_rank=0, local_size=3), torch.device("cpu"))
+    assert [(name.split(", ")[0], ranks) for name, ranks in found.items()] == [("fast", 2), ("slow", 1)]
 
 
 class Grows(nn.Module):
