@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from jobs.gpu import checks, direct, llama, memory  # noqa: F401 (they register what they have)
+from jobs.gpu import checks, direct, engine_checks, llama, memory  # noqa: F401 (they register what they have)
 from jobs.gpu.registry import CHECKS, ROOT
 
 # most important first; unlisted checks follow

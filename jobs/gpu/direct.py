@@ -16,7 +16,7 @@ from typing import Any
 from jobs.gpu.registry import Environment, Skip, check, need_cuda
 
 
-def _joined(environment: Environment, *overrides: str) -> tuple[Any, Any]:
+def joined(environment: Environment, *overrides: str, samples: int = 240) -> tuple[Any, Any]:
     """Return the plan of a world of one rank and its device, with the process group started."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -28,7 +28,7 @@ def _joined(environment: Environment, *overrides: str) -> tuple[Any, Any]:
     from launcher.train.world import World, device_of, join
 
     job = ("batch.global_size=16", "batch.micro_size=4", "train.steps=3", "train.loader_workers=0", "precision=fp32")
-    plan = make_plan([*job, f"cluster.device={environment.device}", *overrides], samples=240)
+    plan = make_plan([*job, f"cluster.device={environment.device}", *overrides], samples=samples)
     world = World.here()
     device = device_of(world, plan.cluster.device)
     join(world, device, plan.train.hang_timeout)
@@ -56,7 +56,7 @@ def collectives(environment: Environment) -> str:
     from launcher.train.parallel.collectives import Gather, Scatter
     from launcher.train.world import World
 
-    _, device = _joined(environment)
+    _, device = joined(environment)
     meter = Meter(StrategyKind.fsdp, Layout.replicated(0, 1), device)
     exchanges = not environment.on_gpu
     gather, scatter = Gather(meter, exchanges=exchanges), Scatter(meter, LocalGradNorm(), exchanges=exchanges)
@@ -112,7 +112,7 @@ def ddp(environment: Environment) -> str:
     from launcher.config.schema import Sync
     from launcher.train.parallel.ddp import Ddp
 
-    plan, device = _joined(environment, "strategy=ddp", "strategy.sync=boundary")
+    plan, device = joined(environment, "strategy=ddp", "strategy.sync=boundary")
     task = Words()
     torch.manual_seed(0)
     model, alone = task.model().to(device), task.model().to(device)
@@ -152,7 +152,7 @@ def hsdp(environment: Environment) -> str:
     from launcher import Engine
     from launcher.config.schema import StrategyKind
 
-    plan, device = _joined(environment, "strategy=fsdp", "strategy.sync=boundary", "train.clip_norm=null")
+    plan, device = joined(environment, "strategy=fsdp", "strategy.sync=boundary", "train.clip_norm=null")
     plan = dataclasses.replace(plan, strategy=dataclasses.replace(plan.strategy, kind=StrategyKind.hsdp, shard_size=1))
     task = Words()
     torch.manual_seed(0)

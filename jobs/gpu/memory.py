@@ -10,7 +10,14 @@ from jobs.gpu.registry import Environment, check
 @check("predicted memory", seconds=150, alone=True)
 def memory(environment: Environment) -> str:
     """Compare the plan's memory peak for the chosen policy with the allocator's."""
-    shape = ("task.width=1024", "task.depth=8", "task.length=128", "batch.global_size=256", "batch.micro_size=64")
+    shape = (
+        "task.width=1024",
+        "task.depth=8",
+        "task.length=128",
+        "batch.global_size=256",
+        "batch.micro_size=64",
+        "task.samples=2560",
+    )
     small = ("task.width=64", "batch.global_size=24", "batch.micro_size=4")
     precision = "bf16" if environment.on_gpu else "fp32"
     environment.train("strategy=fsdp", f"precision={precision}", *(shape if environment.on_gpu else small))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-import time
 from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,9 +70,10 @@ class Words:
     """Next-word prediction; an item is a target word, counted on the device.
 
     Args:
-        trouble: in training, from this rank's ``after``-th loss on: "stuck" starts a kernel that does not end, "dies"
-            ends the process, once in the run that ``marks`` belongs to.
-        marks: directory in which a death is recorded.
+        trouble: in training, from this rank's ``after``-th loss on: "stuck" starts a kernel that does not end; "dies"
+            ends the process, once in the run that ``marks`` belongs to; "raises" has rank 0 raise with a kernel in
+            flight, while the other ranks are stuck.
+        marks: directory in which a death or an error is recorded.
         megabytes: additional memory that each sample of a micro-batch needs.
         room: limit on the process's memory.
     """
@@ -119,12 +120,20 @@ class Words:
             torch.cuda.set_per_process_memory_fraction(self.room * 2**20 / whole, total.device)
         if self.megabytes:
             total = total + 0 * torch.ones(len(batch) * self.megabytes * 2**18, device=total.device).sum()
-        if self._losses >= self.after and self.trouble == "stuck":
+        if self._losses >= self.after and (
+            self.trouble == "stuck" or (self.trouble == "raises" and os.environ["RANK"] != "0")
+        ):
             if total.is_cuda:
                 for _ in range(100):
                     torch.cuda._sleep(2**40)
+                torch.cuda.synchronize()
             else:
-                time.sleep(3600)
+                hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # blocked in C, where no signal handler runs
+        if self._losses >= self.after and self.trouble == "raises":
+            Path(self.marks, "raised").touch()
+            if total.is_cuda:
+                torch.cuda._sleep(2**32)
+            raise ValueError("the trouble of this check")
         mark = Path(self.marks, "died")
         if self._losses >= self.after and self.trouble == "dies" and not mark.exists():
             mark.touch()

@@ -14,6 +14,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -154,12 +156,15 @@ def _run_workers(
         local_addr=place.address,
         max_restarts=plan.cluster.max_restarts,
         signals_to_handle="SIGHUP",  # the shield takes the stop signals; the agent sees them in its monitoring loop
-        shutdown_timeout=plan.cluster.grace_s,
         logs_specs=_logs(plan.paths, first_start, watch, error_files),
     )
     deaths = DeathWatch()
+
+    def grace_s() -> int:
+        return plan.cluster.grace_s if shield.received is not None else min(plan.cluster.grace_s, AFTER_FAILURE_S)
+
     try:
-        with deaths, watch:
+        with deaths, watch, _workers_end_within(grace_s):
             elastic_launch(config, sys.executable)(*arguments)
     except SignalException as stop:
         leave()
@@ -305,6 +310,30 @@ def _report(file: Path) -> ErrorReport | None:
 
 def _how_it_ended(exit_code: int) -> str:
     return f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exited with status {exit_code}"
+
+
+# from SIGTERM to SIGKILL for workers whose job failed: one that is blocked in C, as in NCCL, runs no handler
+AFTER_FAILURE_S = 3
+
+
+@contextmanager
+def _workers_end_within(grace_s: Callable[[], int]) -> Generator[None]:
+    """Have torch's agent send SIGKILL ``grace_s()`` seconds after SIGTERM, in every way in which workers are ended.
+
+    torch's own time, 30 s, has no setting after a failure or at a restart, and in torch 2.11 none at all.
+    """
+    from torch.distributed.elastic.multiprocessing.api import PContext
+
+    close = PContext.close
+
+    def close_within(self: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:  # noqa: ARG001
+        close(self, death_sig, grace_s())
+
+    PContext.close = close_within
+    try:
+        yield
+    finally:
+        PContext.close = close
 
 
 POLL_S = 0.02

@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -183,7 +184,9 @@ def torch_has_cuda(torch_version: str | None = None) -> bool:
 
 
 def visible_gpus(env: Mapping[str, str], dev: Path = Path("/dev"), torch_version: str | None = None) -> int:
-    """Return the number of CUDA devices that torch will see: device nodes minus those hidden by CUDA_VISIBLE_DEVICES.
+    """Return the number of GPUs that torch will see: device nodes minus those hidden by CUDA_VISIBLE_DEVICES.
+
+    A machine whose GPUs have other device nodes (WSL2, ROCm) asks torch itself, in a process of its own.
 
     Raises:
         SiteError: torch is not installed.
@@ -191,18 +194,26 @@ def visible_gpus(env: Mapping[str, str], dev: Path = Path("/dev"), torch_version
     if not torch_has_cuda(torch_version):
         return 0
     present = sum(1 for node in dev.glob("nvidia[0-9]*") if node.name.removeprefix("nvidia").isdecimal())
+    if not present and any((dev / name).exists() for name in ("dxg", "kfd")):
+        return _gpus_of_torch(env)
     listed = env.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         return present
     names = [name.strip() for name in listed.split(",")]
-    if names and names[0].startswith("MIG-"):  # a MIG slice has no device node
-        return len(names)
+    if names[0].startswith("MIG-"):  # CUDA uses one slice, however many are listed
+        return 1
     usable = 0
-    for name in names:
-        if name in ("", "-1") or (name.isdecimal() and int(name) >= present):
-            break  # CUDA ignores everything after the first name it does not know
+    for name in names:  # CUDA ignores everything after the first name it does not know
+        if not (name.isdecimal() and int(name) < present) and not re.fullmatch(r"GPU-[0-9a-fA-F-]+", name):
+            break
         usable += 1
     return min(usable, present)
+
+
+def _gpus_of_torch(env: Mapping[str, str]) -> int:
+    count = "import torch; print(torch.cuda.device_count())"
+    done = subprocess.run([sys.executable, "-c", count], env=dict(env), capture_output=True, text=True, check=False)
+    return int(done.stdout) if done.stdout.strip().isdecimal() else 0
 
 
 def allowed_env(env: Mapping[str, str], patterns: tuple[str, ...]) -> dict[str, str]:

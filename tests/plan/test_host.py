@@ -11,7 +11,24 @@ from launcher.plan.host import ALLOWED_ENV, allowed_env, batch_env, visible_gpus
 
 @pytest.mark.parametrize(
     ("visible", "expected"),
-    [(None, 4), ("", 0), ("-1", 0), ("0", 1), ("0,2", 2), ("0,-1,1", 1), ("7", 0), ("3,9,1", 1), ("MIG-a,MIG-b", 2)],
+    [
+        (None, 4),
+        ("", 0),
+        ("-1", 0),
+        ("0", 1),
+        ("0,2", 2),
+        ("0,-1,1", 1),
+        ("7", 0),
+        ("3,9,1", 1),
+        ("MIG-a,MIG-b", 1),
+        ("NoDevFiles", 0),
+        ("void", 0),
+        ("none", 0),
+        ("all", 0),
+        ("GPU-8f6d2c1e-0a,1", 2),
+        ("GPU-node1", 0),
+        ("0,void,1", 1),
+    ],
 )
 def test_visible_gpus(tmp_path: Path, visible: str | None, expected: int) -> None:
     for name in ("nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm"):

@@ -7,7 +7,7 @@ import inspect
 import mmap
 import weakref
 from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import torch
@@ -252,7 +252,10 @@ class Staging:
         cudart = cast("Any", torch.cuda.cudart())
         if int(cudart.cudaHostRegister(buffer.data_ptr(), len(memory), _PORTABLE)) == 0:
             self._page_locked[path] = buffer
-        elif not self._refused:
+            return buffer
+        with suppress(RuntimeError):  # CUDA reports the refusal at the next kernel, as if that one were out of memory
+            torch.zeros(1, device=self._device)
+        if not self._refused:
             self._refused = True
             print("The memory for copies of checkpoints cannot be page-locked: each save delays the steps for longer.")
         return buffer

@@ -156,10 +156,10 @@ class Ddp(Parallel):
         finally:  # no collectives here: an exception may have occurred on this rank only
             for parameter in self.module.parameters():
                 parameter.grad = None
+            self._views = []  # or the old buckets would be held beside the new ones
             del self._ddp.reducer, self._ddp.logger  # removes the hooks from the parameters and frees the buckets
             vars(self._ddp).update(vars(self._wrapped(init_sync=False)))
             self._order = self._first_order()
-            self._views = []
             self._compression = _compression(self._strategy, self.module, self.meter)
             if kept:
                 self._compression.load_state_dict(kept)

@@ -28,11 +28,13 @@ class Runtime:
         self.unmapped: list[int] = []  # when they were unregistered
         self.rounded = self.most = 0
         self.refuses = refuses
+        self.error_pending = False  # CUDA keeps a refusal until a kernel is launched, which then fails
         self._empty = torch.empty
         calls = SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=self._unregister)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: calls)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
         monkeypatch.setattr(torch, "empty", self._allocate)
+        monkeypatch.setattr(torch, "zeros", self._launch)
         monkeypatch.setattr(contents, "_is_on_device", lambda source: source.numel() > 0, raising=False)
 
     def _register(self, address: int, size: int, flags: int) -> int:
@@ -41,7 +43,14 @@ class Runtime:
         if not self.refuses:
             self.registered[address] = size
             self.most = max(self.most, sum(self.registered.values()))
+        self.error_pending = self.refuses != 0
         return self.refuses
+
+    def _launch(self, *size: int, device: Any) -> Tensor:  # noqa: ARG002
+        failed, self.error_pending = self.error_pending, False
+        if failed:
+            raise torch.OutOfMemoryError("CUDA error: out of memory")
+        return self._empty(*size)
 
     def _unregister(self, address: int) -> None:
         size = self.registered.pop(address)
@@ -152,6 +161,7 @@ def test_where_the_driver_refuses_the_copies_are_as_good(
     wanted = state()
     assert same(staged.copy(wanted), wanted)
     assert "cannot be page-locked" in capsys.readouterr().out
+    assert not runtime.error_pending, "the next kernel would fail"
     del staged
     gc.collect()
     assert not runtime.registered
