@@ -27,10 +27,9 @@ from launcher.train.engine.window_batchnorm import norms_of
 from launcher.train.optimizers import as_one, set_mode, trained_parameters
 from launcher.train.parallel.base import Parallel, ShardUnits
 from launcher.train.parallel.batchnorm import Norms
-from launcher.train.parallel.deferred_init import Recipe, build_deferred
+from launcher.train.parallel.deferred_init import InitialShards, build_for_shards
 from launcher.train.parallel.float8 import set_float8
-from launcher.train.parallel.init_recorder import NotDeferrable
-from launcher.train.parallel.replicas import require_same_structure, share_model, share_values
+from launcher.train.parallel.replicas import require_same_structure, share_model
 from launcher.train.parallel.shard_units import find_units, require_parameters
 from launcher.train.precision import Precision, parameters_to_fp32
 from launcher.train.world import World
@@ -132,15 +131,14 @@ def build_parallel(
     """
     world = world or ALONE
     sharded = plan.strategy.kind in SHARDED
-    recipe: Recipe | None = None
-    if not isinstance(model, nn.Module):
-        model, recipe = _make(model, world, deferred=sharded)
-    require_same_structure(model, world)
-    if values is not None:
-        replaced = values.check(model)
-        if recipe is not None:
-            recipe.leave_out(replaced)
-    if sharded and recipe is None:  # DDP broadcasts by itself
+    initial: InitialShards | None = None
+    if isinstance(model, nn.Module):
+        require_same_structure(model, world)
+        if values is not None:
+            values.check(model)
+    else:
+        model, initial = _make(model, world, values, shards=sharded and world.size > 1)
+    if sharded and initial is None:  # DDP broadcasts by itself
         share_model(model, world)
     start_training(model)
     model.zero_grad()  # gradients of an earlier backward pass would be added to the first window's
@@ -149,7 +147,7 @@ def build_parallel(
     _set_formats(model, optimizer if isinstance(optimizer, Optimizer) else None, plan, world)
     set_float8(model, plan.precision)
     if not isinstance(optimizer, Optimizer):
-        parallel = wrap(model, plan, device, shard_units, recipe, compile_units)
+        parallel = wrap(model, plan, device, shard_units, initial, compile_units)
         if values is not None:
             values.fill(model)
         if isinstance(optimizer, FromModel):
@@ -162,7 +160,7 @@ def build_parallel(
         return parallel, optimizer
     _require_all_parameters(model, optimizer)
     before = dict(model.named_parameters())
-    parallel = wrap(model, plan, device, shard_units, recipe, compile_units)
+    parallel = wrap(model, plan, device, shard_units, initial, compile_units)
     if values is not None:
         values.fill(model)
     _replace_parameters(optimizer, before, model)
@@ -194,25 +192,24 @@ def _set_formats(model: nn.Module, optimizer: Optimizer | None, plan: RunPlan, w
         )
 
 
-def _make(make: Callable[[], nn.Module], world: World, *, deferred: bool) -> tuple[nn.Module, Recipe | None]:
-    """Make the model. A model that will be sharded is made without values, which are filled in shard by shard."""
-    if not deferred:
-        return make(), None
+def _make(
+    make: Callable[[], nn.Module], world: World, values: OtherValues | None, *, shards: bool
+) -> tuple[nn.Module, InitialShards | None]:
+    """Make the model. With ``shards``, only rank 0's has its initial values if possible, and not even that one if
+    ``values`` replaces all of them."""
     before = random_state(torch.device("cpu"))
-    built: tuple[nn.Module, Recipe] | None = None
-    reason = "its construction is not the same on all ranks"
-    try:
-        built = build_deferred(make)
-    except NotDeferrable as refusal:
-        reason = str(refusal)
-    signatures = world.of_all(built and built[1].signature())
-    if built is not None and all(signature == signatures[0] for signature in signatures):
-        built[1].agree = lambda value: share_values([value], world)
-        return built
-    print(f"Each rank builds the full model before it is sharded: {reason}", flush=True)
-    restore_random_state(before, torch.device("cpu"))
-    del built
-    return make(), None
+    model, initial = build_for_shards(make, world, values=values is None) if shards else (make(), None)
+    require_same_structure(model, world)
+    if values is not None:
+        replaced = values.check(model)
+        if initial is not None:
+            initial.left_out = replaced
+            if not initial.complete(model):
+                restore_random_state(before, torch.device("cpu"))
+                model, initial = build_for_shards(make, world)
+                if initial is not None:
+                    initial.left_out = replaced
+    return model, initial
 
 
 class TrainedParameters:
@@ -338,14 +335,14 @@ def wrap(
     plan: RunPlan,
     device: torch.device,
     shard_units: ShardUnits | None,
-    recipe: Recipe | None,
+    initial: InitialShards | None,
     compile_units: ShardUnits | None = None,
 ) -> Parallel:
     """Wrap ``model`` by the plan's strategy.
 
     Args:
         shard_units: the task's function of that name; default: the model's repeated blocks.
-        recipe: values of a model that was built without them; only for strategies that shard.
+        initial: values of a model that was built without them; only for strategies that shard.
         compile_units: the task's function of that name.
 
     Raises:
@@ -366,7 +363,7 @@ def wrap(
     if sharded:
         from launcher.train.parallel.fsdp import Fsdp
 
-        return Fsdp(model, units, plan, device, recipe)
+        return Fsdp(model, units, plan, device, initial)
     model.to(device)
     whole = plan.train.compile and compile_units is None
     if whole:

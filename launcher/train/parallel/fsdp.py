@@ -27,7 +27,7 @@ from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import Layout, reduces, reduces_over_all
 from launcher.train.parallel.base import Parallel, local, trained
 from launcher.train.parallel.collectives import Gather, Scatter, UnitCollective
-from launcher.train.parallel.deferred_init import Recipe, fill
+from launcher.train.parallel.deferred_init import InitialShards
 from launcher.train.parallel.lost_writes import LostWrites
 from launcher.train.parallel.mixed_precision import groups_of, matmul_parameters, narrow
 from launcher.train.parallel.replaced_parameters import ReplacedParameters
@@ -45,7 +45,12 @@ class Fsdp(Parallel):
     """
 
     def __init__(
-        self, model: nn.Module, units: Sequence[nn.Module], plan: RunPlan, device: torch.device, recipe: Recipe | None
+        self,
+        model: nn.Module,
+        units: Sequence[nn.Module],
+        plan: RunPlan,
+        device: torch.device,
+        initial: InitialShards | None,
     ) -> None:
         strategy, world_size = plan.strategy, plan.batch.world_size
         replaced = ReplacedParameters(model, strategy.kind)
@@ -72,12 +77,14 @@ class Fsdp(Parallel):
         places = set(narrowed.values())
         del narrowed, formats_of  # they hold the parameters that the shards replace
         super().__init__(model, plan, device, layout)
+        if initial is not None:
+            initial.take(model)
         offload = CPUOffloadPolicy() if strategy.cpu_offload else OffloadPolicy()
         for module in (*units, model):
             fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
-        if recipe is not None:
+        if initial is not None:
             model.to_empty(device="cpu" if strategy.cpu_offload else device)
-            fill(model, recipe)
+            initial.fill(model)
         self._parameters = trained(model)  # the shards
         replaced.hand_over(model)
         if strategy.cpu_offload:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from launcher.config.schema import StrategyKind
 from launcher.errors import TaskError
-from launcher.train.parallel.deferred_init import Recipe
+from launcher.train.parallel.deferred_init import InitialShards
 
 _Span = tuple[int, int]  # bytes of a tensor in its storage
 
@@ -128,7 +128,7 @@ def _places(names: Mapping[int, str], memory: Mapping[int, tuple[_Span, str]]) -
     found: defaultdict[str, set[str]] = defaultdict(set)
     for owner in gc.get_objects() if names or memory else ():
         kind = type(owner)
-        if not kind.__dictoffset__ or issubclass(kind, (type, ModuleType, Optimizer, Recipe)):
+        if not kind.__dictoffset__ or issubclass(kind, (type, ModuleType, Optimizer, InitialShards)):
             continue
         attributes = object.__getattribute__(owner, "__dict__")  # runs no code of the object
         for key, value in [*attributes.items()]:

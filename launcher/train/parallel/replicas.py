@@ -32,18 +32,11 @@ def require_same_structure(model: nn.Module, world: World) -> None:
     """
     if world.size == 1:
         return
-    parts = [
-        *(
-            (name, f"a {'trained' if p.requires_grad else 'frozen'} parameter{_described(p)}")
-            for name, p in model.named_parameters()
-        ),
-        *((name, f"a buffer{_described(buffer)}") for name, buffer in model.named_buffers()),
-    ]
-    digests = world.of_all(hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest())
+    digests = world.of_all(structure_digest(model))
     if len(set(digests)) == 1:
         return
     rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    everyone = world.of_all(dict(parts))
+    everyone = world.of_all(dict(_structure(model)))
     here, there = everyone[0], everyone[rank]
     name = next((name for name in (*here, *there) if here.get(name) != there.get(name)), None)
     what = "the order of its parameters" if name is None else (
@@ -53,6 +46,21 @@ def require_same_structure(model: nn.Module, world: World) -> None:
         f"The model differs between ranks: {what}.\n"
         "  Every rank must build the same model: its shape must not depend on the rank or on unseeded random numbers."
     )
+
+
+def structure_digest(model: nn.Module) -> str:
+    """Return a hash of the names, shapes and dtypes of all parameters and buffers."""
+    return hashlib.blake2b(repr(_structure(model)).encode(), digest_size=16).hexdigest()
+
+
+def _structure(model: nn.Module) -> list[tuple[str, str]]:
+    return [
+        *(
+            (name, f"a {'trained' if p.requires_grad else 'frozen'} parameter{_described(p)}")
+            for name, p in model.named_parameters()
+        ),
+        *((name, f"a buffer{_described(buffer)}") for name, buffer in model.named_buffers()),
+    ]
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Models for test_deferred.py: every way in which a constructor may come to its values."""
+"""Models for test_deferred_init.py: every way in which a constructor may come to its values."""
 
 from __future__ import annotations
 
@@ -262,3 +262,57 @@ def instructed(instructions: list[tuple[int, int, int]]) -> Make:
             self.register_parameter(f"p{i}", nn.Parameter(tensor))
 
     return module(make)
+
+
+def asks(what: Callable[[Tensor], Any]) -> Make:
+    def make(self: Any) -> None:
+        self.weight = nn.Parameter(torch.randn(4))
+        self.answer = what(self.weight.detach())
+
+    return module(make)
+
+
+def swallows(self: Any) -> None:
+    try:
+        self.register_buffer("scale", torch.tensor(torch.randn(3).max().item()))
+    except Exception:
+        self.register_buffer("scale", torch.tensor(1.0))
+
+
+def draws_for_real(self: Any) -> None:
+    self.a = nn.Parameter(torch.tensor([1.0, 2.0]).uniform_())
+
+
+def draws_for_real_from_its_own(self: Any) -> None:
+    generator = torch.Generator().manual_seed(1)
+    self.a = nn.Parameter(torch.randn(3, generator=generator))
+    self.b = nn.Parameter(torch.tensor([1.0]).uniform_(generator=generator))
+
+
+def writes_into_real(self: Any) -> None:
+    self.register_buffer("a", torch.tensor([1.0, 2.0]))
+    self.a[0] = torch.randn(())
+
+
+def weight_beside_a_weight(self: Any) -> None:
+    self.layer = nn.Linear(3, 3)
+    self.layer.again = self.layer.weight * 2
+
+
+# models that each rank builds in full, and a part of the message
+FULL: dict[str, tuple[Make, str]] = {
+    "item": (asks(lambda w: w.max().item()), "needs values"),
+    "if": (asks(lambda w: 1 if w.max() > 0 else 2), "needs values"),
+    "tolist": (asks(lambda w: w.tolist()), "needs values"),
+    "numpy": (asks(lambda w: w.numpy()), "needs values"),
+    "equal": (asks(lambda w: torch.equal(w, w + 1)), "needs values"),
+    "mask": (asks(lambda w: w[w > 0]), "needs values"),
+    "kept aside": (asks(lambda w: w * 2), r"neither parameters nor buffers \(\.answer\)"),
+    "kept in a list": (asks(lambda w: [w[:2]]), r"neither parameters nor buffers .*\(2,\)"),
+    "sparse": (module(lambda self: self.register_buffer("s", torch.eye(3).to_sparse())), "."),
+    "swallowed": (module(swallows), "needs values"),
+    "draws": (module(draws_for_real), "draws random numbers"),
+    "draws from its own": (module(draws_for_real_from_its_own), "draws random numbers"),
+    "writes": (module(writes_into_real), "writes into a tensor"),
+    "weight beside a weight": (module(weight_beside_a_weight), r"layer\.again"),
+}

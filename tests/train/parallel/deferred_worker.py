@@ -1,15 +1,16 @@
-"""Real ranks that shard a model before it has any memory, run by torchrun in test_deferred.py.
-
-argv: ``values`` or ``memory``. Prints one JSON object from rank 0.
-"""
+"""Ranks that build a model for shards, run by torchrun in test_deferred_init.py. Prints one JSON object from rank 0."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
+import random
 import resource
-import sys
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,7 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from launcher.tasks.bytes_model import GPT
-from launcher.train.parallel.deferred_init import build_deferred, fill, own_shard
+from launcher.train.parallel.deferred_init import build_for_shards, own_shard
+from launcher.train.world import World
+from tests.train.parallel.deferred_models import FULL, MODELS, Make, instructed
 
 
 class Uneven(nn.Module):
@@ -38,6 +41,65 @@ class Uneven(nn.Module):
         return self.gpt(tokens) * self.scale + self.few.sum() * self.one
 
 
+def seed(value: int = 3) -> None:
+    torch.manual_seed(value)
+    random.seed(value)
+    np.random.seed(value)
+
+
+def states() -> list[Any]:
+    return [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
+
+
+def state(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def same(model: nn.Module, ordinary: nn.Module) -> bool:
+    pairs = zip(state(model), state(ordinary), strict=True)
+    ties = len(list(model.parameters())) == len(list(ordinary.parameters()))
+    return ties and all(a == b and x.dtype == y.dtype and torch.equal(whole(x), whole(y)) for (a, x), (b, y) in pairs)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.to_dense()
+
+
+def built(make: Make, world: World) -> tuple[bool, bool, str]:
+    """Return whether values and random numbers are those of an ordinary build, whether some ranks had none before, and
+    the output."""
+    seed()
+    ordinary = make()
+    after = states()
+    seed()
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        model, initial = build_for_shards(make, world)
+    if initial is not None:
+        assert initial.complete(model) or world.rank > 0
+        initial.take(model)
+        model.to_empty(device="cpu")
+        initial.fill(model)
+    return same(model, ordinary) and states() == after, initial is not None, output.getvalue()
+
+
+def elsewhere(world: World) -> list[bool]:
+    """Build a model all of whose values but one buffer come from elsewhere; that one has a value everywhere, or not."""
+
+    class Named(nn.Module):
+        def __init__(self, drawn: bool) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+            self.register_buffer("phase", torch.rand(4) if drawn else torch.arange(4.0).sin(), persistent=False)
+
+    found = list[bool]()
+    for drawn in (False, True):
+        model, initial = build_for_shards(lambda drawn=drawn: Named(drawn), world, values=False)
+        assert initial is not None
+        initial.left_out = {"layer.weight", "layer.bias"}
+        found.append(initial.complete(model))
+    return found
+
+
 def sharded(model: nn.Module, gpt: GPT, hybrid: bool = False) -> nn.Module:
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("copy", "shard"))
@@ -48,17 +110,16 @@ def sharded(model: nn.Module, gpt: GPT, hybrid: bool = False) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def values(hybrid: bool) -> bool:
+def shards_of_a_model(world: World, hybrid: bool) -> bool:
     torch.manual_seed(1)
     ordinary = Uneven()
-    after = torch.get_rng_state()
     torch.manual_seed(1)
-    model, recipe = build_deferred(Uneven)
+    model, initial = build_for_shards(Uneven, world)
+    assert initial is not None
+    initial.take(model)
     sharded(model, model.gpt, hybrid).to_empty(device="cpu")  # pyright: ignore[reportArgumentType]
-    fill(model, recipe)
-    same = torch.equal(after, torch.get_rng_state()) and all(
-        torch.equal(whole(tensor), wanted) for tensor, wanted in zip(state(model), state(ordinary), strict=True)
-    )
+    initial.fill(model)
+    equal = same(model, ordinary)
 
     # the first loss and the first step, too, are those of the ordinary model
     tokens = torch.randint(0, 61, (2, 7), generator=torch.Generator().manual_seed(0))
@@ -71,7 +132,7 @@ def values(hybrid: bool) -> bool:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-    return same and losses[0] == losses[1] and math.isclose(losses[2], losses[3], rel_tol=1e-5)
+    return equal and losses[0] == losses[1] and math.isclose(losses[2], losses[3], rel_tol=1e-5)
 
 
 def shards() -> bool:
@@ -90,41 +151,36 @@ def shards() -> bool:
     return True
 
 
-def state(model: nn.Module) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def memory() -> dict[str, float]:
+def memory(world: World) -> dict[str, float]:
     """Bytes of the model, and by how much building this rank's part of it raised the process's highest use."""
-
-    def make() -> GPT:
-        return GPT(256, 768, 14, 12, 256, 0.0)
-
     sharded(small := GPT(16, 8, 1, 1, 8, 0.0), small)(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    torch.manual_seed(1)
-    model, recipe = build_deferred(make)
+    model, initial = build_for_shards(lambda: GPT(256, 768, 14, 12, 256, 0.0), world)
+    assert initial is not None
     size = sum(p.numel() * p.element_size() for p in model.parameters())
+    initial.take(model)
     sharded(model, model).to_empty(device="cpu")  # pyright: ignore[reportArgumentType]
-    fill(model, recipe)
-    grown = torch.tensor((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024.0)
-    dist.all_reduce(grown, dist.ReduceOp.MAX)
-    return {"model": size, "grown": grown.item()}
+    initial.fill(model)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024.0
+    return {"model": size, "grown": max(world.of_all(grown)[1:])}
 
 
 def main() -> None:
     dist.init_process_group("gloo")
-    if sys.argv[1] == "memory":
-        seen = memory()
-    else:
-        same = torch.tensor([values(hybrid=False), values(hybrid=True), shards()]).int()
-        dist.all_reduce(same, dist.ReduceOp.MIN)
-        seen = {"same": same.tolist()}
-    if dist.get_rank() == 0:
+    world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank())
+    seen: dict[str, Any] = {}
+    if world.size == 2:
+        draw = random.Random(5)
+        sequences = {
+            f"sequence {n}": instructed([(draw.randrange(11), draw.randrange(4), draw.randrange(4)) for _ in range(20)])
+            for n in range(40)
+        }
+        seen["memory"] = memory(world)
+        seen["models"] = {name: world.of_all(built(make, world)) for name, make in (MODELS | sequences).items()}
+        seen["full"] = {name: world.of_all(built(make, world)) for name, (make, _) in FULL.items()}
+        seen["elsewhere"] = world.of_all(elsewhere(world))
+    seen["shards"] = world.of_all([shards_of_a_model(world, hybrid) for hybrid in (False, True)] + [shards()])
+    if world.rank == 0:
         print(json.dumps(seen))
     dist.destroy_process_group()
 

@@ -37,24 +37,22 @@ class Model(nn.Module):
 class Task:
     """A task that keeps what ``attach`` returns."""
 
-    def __init__(self, attach: Callable[[Any], object], *, seeded: bool) -> None:
-        self._attach, self._seeded = attach, seeded
+    def __init__(self, attach: Callable[[Any], object]) -> None:
+        self._attach = attach
         self.kept: object = None
 
     def model(self) -> nn.Module:
-        if self._seeded:  # the values are computed at once, not when the model has been sharded
-            torch.manual_seed(3)
         model = Model()
         self.kept = self._attach(model)
         return model
 
 
-@pytest.fixture(params=["built with values", "deferred"])
-def engine_with(alone: None, request: pytest.FixtureRequest) -> Callable[..., Engine]:  # noqa: ARG001
+@pytest.fixture
+def engine_with(alone: None) -> Callable[..., Engine]:  # noqa: ARG001
     """The engine of a sharded model to which a function attaches something."""
 
     def make(attach: Callable[[Any], object], strategy: str = "fsdp", optimizer: Any = None) -> Engine:
-        task = Task(attach, seeded=request.param == "built with values")
+        task = Task(attach)
         plan = make_plan([*OPTIONS, f"strategy={strategy}"], samples=8)
         return Engine(task.model, optimizer or (lambda parameters: torch.optim.SGD(parameters, 0.1)), plan, owner=task)
 
