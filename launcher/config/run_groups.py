@@ -18,7 +18,8 @@ class RunConfig:
     calibrate_s: float | None = None
     """Maximum seconds of the calibration before training, which measures the first window's micro-batches with
     sync=every, with the job's own policy and without communication: the speed-up and the exposed communication.
-    0: never. Default: 15, and no more than a tenth of the predicted run time."""
+    0: never. Default: 15, and no more than a tenth of the predicted run time; but three rounds are measured where that
+    takes a tenth of the run, or less than 15 seconds and no longer than the run."""
 
 
 @dataclass(frozen=True, kw_only=True)

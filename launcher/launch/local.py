@@ -39,6 +39,7 @@ from launcher.rundir import history
 from launcher.rundir.fencing import Attempt, Fence
 from launcher.rundir.files import read_json, write_json, write_text
 from launcher.rundir.history import Submission, failure_record
+from launcher.rundir.paths import RunPaths
 
 POLL_S = 0.1
 AGENT = (sys.executable, "-P", "-m", "launcher.launch.agent")
@@ -93,9 +94,10 @@ def make_directory(run: RunInfo) -> None:
         root.mkdir()
     except FileExistsError:
         occupied = root if root.exists() else root.parent
+        resumes = f"`launch resume {run.name}` continues that run. " if RunPaths(root).plan.exists() else ""
         raise SiteError(
             f"run.name={run.name}: {occupied} exists, and a run never writes into another one's directory.\n"
-            "  Choose another run.name, or leave it out for a name of its own."
+            f"  {resumes}For a new run choose another run.name, or leave it out for a name of its own."
         ) from None
     except OSError as error:
         raise _cannot_be_made(root, error) from None

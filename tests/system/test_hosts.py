@@ -54,6 +54,7 @@ def test_hosts_that_share_a_disk_keep_to_their_own_files(pair: Hosts, tmp_path: 
     assert (run / "checkpoints/step_000003/.metadata").exists()
     out = finish(start(pair, tmp_path, *job, shared=True), 2, 2)
     assert "exists, and a run never writes into another one's directory" in out[0]
+    assert "`launch resume job` continues that run" in out[0]
     assert "exists" in out[1]
     assert summary(run)["verdict"] == "done", "nothing of the first run was touched"
 

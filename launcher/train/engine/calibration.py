@@ -39,7 +39,8 @@ from launcher.train.engine.oom import is_out_of_memory
 from launcher.train.world import World
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 20
-# with run.calibrate_s=null: seconds at most, and the share of the run's predicted time
+# With run.calibrate_s=null: seconds at most, and the share of the run's predicted time. The first MIN_ROUNDS may take
+# the longer of the share and, up to DEFAULT_S, the run's whole time, so that short runs are measured, too.
 DEFAULT_S, DEFAULT_SHARE = 15.0, 0.1
 
 Run = Callable[[Callable[..., Any], MicroBatch], list[Loss]]
@@ -179,24 +180,27 @@ class Calibration:
                 return self._without("a micro-batch does not fit into memory")
             return self._measure(kinds[1:]) if len(kinds) > 2 else self._without("no room to run without communication")
         self._started = time.perf_counter()
-        limit_s = self._limit_s(micro_batch_s := self._time(kinds[0], 1))
-        needed_s = len(kinds) * self._count * micro_batch_s * (1 + MIN_ROUNDS)
-        if needed_s > limit_s:
-            return self._too_long(needed_s, limit_s)
+        window_s = self._count * self._time(kinds[0], 1)
+        limits = first_s, _ = self._limits(window_s)
+        if len(kinds) * window_s * (1 + MIN_ROUNDS) > first_s and len(kinds) > 2:
+            kinds = kinds[1:]  # the speed-up alone
+        if (needed_s := len(kinds) * window_s * (1 + MIN_ROUNDS)) > first_s:
+            return self._too_long(needed_s, first_s)
         # the second synchronised forward pass is the one in which DDP rebuilds its buckets
         for kind in kinds if WindowSync.every in kinds else [*kinds, WindowSync.policy]:
             if math.isinf(self._time(kind, self._count)):
                 return self._without("a window without communication does not fit into memory")
         self._comm_s.clear()
-        return self._rounds(kinds, limit_s)
+        return self._rounds(kinds, *limits)
 
-    def _rounds(self, kinds: list[WindowSync], limit_s: float) -> Calibrated:
+    def _rounds(self, kinds: list[WindowSync], first_s: float, limit_s: float) -> Calibrated:
         order = random.Random(0)  # the same on every rank, without drawing from the user's generators
         times: dict[WindowSync, list[float]] = {kind: [] for kind in kinds}
         elapsed_s = self._agree(time.perf_counter() - self._started)[0]
         round_s = 0.0
         for rounds in range(MAX_ROUNDS):
-            if elapsed_s + round_s * max(1, MIN_ROUNDS - rounds) > limit_s:
+            missing = MIN_ROUNDS - rounds
+            if elapsed_s + round_s * max(1, missing) > (first_s if missing > 0 else limit_s):
                 break
             before_s = elapsed_s
             for kind in order.sample(kinds, len(kinds)):
@@ -207,7 +211,7 @@ class Calibration:
             round_s = elapsed_s - before_s
         rounds = len(times[WindowSync.policy])
         if rounds < MIN_ROUNDS:
-            return self._too_long(elapsed_s + (MIN_ROUNDS - rounds + 1) * round_s, limit_s)
+            return self._too_long(elapsed_s + (MIN_ROUNDS - rounds + 1) * round_s, first_s)
 
         def difference(more: WindowSync, less: WindowSync) -> Interval | None:
             if more not in times or less not in times:
@@ -222,11 +226,13 @@ class Calibration:
             comm_s=statistics.median(self._comm_s),
         )
 
-    def _limit_s(self, micro_batch_s: float) -> float:
-        """Return the time limit of the phase in seconds."""
-        if self._plan.train.calibrate_s is not None:
-            return self._plan.train.calibrate_s
-        return min(DEFAULT_S, DEFAULT_SHARE * self._steps_left * self._count * micro_batch_s)
+    def _limits(self, window_s: float) -> tuple[float, float]:
+        """Return the seconds after which the phase ends without a result, and with one."""
+        if (asked_s := self._plan.train.calibrate_s) is not None:
+            return asked_s, asked_s
+        run_s = self._steps_left * window_s
+        share_s = DEFAULT_SHARE * run_s
+        return max(share_s, min(DEFAULT_S, run_s)), min(DEFAULT_S, share_s)
 
     def _too_long(self, needed_s: float, limit_s: float) -> Calibrated:
         return self._without(

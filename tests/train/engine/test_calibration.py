@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from launcher.quantities import Interval, interval
+from launcher.train.data.loader import MicroBatch
 from launcher.train.engine import calibration
-from launcher.train.engine.calibration import Calibrated, hardware_of
+from launcher.train.engine.calibration import Calibrated, Calibration, WindowSync, hardware_of
 from launcher.train.engine.preserved_state import SavedState
 from launcher.train.world import World
 from tests.helpers import make_plan, torchrun
@@ -130,6 +133,51 @@ def test_a_policy_that_is_slower_is_shown_to_be() -> None:
     found = Calibrated(rounds=6, gain=Interval(-0.2, -0.3, -0.1)).step_s_every(1.0, 0.0, reads_ahead=True)
     assert found is not None
     assert (found.low, found.value, found.high) == pytest.approx((0.7, 0.8, 0.9))
+
+
+@pytest.mark.parametrize(
+    ("steps", "window_s", "overrides", "rounds", "exposed"),
+    [
+        (300, 0.01, (), 8, True),
+        (30, 0.4, (), 3, True),
+        (10, 0.4, (), 3, False),  # the rounds without collectives are left out
+        (3, 0.4, (), 0, False),
+        (300, 60.0, (), 3, True),
+        (20, 60.0, (), 0, False),
+        (300, 0.4, ("run.calibrate_s=1",), 0, False),
+    ],
+)  # fmt: skip
+def test_three_rounds_may_take_a_share_of_the_run(
+    steps: int, window_s: float, overrides: tuple[str, ...], rounds: int, exposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+
+    class Simulated(Calibration):
+        def _time(self, kind: WindowSync, count: int) -> float:
+            took_s = window_s * count / self._count * (1.1 if kind is WindowSync.every else 1.0)
+            clock[0] += took_s
+            self._comm_s.append(0.1)
+            return took_s
+
+        def _agree(self, *values: float) -> list[float]:
+            return [*values]
+
+    monkeypatch.setattr(calibration.time, "perf_counter", lambda: clock[0])
+    world = World(rank=0, size=2, local_rank=0, local_size=2)
+    parallel = SimpleNamespace(without_effects=nullcontext)
+    parts: Any = SimpleNamespace(
+        world=world, device=None, preserve=object, parallel=parallel, precision=None, norms=None
+    )
+    plan = make_plan(
+        f"train.steps={steps}", "strategy=ddp", "batch.accumulation=4", "cluster.workers_per_node=2",
+        "cluster.device=cpu", *overrides
+    )  # fmt: skip
+    phase = Simulated(parts)
+    phase.measure(plan, lambda *_: [], [MicroBatch(None, 1)], 0)
+    assert phase.result is not None
+    assert (phase.result.rounds, phase.result.gain is not None) == (rounds, rounds > 0)
+    assert (phase.result.exposed is not None) == exposed
+    assert ("run.calibrate_s=" in phase.result.not_measured) == (not rounds)
 
 
 def test_a_checkpoints_result_is_taken_over_unless_there_is_more_time_now() -> None:
