@@ -37,7 +37,8 @@ launch verify [key=value ...] [--json]: compares the job's accumulated gradient 
 
 Takes the overrides of `launch train`. Runs the job's first windows and a short one on its ranks, on this machine, and
 compares their gradients in fp32 with each window as one batch in one process. Trains nothing and leaves no files.
-Exit status: 0 equal up to rounding; 1 different, or not comparable, or training would fail; 2 the input is wrong.
+Exit status: 0 equal up to rounding; 1 different, or not comparable, or training would fail; 2 the input is wrong,
+which includes what `launch train` refuses with status 2.
 """
 _DRILL_HELP = """\
 launch drill [key=value ...] [--windows N] [--json]: tests whether the job survives preemption and kills.

@@ -318,9 +318,9 @@ class CheckpointConfig:
     every: int | None = None
     """Optimizer steps between two checkpoints."""
     every_minutes: float | None = None
-    """Minutes between two checkpoints. Default, without every: none; slurm: 10."""
+    """Minutes between two checkpoints. Default, without every: 5; slurm: 10."""
     keep: int | None = None
-    """Number of newest checkpoints to keep. Default: all; slurm, if every and every_minutes are not set: 3."""
+    """Number of newest checkpoints to keep. Default: all; if every and every_minutes are not set: 3."""
     best: str | None = None
     """Metric of the evaluation, such as eval/accuracy: the checkpoint of the best one so far is saved, if none is
     otherwise due, and kept beside the newest. Default: none."""

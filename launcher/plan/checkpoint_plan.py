@@ -9,21 +9,23 @@ from launcher.errors import ConfigError, did_you_mean
 from launcher.plan.run_plan import TaskPlan
 
 PREFIX = "eval/"
-SLURM_SAVES_EVERY_MIN, SLURM_KEEPS = 10.0, 3
+# defaults: minutes between two checkpoints, longer on Slurm, which gives notice of most stops; number of those kept
+SAVES_EVERY_MIN, SLURM_SAVES_EVERY_MIN, KEEPS = 5.0, 10.0, 3
 # parts of the names of metrics whose smaller value is the better one
 _SMALLER_IS_BETTER = ("loss", "perplexity")
 
 
 def solve_checkpoint(config: Config, task: TaskPlan) -> CheckpointConfig:
-    """Return the checkpoint plan; a Slurm job, which can lose its nodes at any time, saves periodically by default.
+    """Return the checkpoint plan; by default a job saves every few minutes, because it may fail at any step.
 
     Raises:
         ConfigError: as ``solve_best_mode``.
     """
     plan = dataclasses.replace(config.checkpoint, best_mode=solve_best_mode(config.checkpoint, config.train, task))
-    if config.cluster.kind is not ClusterKind.slurm or plan.every is not None or plan.every_minutes is not None:
+    if plan.every is not None or plan.every_minutes is not None:
         return plan
-    return dataclasses.replace(plan, every_minutes=SLURM_SAVES_EVERY_MIN, keep=plan.keep or SLURM_KEEPS)
+    minutes = SLURM_SAVES_EVERY_MIN if config.cluster.kind is ClusterKind.slurm else SAVES_EVERY_MIN
+    return dataclasses.replace(plan, every_minutes=minutes, keep=plan.keep or KEEPS)
 
 
 def solve_best_mode(checkpoint: CheckpointConfig, train: TrainConfig, task: TaskPlan) -> BestMode | None:

@@ -15,6 +15,7 @@ from launcher.config.choices import WandbMode
 from launcher.config.schema import (
     Balance,
     BestMode,
+    CheckpointConfig,
     Compress,
     LrScaling,
     OnOom,
@@ -125,11 +126,20 @@ def _job_lines(plan: RunPlan) -> list[tuple[str, str]]:
 
 def _places(plan: RunPlan) -> list[tuple[str, str]]:
     """Return where the run is stored, shown and announced."""
-    lines = [("files", near(plan.run.dir))]
+    lines = [("files", near(plan.run.dir)), ("checkpoints", _checkpoints(plan.checkpoint))]
     lines += [(TRACKER_KINDS[tracker].title, _destination(plan, tracker)) for tracker in plan.trackers]
     if plan.notify:
         lines.append(("messages", ", ".join(map(without_path, plan.notify))))
     return lines
+
+
+def _checkpoints(plan: CheckpointConfig) -> str:
+    if not plan.enabled:
+        return "none: the run cannot resume"
+    every = [f"every {count(plan.every, 'step')}"] if plan.every else []
+    every += [f"every {plan.every_minutes:g} minutes"] if plan.every_minutes else []
+    kept = "" if plan.keep is None else f"; the newest {plan.keep} are kept"
+    return f"{', '.join([*every, 'at a stop'])} and at the end{kept}"
 
 
 def _best(plan: RunPlan) -> str | None:

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from launcher.errors import EXIT_DONE, EXIT_FAILED
+from launcher.errors import EXIT_DONE, EXIT_FAILED, class_named
 from launcher.quantities import first_names
 
 
@@ -202,7 +202,7 @@ class Certificate:
 
     Args:
         job: description of the job, line by line.
-        refused: error that would end training.
+        refused: error that would end training, after the name of its class.
         notes: remarks on the comparison.
     """
 
@@ -216,6 +216,9 @@ class Certificate:
 
     @property
     def exit_status(self) -> int:
+        if self.outcome is VerifyOutcome.refused:  # that of the same error in `launch train`
+            kind = class_named(str(self.refused).partition(":")[0])
+            return EXIT_FAILED if kind is None else kind.exit_status
         return EXIT_DONE if self.outcome is VerifyOutcome.exact else EXIT_FAILED
 
 

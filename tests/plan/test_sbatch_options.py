@@ -215,7 +215,7 @@ def test_slurm_jobs_save_now_and_then() -> None:
     assert make_plan("cluster=slurm").checkpoint.keep == 3
     said = make_plan("cluster=slurm", "checkpoint.every=50").checkpoint
     assert (said.every, said.every_minutes, said.keep) == (50, None, None)
-    assert make_plan().checkpoint.every_minutes is None
+    assert make_plan().checkpoint.every_minutes == 5
 
 
 @pytest.mark.parametrize(

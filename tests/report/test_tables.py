@@ -47,6 +47,7 @@ def test_the_plan() -> None:
         "memory        A rank needs at least 16.00 kB for parameters, gradients and the state of AdamW.\n"
         "\n"
         "files         /nowhere/run\n"
+        "checkpoints   every 5 minutes, at a stop and at the end; the newest 3 are kept\n"
         "W&B           offline, project launcher, id abcd1234"
     )
 
@@ -56,6 +57,12 @@ def test_the_plan_shows_what_the_square_root_rule_has_scaled() -> None:
     assert "adamw, lr 0.006 (from 0.003, sqrt rule, k=4)" in text
     assert "betas 0.6 and 0.8 (from 0.9 and 0.95), eps 5e-09 (from 1e-08)" in text
     assert "betas" not in shown(plan_table(make_plan("optimizer.lr_scaling=linear", "optimizer.reference_batch=16")))
+
+
+def test_the_plan_says_when_the_run_is_saved() -> None:
+    text = shown(plan_table(make_plan("checkpoint.every=100", "checkpoint.every_minutes=2.5")))
+    assert "checkpoints   every 100 steps, every 2.5 minutes, at a stop and at the end\n" in text
+    assert "checkpoints   none: the run cannot resume\n" in shown(plan_table(make_plan("checkpoint.enabled=false")))
 
 
 def test_the_plan_says_which_evaluation_is_the_best() -> None:
