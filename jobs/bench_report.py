@@ -3,8 +3,8 @@
     python jobs/bench_report.py [--runs 200] [--steps 10000] [--keep DIR]     # writes 3 GB, to a temporary directory
     python jobs/bench_report.py --runs 5000 --steps 30 [--rounds 3] [--killed]
 
-Each run has left its entry, as runs do when they end; with --killed none has, and what the first `report` reads, the
-second one finds in a cache. Each round starts without a cache; the table has the median and the range of the rounds.
+Each run has left its entry, as runs do when they end; with --killed none has, and their files are read. The table has
+the median and the range of the rounds.
 The runs are synthetic: accumulation × workers × seeds, with as many lines as real ones, of the same length.
 """
 
@@ -107,24 +107,20 @@ def main() -> None:
         size = sum(path.stat().st_size for path in directory.glob("*/metrics.jsonl"))
         ended = "killed before they left an entry" if arguments.killed else "with their entries"
         print(f"{arguments.runs} runs of {arguments.steps:,} steps, {size / 1e9:.2f} GB of records, {ended}")
-        report = ["report", str(directory)]
         commands = {
             "`launch runs`": ["runs"], "`launch status` of one": ["status", names[-1]],
-            "`launch report`, the first time": report, "`launch report`, again": report,
+            "`launch report`": ["report", str(directory)],
         }  # fmt: skip
         taken: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
-        for number in range(arguments.rounds):
-            cache = Path(temporary) / f"cache{number}"
-            environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
+        for _ in range(arguments.rounds):
             for name, command in commands.items():
-                taken[name].append(measured([*command, "--dir", str(directory)], environment))
+                taken[name].append(measured([*command, "--dir", str(directory)]))
         load = ", ".join(f"{value:.0f}" for value in os.getloadavg())
         print(f"load average {load} on {len(os.sched_getaffinity(0))} cores; {count(arguments.rounds, 'round')}\n")
         print("| | CPU time | wall time |\n|---|---|---|")
         for name, rounds in taken.items():
             print(f"| {name} | {' | '.join(map(spread, zip(*rounds, strict=True)))} |")
-        size = sum(file.stat().st_size for file in cache.rglob("*.json"))
-        print(f"\npage {(directory / 'report.html').stat().st_size / 1e6:.1f} MB, cache {size / 1e6:.1f} MB")
+        print(f"\npage {(directory / 'report.html').stat().st_size / 1e6:.1f} MB")
 
 
 def spread(seconds: Sequence[float]) -> str:
@@ -133,12 +129,12 @@ def spread(seconds: Sequence[float]) -> str:
     return f"{statistics.median(seconds):.1f} s{across}"
 
 
-def measured(arguments: list[str], environment: dict[str, str]) -> tuple[float, float]:
+def measured(arguments: list[str]) -> tuple[float, float]:
     """Run `launch`; return the CPU time of all its processes and the wall time, in seconds."""
     code, before = "from launcher.cli import main; main()", resource.getrusage(resource.RUSAGE_CHILDREN)
     start = time.perf_counter()
     command = [sys.executable, "-P", "-c", code, *arguments]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return cpu_s, seconds

@@ -29,7 +29,7 @@ from launcher.record.report_entry import leave_entry
 from launcher.report.answer import Finding
 from launcher.report.compare import Entry, RunComparison, side_by_side
 from launcher.report.live import Silence
-from launcher.report.measurement_cache import MeasurementCache
+from launcher.report.run_data import ReportedRuns
 from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths, SweepPaths
 from launcher.runs import control
@@ -177,9 +177,9 @@ def compare_runs(asked: Sequence[RunPaths | SweepPaths], *, title: str, loss: fl
     Args:
         loss: training loss up to which hours are counted; None: the lowest that all finished runs of a task reached.
     """
-    cache = MeasurementCache()
-    sweeps = look_at_sweeps([paths for paths in asked if isinstance(paths, SweepPaths)], cache.statuses)
-    runs = {run.dir: run for run in cache.statuses(paths for paths in asked if isinstance(paths, RunPaths))}
+    reported = ReportedRuns()
+    sweeps = look_at_sweeps([paths for paths in asked if isinstance(paths, SweepPaths)], reported.statuses)
+    runs = {run.dir: run for run in reported.statuses(paths for paths in asked if isinstance(paths, RunPaths))}
     entries: list[Entry] = []
     for paths in asked:
         for run in sweeps.get(str(paths.root)) or [runs[str(paths.root)]]:
@@ -198,7 +198,7 @@ def compare_runs(asked: Sequence[RunPaths | SweepPaths], *, title: str, loss: fl
                 )
             )
     places = [entry.dir for entry in entries if entry.dir is not None]
-    return side_by_side(title, entries, cache.measurements(places), loss)
+    return side_by_side(title, entries, reported.measurements(places), loss)
 
 
 def write_page(

@@ -30,11 +30,11 @@ BY_SIGTERM = ("forecast", "verify")
 # two runs whose records never end, read by as many processes
 REPORT = """
 from pathlib import Path
-from launcher.report import measurement_cache
+from launcher.report import run_data
 
 if __name__ == "__main__":
-    measurement_cache._ALONE_BYTES = -1
-    measurement_cache.read_all([Path("first"), Path("second")])
+    run_data._ALONE_BYTES = -1
+    run_data.read_all([Path("first"), Path("second")])
 """
 
 
