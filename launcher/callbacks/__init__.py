@@ -11,7 +11,6 @@ from typing import Any
 
 _HOMES = {
     "Ema": "launcher.callbacks.ema",
-    "Email": "launcher.callbacks.notifications",
     "MemorySnapshot": "launcher.callbacks.diagnostics",
     "Profile": "launcher.callbacks.diagnostics",
     "GeneratedSamples": "launcher.callbacks.samples",

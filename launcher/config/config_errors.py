@@ -19,7 +19,7 @@ _OTHER_NAMES = {
 # forms of lists whose elements are no single values
 _LIST_FORMS = {
     "batch.ramp": " of lists: [[100, 16], [200, 32]]",
-    "notify": ": [bell, https://example.org/hook, me@example.org]",
+    "notify": ": [bell, https://example.org/hook, env:NAME]",
     "callbacks": ", one {...} for each callback: [{_target_: my_module.MyCallback}]",
     "optimizer.groups": ', one {...} for each group: [{match: "ndim<2", weight_decay: 0}]',
 }

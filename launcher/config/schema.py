@@ -358,8 +358,8 @@ class Config:
     """Where a message is sent when the run is done, stopped, failed, killed or requeued: ``bell`` (of the terminal in
     which `launch` waits for the run, or `launch top` shows it), an ``https://`` address (a POST, as Slack and
     Mattermost take it; it is stored with the run), ``env:NAME`` (an address in that environment variable, which is not
-    stored), ``me@example.org`` (by the mail server of the run's first host), ``smtp://HOST:PORT/me@example.org``. The
-    callbacks Webhook and Email have more options."""
+    stored: a web address, or with launcher[notify] one of apprise, such as ``mailtos://USER:PASSWORD@HOST``). The
+    callback Webhook has more options."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     trackers: list[Tracker] = field(default_factory=lambda: [Tracker.wandb])
     """List of the trackers that mirror metrics.jsonl: wandb, tensorboard, mlflow."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, cast
 
 from launcher.errors import ConfigError, did_you_mean
@@ -23,8 +25,8 @@ METHODS = (*EVENTS, AROUND_EVALUATION, OUTCOME, *STATE)
 _ARGUMENTS = {"on_step": 2, "on_evaluation": 2, "on_save": 2, "on_end": 2, "state_dict": 0}
 TARGET = "_target_"
 BUNDLED = "launcher.callbacks."
-# bundled callbacks that act on the outcome of a run
-_REPORTING = frozenset({"Webhook", "Email"})
+# bundled callback that acts on the outcome of a run
+_WEBHOOK = "Webhook"
 # entry of ``notify`` for the terminal in which `launch` waits for the run
 BELL = "bell"
 _VARIABLE = "env:"
@@ -43,6 +45,12 @@ def solve_callbacks(entries: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], 
     """
     averages: int | None = None
     for number, entry in enumerate(entries):
+        if entry.get(TARGET) == f"{BUNDLED}Email":
+            raise ConfigError(
+                f"callbacks[{number}]", entry[TARGET], "there is no such callback any more.",
+                "Use notify=[env:NAME], and in that environment variable an address of apprise, such as "
+                "mailtos://USER:PASSWORD@HOST.",
+            )  # fmt: skip
         if not isinstance(entry.get(TARGET), str):
             raise ConfigError(
                 f"callbacks[{number}]", entry, "has no key _target_.",
@@ -80,25 +88,15 @@ def notify_entries(words: Sequence[str]) -> tuple[dict[str, Any], ...]:
 
 
 def _notifier(word: str) -> dict[str, Any]:
-    address = re.fullmatch(r"(?:smtp://(?P<server>[^/@:\s]+(?::\d+)?)/)?(?P<to>[^@\s:/]+@[^@\s:/]+)", word)
-    if address is not None:
-        entry = {TARGET: f"{BUNDLED}Email", "to": [address["to"]], "server": address["server"] or "localhost"}
-    elif re.fullmatch(_WEB_ADDRESS, word):
-        entry = {TARGET: f"{BUNDLED}Webhook", "url": word}
-    elif (variable := word.removeprefix(_VARIABLE)) != word and variable.isidentifier():
-        entry = {TARGET: f"{BUNDLED}Webhook", "url_from": variable}
-    else:
-        if re.match(r"https?://[^/]*@", word):
-            raise ConfigError(
-                "notify", scheme_only(word), "the address contains a user or a password, which is not supported.",
-                "Write an address without one; an address that is a secret itself: notify=[env:NAME].",
-            )  # fmt: skip
+    variable = word.removeprefix(_VARIABLE)
+    if not is_web_address(word) and (variable == word or not variable.isidentifier()):
         raise ConfigError(
-            "notify", scheme_only(word),
-            "must be bell, an https:// address, env:NAME, an e-mail address, or smtp://HOST:PORT/ADDRESS.",
-            "Several: notify=[bell,me@example.org].",
+            "notify", scheme_only(word), "must be bell, an https:// address without a user, or env:NAME.",
+            "An e-mail: notify=[env:NAME], and in that environment variable an address of apprise, such as "
+            "mailtos://USER:PASSWORD@HOST.",
         )  # fmt: skip
-    return {**entry, "verdicts": [*_NOTIFIED]}
+    address = {"url": word} if variable == word else {"url_from": variable}
+    return {TARGET: f"{BUNDLED}{_WEBHOOK}", **address, "verdicts": [*_NOTIFIED]}
 
 
 def scheme_only(word: str) -> str:
@@ -128,7 +126,7 @@ def may_report(entry: dict[str, Any], verdict: str = "") -> bool:
     """
     if not entry[TARGET].startswith(BUNDLED):
         return verdict != REQUEUED
-    return name_of(entry) in _REPORTING
+    return name_of(entry) == _WEBHOOK
 
 
 def without_reports(entries: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
@@ -173,7 +171,7 @@ def _numbers(entry: dict[str, Any], name: str) -> list[int]:
 def require_variables(
     entries: Sequence[dict[str, Any]], env: Mapping[str, str], *, passed_on: bool, key: str | None = None
 ) -> None:
-    """Check that the environment variables have values from which the bundled callbacks read addresses and passwords.
+    """Check that the environment variables from which bundled callbacks read addresses have one.
 
     Args:
         key: config key that the entries were made from. Default: callbacks.
@@ -181,28 +179,35 @@ def require_variables(
         passed_on: ``env`` has only what is passed to a batch job.
 
     Raises:
-        ConfigError: one has none, or an address that is not one of the web.
+        ConfigError: one has none, or an address to which nothing can be sent.
     """
     for number, entry in enumerate(entries):
-        for name in ("url_from", "password_from"):
-            variable = entry.get(name)
-            if not str(entry[TARGET]).startswith(BUNDLED) or not isinstance(variable, str):
-                continue
-            value, hint = env.get(variable), f"export {variable}=..."
-            if value is None:
-                where = "among those that the batch job gets" if passed_on else "here"
-                problem = f"there is no such environment variable {where}."
-                hint = f"List it: cluster.env=[{variable}]." if passed_on else hint
-            elif not value:
-                problem = "this environment variable is empty."
-            elif name == "url_from" and not is_web_address(value):
-                problem = (
-                    "the content of this environment variable is not an http:// or https:// address without a user."
-                )
-            else:
-                continue
-            shown = variable if key is None else f"{_VARIABLE}{variable}"
-            raise ConfigError(key or f"callbacks[{number}].{name}", shown, problem, hint)
+        variable = entry.get("url_from")
+        if not str(entry[TARGET]).startswith(BUNDLED) or not isinstance(variable, str):
+            continue
+        value, hint = env.get(variable), f"export {variable}=..."
+        if value is None:
+            where = "among those that the batch job gets" if passed_on else "here"
+            problem = f"there is no such environment variable {where}."
+            hint = f"List it: cluster.env=[{variable}]." if passed_on else hint
+        elif not value:
+            problem = "this environment variable is empty."
+        elif is_web_address(value):
+            continue
+        elif find_spec("apprise") is None:
+            problem = "its content is not an http:// or https:// address without a user."
+            hint = "Addresses of other services, such as mailtos://, need apprise: pip install launcher[notify]."
+        elif not _is_of_apprise(value):
+            problem = "its content is neither an http:// or https:// address without a user nor one that apprise knows."
+        else:
+            continue
+        shown = variable if key is None else f"{_VARIABLE}{variable}"
+        raise ConfigError(key or f"callbacks[{number}].url_from", shown, problem, hint)
+
+
+def _is_of_apprise(address: str) -> bool:
+    apprise: Any = import_module("apprise")
+    return not address.startswith("http") and apprise.Apprise.instantiate(address) is not None
 
 
 def require_callbacks(entries: Sequence[dict[str, Any]], search_path: Sequence[str], task: object = None) -> None:

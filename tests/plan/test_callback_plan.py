@@ -57,7 +57,7 @@ WRONG = [
     ({"_target_": None}, "has no key _target_"),
     ({"_target_": "Ema"}, "callbacks[0]._target_=Ema: must be a dotted path"),
     ({"_target_": "no_such.Thing"}, "callbacks[0]._target_=no_such.Thing: no module 'no_such'"),
-    ({"_target_": "launcher.callbacks.Emma"}, "has no 'Emma'.\n  did you mean 'Ema'? Its classes: Ema, Email, "),
+    ({"_target_": "launcher.callbacks.Emma"}, "has no 'Emma'.\n  did you mean 'Ema'? Its classes: Ema, "),
     ({"_target_": "launcher.callbacks.EMA"}, "has no 'EMA'.\n  did you mean 'Ema'?"),
     ({"_target_": SAMPLES}, "Speaking has no method sample(model), which callbacks.GeneratedSamples calls"),
     (
