@@ -186,7 +186,7 @@ def unfinished(answer: Answer) -> Iterator[Check]:
 
 
 _CLOCK_WARNING_S, _CLOCK_FAILURE_S = 0.1, 2.0
-# relative error of the links above which plans learn little from them
+# relative error of the fit above which the measured times vary too much
 _VARIES = 0.3
 
 

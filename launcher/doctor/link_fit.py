@@ -9,8 +9,8 @@ communication operations in MPICH", 2005). Steps are pipelined, so the slowest l
 Ranks are numbered host by host. A ring then leaves each host once, so the host's link carries what one rank sends, for
 each group that has such a ring. NCCL runs several rings over all network adapters of a host, which together are its
 link, and takes a tree for an all-reduce where the tree is faster (NCCL, src/graph/tuning.cc). gloo runs an all-reduce
-as a ring and a broadcast as a binomial tree; on CPUs the launcher itself runs all-gathers and reduce-scatters, in which
-each rank sends every other rank its part directly (train/parallel/collectives.py).
+as a ring; on CPUs the launcher itself runs all-gathers and reduce-scatters, in which each rank sends every other rank
+its part directly (train/parallel/collectives.py).
 """
 
 from __future__ import annotations
@@ -82,31 +82,19 @@ class Links:
         """Return the seconds of one collective by itself.
 
         Args:
+            kind: all_reduce, all_gather or reduce_scatter.
             payload_bytes: what one rank hands to it, as ``Layout`` counts.
             ranks, hosts: size of the group, and number of hosts over which its ranks are spread evenly.
             groups: groups with ranks on the same host that run this collective at the same time and share the host's
                 link, such as the replicas' all-reduces of HSDP: one for each worker of a host.
         """
-        if ranks == 1 or payload_bytes == 0:
-            return 0.0
         between = None if self.between is None else self.between.for_kind(kind)
         route = _Route(self.inside.for_kind(kind), between, ranks, hosts, groups)
-        if kind is Collective.broadcast and self.gloo:
-            return route.tree_broadcast(payload_bytes)
-        if kind in (Collective.all_gather, Collective.reduce_scatter) and self.gloo:
-            return route.exchange(payload_bytes)
-        if kind is Collective.broadcast:  # the root's bytes pass through all ranks, in pieces
-            return route.ring(payload_bytes, 1)
-        passes = 2 if kind in (Collective.all_reduce, Collective.statistics) else 1
-        whole = payload_bytes * ranks if kind is Collective.outputs else payload_bytes
-        ring = route.ring(whole * (ranks - 1) / ranks, passes)
-        return ring if passes == 1 or self.gloo else min(ring, route.double_tree(whole))
-
-    def error(self, hosts: int) -> float:
-        """Return the relative half width of a 90% interval of ``seconds`` for a group over ``hosts`` hosts."""
-        if hosts == 1 or self.between is None:
-            return self.inside.error
-        return self.between.error
+        sent = payload_bytes * (ranks - 1) / ranks
+        if kind is not Collective.all_reduce:
+            return route.exchange(payload_bytes) if self.gloo else route.ring(sent, 1)
+        ring = route.ring(sent, 2)
+        return ring if self.gloo else min(ring, route.double_tree(payload_bytes))
 
 
 @dataclass(frozen=True)
@@ -158,17 +146,6 @@ class _Route:
         part, on_host = payload / self.ranks, self._on_host
         latency = self._steps(0, 1) if self.hosts > 1 else self._steps(1, 0)
         return latency + self._transfer((on_host - 1) * part, on_host * (self.ranks - on_host) * part)
-
-    def tree_broadcast(self, payload: int) -> float:
-        """Return the time of a binomial tree: in round i, the first 2^i ranks send the whole payload 2^i ranks
-        ahead."""
-        total, on_host = 0.0, self._on_host
-        for ahead in (2**i for i in range(math.ceil(math.log2(self.ranks)))):
-            if ahead < on_host:
-                total += self._steps(1, 0) + payload / self.inside.bytes_per_s
-            else:
-                total += self._steps(0, 1) + self.groups * on_host * payload / self._link.bytes_per_s
-        return total
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ BETWEEN = Level(latency_s=10.0, bytes_per_s=10.0, error=0.2)
 GLOO = Links(inside=INSIDE, between=BETWEEN, gloo=True)
 NCCL = dataclasses.replace(GLOO, gloo=False)
 FREE = dataclasses.replace(INSIDE, latency_s=0.0), dataclasses.replace(BETWEEN, latency_s=0.0)
-KINDS = list(Collective)
+KINDS = [Collective.all_reduce, Collective.all_gather, Collective.reduce_scatter]
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,6 @@ KINDS = list(Collective)
     [
         # one host: 2(W-1) steps; each rank sends 2(W-1)/W of 4000 bytes
         (GLOO, Collective.all_reduce, 4, 1, 1, 6 * 1 + 6),
-        (GLOO, Collective.statistics, 4, 1, 1, 6 * 1 + 6),
         # two hosts of one rank: both steps on the link
         (GLOO, Collective.all_reduce, 2, 2, 1, 2 * 10 + 400),
         # two hosts of two ranks: the ring leaves each host once
@@ -43,19 +42,13 @@ KINDS = list(Collective)
         # a tree has fewer steps than a ring of 16, and sends 2 times the payload instead of 15/8 of it
         (NCCL, Collective.all_reduce, 16, 16, 1, 2 * 4 * 10 + 800),
         (NCCL, Collective.all_reduce, 2, 2, 1, 2 * 10 + 400),
-        # the rows of each of four ranks reach the others
-        (GLOO, Collective.outputs, 4, 1, 1, 3 * 1 + 3 * 4),
-        # binomial tree: two rounds inside a host, one between hosts in which two ranks of a host send
-        (GLOO, Collective.broadcast, 4, 1, 1, 2 * (1 + 4)),
-        (GLOO, Collective.broadcast, 4, 2, 1, (1 + 4) + (10 + 800)),
-        (NCCL, Collective.broadcast, 4, 1, 1, 3 * 1 + 4),
     ],
 )
 def test_closed_forms(links: Links, kind: Collective, ranks: int, hosts: int, groups: int, expected: float) -> None:
     assert links.seconds(kind, 4000, ranks=ranks, hosts=hosts, groups=groups) == pytest.approx(expected)
 
 
-@given(hosts=st.integers(1, 5), on_host=st.integers(1, 6), kind=st.sampled_from([*KINDS[:3]]), gloo=st.booleans())
+@given(hosts=st.integers(1, 5), on_host=st.integers(1, 6), kind=st.sampled_from(KINDS), gloo=st.booleans())
 def test_the_busiest_link_sets_the_rate(hosts: int, on_host: int, kind: Collective, gloo: bool) -> None:
     """The independent reference: all messages of the algorithm, added up for each host's link and each rank."""
     ranks = hosts * on_host
@@ -97,16 +90,12 @@ def test_more_bytes_and_more_ranks_are_not_faster(
     assert seconds >= 0
     tiny = 1 + 1e-9
     assert seconds <= links.seconds(kind, payload + more, ranks=ranks, hosts=hosts, groups=groups) * tiny
-    if kind is not Collective.broadcast:  # with more ranks per host, more rounds of a tree are inside the first host
-        assert seconds <= links.seconds(kind, payload, ranks=ranks + added * hosts, hosts=hosts, groups=groups) * tiny
+    assert seconds <= links.seconds(kind, payload, ranks=ranks + added * hosts, hosts=hosts, groups=groups) * tiny
     assert seconds <= links.seconds(kind, payload, ranks=ranks, hosts=hosts, groups=groups + 1) * tiny
 
 
-def test_one_rank_or_no_bytes_take_no_time() -> None:
-    assert GLOO.seconds(Collective.all_reduce, 4000, ranks=1, hosts=1) == 0
-    assert GLOO.seconds(Collective.all_gather, 0, ranks=4, hosts=2) == 0
+def test_links_of_one_host_lead_to_no_other() -> None:
     alone = dataclasses.replace(GLOO, between=None)
     assert alone.seconds(Collective.all_gather, 4000, ranks=4, hosts=1) > 0
-    assert (GLOO.error(1), GLOO.error(2)) == (0.1, 0.2)
     with pytest.raises(ValueError, match="those of one host"):
         alone.seconds(Collective.all_gather, 4000, ranks=4, hosts=2)
