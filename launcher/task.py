@@ -32,6 +32,7 @@ REQUIRED_METHODS = ("model", "train_data", "loss")
 OPTIONAL_METHODS = (
     "eval_data", "collate", "order", "lengths", "length", "items", "flops_per_sample", "shard_units", "compile_units",
     "optimizer", "schedule", "eval_metrics", "sample", "export", "export_config", "fixed_arguments",
+    "state_dict", "load_state_dict",
 )  # fmt: skip
 
 
@@ -63,6 +64,8 @@ class Task(Protocol):
             ``directory``; ``model`` may have no values, ``dtype`` is the torch.dtype of the exported parameters.
         ``fixed_arguments() -> dict``: arguments that the plan stores with those of the config, so that all ranks and
             later attempts read what the plan has read, such as the commit of a name.
+        ``state_dict()``, ``load_state_dict(state)``: state of the task in checkpoints, the same on all ranks: nested
+            dicts of tensors and JSON values.
         ``outputs(model, batch)`` and ``window_loss(outputs) -> Loss``, in place of ``loss``: a tensor, or a tuple or
             dict of tensors, with one row for each sample; and the loss of the rows of all samples of a window.
     """
@@ -104,6 +107,11 @@ def load_task(target: str, params: dict[str, Any], search_path: Sequence[str], s
         raise TaskError(
             f"task._target_={target}: the class has no method {' and no method '.join(missing)}.\n"
             "  A task has model(), train_data(), loss(model, batch), and eval_data() if there is held-out data."
+        )
+    if callable(getattr(task, "state_dict", None)) != callable(getattr(task, "load_state_dict", None)):
+        raise TaskError(
+            f"task._target_={target}: the class has one of the methods state_dict() and load_state_dict(state).\n"
+            "  A task whose state is in checkpoints has both."
         )
     return cast("Task", task)
 

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from launcher.errors import CallbackFailed, ConfigError, LauncherError, NotFinite, SiteError
@@ -26,6 +26,9 @@ from launcher.train.optimizers import evaluation_values
 
 # events after which a checkpoint has the random state
 _WITHIN_STEPS = ("on_window", "on_step")
+# the task's name among those with state, and its methods
+TASK = "task"
+_STATE = ("state_dict", "load_state_dict")
 # between the parts of a tensor's path in a callback's state; parameter names contain dots, and no slashes
 _SLASH = "/"
 
@@ -48,14 +51,19 @@ class Callback(Protocol):
 
 
 class CallbackSet:
-    """The callbacks of an engine, in their order.
+    """The callbacks of an engine, in their order, and the state of the task.
+
+    Args:
+        task: object whose state is in checkpoints, too, if it has ``state_dict`` and ``load_state_dict``.
+        model: model whose tensors are saved beside that.
 
     Attributes:
         names: of each callback: its class, numbered where there are several of one class.
         changes: by callback, the methods that have changed parameters, learning rates or what is frozen on this rank.
     """
 
-    def __init__(self, callbacks: Sequence[Any]) -> None:
+    def __init__(self, callbacks: Sequence[Any], task: object = None, model: nn.Module | None = None) -> None:
+        self._task = _StateOfModule(task, model) if isinstance(task, nn.Module) else task
         self.changes: dict[str, list[str]] = {}
         counts, self._callbacks = Counter[str](), dict[str, Any]()
         for callback in callbacks:
@@ -116,7 +124,7 @@ class CallbackSet:
 
     @property
     def stateful(self) -> list[str]:
-        """Names of the callbacks with state in checkpoints."""
+        """Names of the callbacks with state in checkpoints, and ``TASK`` if the task has some."""
         return [name for name, _ in self._stateful()]
 
     def find(self, kind: type[Any]) -> Any:
@@ -133,7 +141,7 @@ class CallbackSet:
         values: dict[str, Any] = {}
         for name, callback in self._stateful():
             with _named(name, "state_dict"):
-                state = callback.state_dict()
+                state: Any = callback.state_dict()
                 require_text_keys(state)
                 tensors |= {f"{name}{_SLASH}{path}": tensor for path, tensor in _tensors(state)}
                 values[name] = _without_tensors(state)
@@ -165,14 +173,33 @@ class CallbackSet:
         lost = [name for name in values if name not in stateful]
         new = [name for name in stateful if name not in values]
         return "\n".join([
-            *(f"The state of callback {name} in the checkpoint is not used: the run has none." for name in lost),
-            *(f"Callback {name} starts without state: the checkpoint has none of it." for name in new),
+            *(f"The state of {called(name)} in the checkpoint is not used: the run has none." for name in lost),
+            *(f"{_capitalised(called(name))} starts without state: the checkpoint has none of it." for name in new),
         ])  # fmt: skip
 
     def _stateful(self) -> Iterator[tuple[str, Any]]:
-        for name, callback in self._callbacks.items():
-            if callable(getattr(callback, "state_dict", None)) and callable(getattr(callback, "load_state_dict", None)):
+        for name, callback in (*self._callbacks.items(), (TASK, self._task)):
+            if all(callable(getattr(callback, method, None)) for method in _STATE):
                 yield name, callback
+
+
+class _StateOfModule:
+    """State of a task that is a module: without the tensors of the model."""
+
+    def __init__(self, task: nn.Module, model: nn.Module | None) -> None:
+        self._task, self._model = task, model or nn.Module()
+
+    def state_dict(self) -> dict[str, Any]:
+        saved = {id(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())}
+        state = self._task.state_dict(keep_vars=True)
+        return {
+            name: value.detach() if isinstance(value, Tensor) else value
+            for name, value in state.items()
+            if id(value) not in saved
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._task.load_state_dict(state, strict=False)
 
 
 def callbacks_of(plan: RunPlan) -> list[Any]:
@@ -202,8 +229,17 @@ def load_tensors(callbacks: CallbackSet, stored: Mapping[str, tuple[torch.Size, 
     return {
         name: own[name] if name in own and _fits(own[name], shape, dtype) else torch.empty(shape, dtype=dtype)
         for name, (shape, dtype) in stored.items()
-        if name.partition(_SLASH)[0] in callbacks.names
+        if name.partition(_SLASH)[0] in callbacks.stateful
     }
+
+
+def called(name: str) -> str:
+    """Return what messages call a callback, or the task."""
+    return "the task" if name == TASK else f"callback {name}"
+
+
+def _capitalised(text: str) -> str:
+    return text[0].upper() + text[1:]
 
 
 def _fits(tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
@@ -277,10 +313,10 @@ def _named(name: str, event: str) -> Iterator[None]:
     except (ConfigError, SiteError, NotFinite):
         raise  # it names the key, the place or the reason
     except LauncherError as error:
-        raise CallbackFailed(f"Callback {name} failed in {event}: {error}") from error
+        raise CallbackFailed(f"{_capitalised(called(name))} failed in {event}: {error}") from error
     except BaseException as error:
         raise CallbackFailed(
-            f"Callback {name} failed in {event}: {type(error).__name__}: {error}\n{users_frames(error)}"
+            f"{_capitalised(called(name))} failed in {event}: {type(error).__name__}: {error}\n{users_frames(error)}"
         ) from error
 
 

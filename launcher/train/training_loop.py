@@ -177,13 +177,15 @@ class TrainingLoop:
         """Save, evaluate and record what is due. The save comes first: an error in the evaluation must not lose the
         steps so far."""
         if self.windows == 1 and self.plan.checkpoint.enabled:
-            optimizer_state(self.engine)  # an error of the first step, not of the first checkpoint
+            # errors of the first step, not of the first checkpoint
+            optimizer_state(self.engine)
+            self.engine.callbacks.state_dict()
         values, saves, evaluates = self.step_metrics(result), self.save_due(result), self.eval_due(result)
         if records := self.log_due(result, extra=evaluates or saves):
             values |= self.engine.context.take_scalars() | self.engine.sites.take_metrics()
         try:
             if self.windows == EARLY_CHECK or result.last:  # saves and evaluations check, too
-                self.require_same_replicas()
+                self.require_same_replicas(callbacks=self.plan.checkpoint.enabled)
             if saves:
                 values |= self.save(result, values)
             if evaluates:

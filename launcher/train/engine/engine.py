@@ -69,7 +69,8 @@ class Engine(EngineProgress):
         save_due: called once a window on rank 0; StepResult.save_due has the result on all ranks.
         shard_units: modules that FSDP gathers as one and that recompute wraps. Default: the model's repeated blocks.
         owner: object that the forward pass belongs to, such as the task; calibration restores its attributes, and its
-            ``compile_units(model)``, if it has one, names the modules that train.compile compiles.
+            ``compile_units(model)``, if it has one, names the modules that train.compile compiles. Its
+            ``state_dict()`` and ``load_state_dict(state)`` are its state in checkpoints.
         schedule: (optimizer, steps) -> learning rate schedule, instead of the plan's.
         callbacks: objects with the methods of ``Callback`` in launcher/train/callback_set.py. Default: the plan's.
 
@@ -133,7 +134,7 @@ class Engine(EngineProgress):
         self.owner, self.sites = owner, Sites(self.world, plan.train.hang_timeout)
         outer = [] if plan.outer is None else [OuterSteps(plan.outer, self.sites)]
         listed = callbacks_of(plan) if callbacks is None else callbacks
-        self.callbacks = CallbackSet([*outer, *listed])
+        self.callbacks = CallbackSet([*outer, *listed], owner, self.model)
         self.callbacks.call("on_setup", self)
 
     def _initial_values(self) -> OtherValues | None:

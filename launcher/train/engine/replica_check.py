@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from launcher.errors import CallbackFailed, ReplicasDiffer
 from launcher.heartbeat import HEARTBEAT, Wait
 from launcher.quantities import count, first_names
+from launcher.train.callback_set import called
 from launcher.train.engine.engine import Engine
 from launcher.train.optimizers import members_of
 from launcher.train.parallel.checksum import BITS, checksum
@@ -137,7 +138,7 @@ class ReplicaCheck:
                 keys = [key for key in dict.fromkeys((*here, *there)) if here.get(key) != there.get(key)]
                 if keys:
                     raise CallbackFailed(
-                        f"The state of callback {name} differs between ranks 0 and {rank}: {first_names(keys)}.\n"
+                        f"The state of {called(name)} differs between ranks 0 and {rank}: {first_names(keys)}.\n"
                         "  A checkpoint stores one state for all ranks. Let state_dict() return the same on each: "
                         "keep what this rank alone has\n  seen out of it, or share rank 0's: "
                         "engine.world.of_rank_0(value)."
