@@ -8,7 +8,7 @@ would make `launch` import torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -111,9 +111,6 @@ class Peers:
         self.stopped_by: str | None = None
         self.trouble: str | None = None
         self.lost = False
-
-    def report_to(self, say: Callable[[str], None]) -> None:
-        """Let ``say`` show lines about connections that are refused."""
 
     def listen(self, seconds: float) -> None:
         """Receive messages for at most ``seconds``."""

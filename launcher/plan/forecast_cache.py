@@ -6,18 +6,17 @@ environment variables, and the versions of launcher, torch and Python.
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import json
 import math
 import os
 import platform
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from launcher.rundir.files import object_from_json, write_text
 
@@ -128,16 +127,6 @@ def user_cache() -> Path:
     if not Path(base).is_absolute():  # the XDG Base Directory Specification ignores relative paths
         base = Path(os.environ.get("HOME", "/nonexistent")) / ".cache"
     return Path(base) / "launcher"
-
-
-@contextmanager
-def locked(path: Path) -> Generator[BinaryIO]:
-    """Open a file of this directory to append to it, locked against other processes; it is created if it is missing."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with path.open("a+b") as file:
-        with suppress(OSError):  # not every file system has locks
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield file
 
 
 def _canonical(key: Mapping[str, Any]) -> str:

@@ -369,14 +369,6 @@ def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     return frozenset(flags.partition(":")[2].split())
 
 
-def is_virtual(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return whether this is a virtual machine, as far as its processors say."""
-    try:
-        return "hypervisor" in cpu_flags(cpuinfo)
-    except OSError:
-        return False
-
-
 @cache
 def device_model(device: Device, proc: Path = Path("/proc")) -> str:
     """Return the model of this machine's GPUs, or of its processors and their number; empty if it is unknown."""
