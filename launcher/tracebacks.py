@@ -57,6 +57,19 @@ def users_traceback(text: str) -> str:
     return "\n".join(kept) if any_users else text
 
 
+def in_one_line(text: str) -> str:
+    """Return a message in one line, with the place of the innermost frame instead of the traceback."""
+    kept: list[str] = []
+    place, within = "", False
+    for line in text.splitlines():
+        if _FRAME.match(line) is not None:
+            place, within = f" ({line.strip()})", True
+        elif not (within and line.startswith("    ")):
+            within = False
+            kept += line.split()
+    return " ".join(kept) + place
+
+
 @contextmanager
 def task_method(signature: str) -> Generator[None]:
     """Raise TaskError, with the user's frames, for an exception of the task's method ``signature`` in the body."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import traceback
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import default_collate
 
 from launcher.errors import LauncherError, TaskError
 from launcher.targets import find_target
-from launcher.tracebacks import failure_in_loader, task_method, users_traceback
+from launcher.tracebacks import failure_in_loader, in_one_line, task_method, users_traceback
 
 
 def raised(function: Any, *arguments: Any) -> Exception:
@@ -27,6 +28,20 @@ def text_of(error: Exception) -> str:
 
 def mine() -> None:
     torch.nn.Linear(7, 7)(torch.zeros(1))
+
+
+def test_a_message_in_one_line_has_the_place_instead_of_the_traceback() -> None:
+    def odd() -> None:
+        raise ValueError("width is odd,\n  as it must not be")
+
+    with pytest.raises(TaskError) as failed, task_method("model()"):
+        odd()
+    text = in_one_line(f"{failed.value}\n  Use an even one.")
+    assert text.startswith(
+        "The task's model() raised ValueError: width is odd, as it must not be Use an even one. (File "
+    )
+    assert text.endswith("in odd)")
+    assert "raise" not in text.partition(" raised")[2]
 
 
 def test_a_traceback_has_the_users_frames_alone() -> None:

@@ -163,7 +163,7 @@ class Conductor:
                     "wait for them.\n  Add --wait."
                 )
         self.paths = paths = self._sweep_paths(requested[0])
-        requested = _as_listed(requested, paths)
+        requested = self._as_listed(requested, paths)
         if on_slurm:
             submit.require_shared(paths.root)
         cells = [self._plan(cell, paths) for cell in requested]
@@ -237,13 +237,28 @@ class Conductor:
 
     def _opened(self, paths: SweepPaths, requested: Sequence[RequestedCell]) -> Sweep:
         varying = {override_key(word) for word in requested[0].overrides}
-        # of a repeated key the last value is used
-        typed = {
-            override_key(word): word
-            for word in self._arguments
-            if "=" in word and not word.startswith(_OF_THIS_COMMAND) and override_key(word) not in varying
-        }
-        return manifest.opened(paths, tuple(sorted(typed.values())), varying, requested[0].config.sweep.at_once)
+        fixed = [word for key, word in self._typed().items() if key not in varying]
+        return manifest.opened(paths, tuple(sorted(fixed)), varying, requested[0].config.sweep.at_once)
+
+    def _typed(self) -> dict[str, str]:
+        """Return by key the arguments that identify the sweep. Of a repeated key the last value is used."""
+        typed = (word for word in self._arguments if "=" in word and not word.startswith(_OF_THIS_COMMAND))
+        return {override_key(word): word for word in typed}
+
+    def _as_listed(self, requested: Sequence[RequestedCell], paths: SweepPaths) -> list[RequestedCell]:
+        """Return the cells with the overrides under which the manifest lists them: in its order, so that none is listed
+        twice, and with the keys of which this command names one value only."""
+        if not paths.manifest.exists():
+            return [*requested]
+        varying = {override_key(word) for word in requested[0].overrides}
+        cells = manifest.load_sweep(paths).varied_by(varying).cells
+        order = {override_key(word): number for cell in cells[:1] for number, word in enumerate(cell.overrides)}
+        single = [word.removeprefix("++") for key, word in self._typed().items() if key in order.keys() - varying]
+
+        def listed(words: Sequence[str]) -> tuple[str, ...]:
+            return tuple(sorted([*words, *single], key=lambda word: order.get(override_key(word), len(order))))
+
+        return [dataclasses.replace(cell, overrides=listed(cell.overrides)) for cell in requested]
 
     def _look_at_replaced(self, paths: SweepPaths, sweep: Sweep, entries: Sequence[Cell]) -> None:
         """Report the cells whose recorded run has different content.
@@ -320,15 +335,6 @@ class Conductor:
                 self.status = statuses[-1]
                 raise KeyboardInterrupt
         return statuses
-
-
-def _as_listed(requested: Sequence[RequestedCell], paths: SweepPaths) -> list[RequestedCell]:
-    """Return the cells with their overrides in the manifest's order, so that none is listed twice."""
-    listed = manifest.load_sweep(paths).cells if paths.manifest.exists() else ()
-    orders = {frozenset(cell.overrides): cell.overrides for cell in listed}
-    return [
-        dataclasses.replace(cell, overrides=orders.get(frozenset(cell.overrides), cell.overrides)) for cell in requested
-    ]
 
 
 def _refused(cell: Cell, refused: dict[str, str]) -> Cell:

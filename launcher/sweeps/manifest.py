@@ -65,6 +65,15 @@ class Sweep:
         cells = {cell.overrides: cell for cell in (*self.cells, *new)}
         return dataclasses.replace(self, cells=tuple(cells.values()))
 
+    def varied_by(self, varying: set[str]) -> Sweep:
+        """Return the sweep with those of its fixed keys that are ``varying`` as overrides of its cells."""
+        moved = tuple(word.removeprefix("++") for word in self.fixed if override_key(word) in varying)
+        if not moved:
+            return self
+        fixed = tuple(word for word in self.fixed if override_key(word) not in varying)
+        cells = tuple(dataclasses.replace(cell, overrides=(*cell.overrides, *moved)) for cell in self.cells)
+        return dataclasses.replace(self, fixed=fixed, cells=cells)
+
     def runs(self, paths: SweepPaths) -> dict[tuple[str, ...], RunPaths]:
         """Return the run of each cell that has one, by the cell's overrides."""
         return {cell.overrides: RunPaths((paths.root / cell.run).resolve()) for cell in self.cells if cell.run}
@@ -102,7 +111,7 @@ def opened(paths: SweepPaths, fixed: tuple[str, ...], varying: set[str], at_once
     """
     if not paths.manifest.exists():
         return Sweep(format=FORMAT, fixed=fixed, at_once=at_once, cells=())
-    sweep = load_sweep(paths)
+    sweep = load_sweep(paths).varied_by(varying)
     before = {override_key(word) for cell in sweep.cells[:1] for word in cell.overrides}
     was, now = {*sweep.fixed, *map("{}=...".format, before or varying)}, {*fixed, *map("{}=...".format, varying)}
     if was != now:

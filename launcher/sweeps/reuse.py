@@ -16,6 +16,7 @@ from launcher.rundir.paths import RunPaths, SweepPaths, find_sweeps, is_run
 from launcher.runs.status import ACTIVE, Run, RunState, statuses_of
 from launcher.sweeps import manifest
 from launcher.sweeps.manifest import Cell
+from launcher.tracebacks import in_one_line
 
 
 def look_at_sweeps(
@@ -53,8 +54,7 @@ def _line(cell: Cell, run: RunPaths | None, by_dir: dict[str, Run], sweep: str) 
     if run is not None:
         return dataclasses.replace(by_dir[str(run.root)], cell=cell.label, sweep=sweep)
     if cell.problem is not None:
-        problem = " ".join(cell.problem.split())
-        return Run(state=RunState.impossible, detail=problem, sweep=sweep, cell=cell.label)
+        return Run(state=RunState.impossible, detail=in_one_line(cell.problem), sweep=sweep, cell=cell.label)
     detail = "not started: the same command continues with it"
     return Run(state=RunState.pending, detail=detail, sweep=sweep, cell=cell.label)
 
