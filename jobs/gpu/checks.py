@@ -127,7 +127,7 @@ def resume(environment: Environment) -> str:
         "train.deterministic=true", f"task.marks={environment.folder}",
     )  # fmt: skip
     environment.train(*job, "run.name=whole")
-    environment.train(*job, "task.trouble=dies", f"task.after={4 * GLOBAL // 4}", status=1)
+    environment.train(*job, "task.trouble=dies", f"task.after={5 * GLOBAL // 4}", status=1)
     before = sorted(path.name for path in (environment.run / "checkpoints").glob("step_*"))
     if not before or f"step_{STEPS:06}" in before:
         raise AssertionError(f"checkpoints when it died: {before}")
@@ -343,7 +343,15 @@ def mfu(environment: Environment) -> str:
 @check("calibration, 2 ranks", seconds=150, alone=True)
 def calibration(environment: Environment) -> str:
     precision = f"precision={'bf16' if environment.on_gpu else 'fp32'}"
-    environment.train("strategy=ddp", precision, "batch.micro_size=3", "train.steps=40", "task.width=256", workers=2)
+    environment.train(
+        "strategy=ddp",
+        precision,
+        "batch.micro_size=3",
+        "train.steps=40",
+        "task.width=256",
+        "run.calibrate_s=60",
+        workers=2,
+    )
     names = ("speedup", "speedup_low", "speedup_high", "exposed_s", "overlap", "step_s_every")
     records = environment.records()
     figures = {name: record[f"comm/{name}"] for record in records for name in names if f"comm/{name}" in record}

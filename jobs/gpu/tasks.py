@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from jobs.gpu import shared_gpu
 from launcher import Loss
 from launcher.plan.host import shares_gpus
 from launcher.train.parallel import collectives
@@ -248,15 +248,5 @@ class MeanOfMeans(Words):
         return Loss(total=right.total / right.items * len(batch), items=len(batch))
 
 
-def _gather_by_lists(output: Tensor, source: Tensor, group: Any, async_op: bool) -> Any:
-    return dist.all_gather(list(output.chunk(group.size())), source, group=group, async_op=async_op)
-
-
-def _scatter_by_sum(output: Tensor, source: Tensor, group: Any, op: Any, async_op: bool) -> None:  # noqa: ARG001
-    whole = source.clone()
-    dist.all_reduce(whole, op=op, group=group)
-    output.copy_(whole.chunk(group.size())[group.rank()])
-
-
-if shares_gpus():  # gloo, used by ranks that share a GPU, supports these two collectives on GPUs only in other forms
-    collectives._all_gather, collectives._reduce_scatter = _gather_by_lists, _scatter_by_sum
+if shares_gpus():
+    collectives._all_gather, collectives._reduce_scatter = shared_gpu.gather_by_lists, shared_gpu.scatter_by_sum

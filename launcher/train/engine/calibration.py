@@ -181,6 +181,8 @@ class Calibration:
             return self._measure(kinds[1:]) if len(kinds) > 2 else self._without("no room to run without communication")
         self._started = time.perf_counter()
         window_s = self._count * self._time(kinds[0], 1)
+        if math.isinf(window_s):
+            return self._without("a micro-batch does not fit into memory")
         limits = first_s, _ = self._limits(window_s)
         if len(kinds) * window_s * (1 + MIN_ROUNDS) > first_s and len(kinds) > 2:
             kinds = kinds[1:]  # the speed-up alone

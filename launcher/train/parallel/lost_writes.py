@@ -48,6 +48,7 @@ class LostWrites:
         self._windows = 0
         self._compares = False  # the values of this window are compared
         self._found: list[tuple[str, Tensor | bool]] = []  # whether a parameter was written
+        self._sent = 0  # number of those in the window's all-reduce
         places = {
             (module, attribute): f"{name}.{attribute}" if name else attribute
             for name, module in model.named_modules()
@@ -113,17 +114,13 @@ class LostWrites:
     def contribution(self) -> Sequence[Tensor | float]:
         self._look([copy for copy in self._copies if copy.is_gathered])
         self._found += [(copy.name, True) for copy in self._copies if copy.replaced()]
-        if not self._found:
-            return [0.0]
-        flags = [torch.as_tensor(flag, device=self._device) for _, flag in self._found]
-        return [torch.stack(flags).any().double()]
-
-    @property
-    def _device(self) -> torch.device:
-        return next((flag.device for _, flag in self._found if isinstance(flag, Tensor)), torch.device("cpu"))
+        self._sent = len(self._found)
+        return [_any(self._found).double()]
 
     def receive(self, sums: Sequence[float]) -> None:
         """Raise TaskError, on all ranks if a rank has found a write before the window's all-reduce."""
+        if not sums[0]:
+            del self._found[: self._sent]
         own = self._names()
         everyone = [own]
         if sums[0] > 0 and dist.get_world_size() > 1:
@@ -139,7 +136,7 @@ class LostWrites:
 
     def _names(self) -> list[str]:
         found, self._found = self._found, []
-        return [name for name, flag in found if flag]
+        return [name for name, flag in found if flag] if _any(found) else []  # the host waits for the device once
 
     def _require_none(self, names: Sequence[str]) -> None:
         if not names:
@@ -154,6 +151,13 @@ class LostWrites:
             f"  with torch.no_grad(): w = engine.model.get_parameter({names[0]!r}); w.copy_(...).\n"
             "  Or use strategy=ddp, if all ranks write the same."
         )
+
+
+def _any(found: Sequence[tuple[str, Tensor | bool]]) -> Tensor:
+    device = next((flag.device for _, flag in found if isinstance(flag, Tensor)), torch.device("cpu"))
+    return torch.stack(
+        [torch.zeros((), dtype=torch.bool, device=device), *(torch.as_tensor(flag, device=device) for _, flag in found)]
+    ).any()
 
 
 def limited_norms(model: nn.Module, names: Iterable[str]) -> str:

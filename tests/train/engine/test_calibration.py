@@ -42,6 +42,7 @@ PAIRS: dict[int, dict[str, str]] = {
         "own loop": f"{DDP} precision=fp32 batch.micro_size=4 own=0",
         "own loop, later": f"{DDP} precision=fp32 batch.micro_size=4 own=3",
         "out of memory": f"{DDP} precision=fp32 batch.micro_size=4 oom=1",
+        "out of memory, when timed": f"{DDP} precision=fp32 batch.micro_size=4 oom=2",
         "out of memory, later": f"{DDP} precision=fp32 batch.micro_size=4 oom=5",
         "fsdp out of memory": "strategy=fsdp precision=fp32 batch.micro_size=4 strategy.sync=gather_once oom=1",
         "fsdp out of memory in backward": f"{GATHERED} precision=fp32 oom_backward=1",
@@ -69,7 +70,7 @@ def test_training_is_the_same_bits_with_and_without_it(ranks: int, tmp_path: Pat
     unlike = {name: [".sent"] if name.endswith("widened") else [] for name in PAIRS[ranks]}
     assert {name: result["unlike"] for name, result in found.items()} == unlike
     for name, result in found.items():
-        given_up = name in ("out of memory", "out of memory, later", "fsdp out of memory in backward, later")
+        given_up = name.startswith("out of memory") or name == "fsdp out of memory in backward, later"
         measures = not given_up and name not in ("static graph", "one rank")
         assert bool(result["not_measured"]) == (given_up or name == "static graph"), name
         assert (result["rounds"] > 0) == measures, name

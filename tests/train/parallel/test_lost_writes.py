@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from launcher.config.schema import StrategyKind
 from launcher.errors import TaskError
+from launcher.train.parallel.lost_writes import LostWrites
 from tests.helpers import torchrun
 from tests.train.parallel.lost_writes_models import follow, normalise, plain, replace, train, writing
 
@@ -37,6 +39,22 @@ LOST: dict[str, tuple[Callable[[Any, int], Any], str]] = {
     "in the last window": (clamp(0.01, first=39, through_data=True), "out.weight"),
     "frozen": (lambda model, _: model.frozen.mul_(0.9), "frozen"),
 }
+
+
+def test_the_host_waits_once_for_all_parameters_that_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    writes, waits = LostWrites([], torch.nn.Linear(1, 1), StrategyKind.fsdp), list[int]()
+    differs = torch.Tensor.__bool__
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda flag: waits.append(1) or differs(flag))
+    writes._found = [(str(number), torch.tensor(False)) for number in range(20)]
+    assert writes.contribution() == [0.0]
+    del waits[:]
+    writes._found += [("after", torch.tensor(False))] * 20
+    writes.receive([0.0])
+    assert len(waits) == 1
+    writes._found = [("written", torch.tensor(True))]
+    with pytest.raises(TaskError, match="written"):
+        writes.receive([float(sum(writes.contribution()))])
 
 
 @pytest.mark.usefixtures("alone")
