@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pkgutil
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from launcher.errors import ConfigError, did_you_mean
@@ -40,7 +42,8 @@ def find_target(
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
             searched = f"{', '.join(search_path or sys.path[:1])}, and the packages installed for {sys.executable}"
-            raise ConfigError(key, target, f"no module {error.name!r}.", f"Searched: {searched}.") from None
+            near = _nearest_module(error.name, search_path or sys.path[:1])
+            raise ConfigError(key, target, f"no module {error.name!r}.", f"{near}Searched: {searched}.") from None
         raise
     cls = getattr(module, class_name, None)
     if cls is None:
@@ -50,15 +53,36 @@ def find_target(
             if is_kind(value) and value.__module__.startswith(module_name) and not name.startswith("_")
         ]  # fmt: skip
         public += [name for name in getattr(module, "__all__", ()) if name not in vars(module)]  # imported on first use
-        near = did_you_mean(class_name, public)
+        modules = _module_names(getattr(module, "__path__", ()))
+        near = did_you_mean(class_name, [*public, *modules])
         plural = "classes" if kind == "class" else "functions"
+        inner = f" Its modules: {first_names(modules, 8)}." if modules else ""
         raise ConfigError(
             key, target, f"{module.__file__} has no {class_name!r}.",
-            f"{near}Its {plural}: {first_names(public, 8) or 'none'}.",
+            f"{near}Its {plural}: {first_names(public, 8) or 'none'}.{inner}",
         )  # fmt: skip
     if not callable(cls):
         raise ConfigError(key, target, f"this is a {type(cls).__name__}, not a class.")
     return cast("Callable[..., Any]", cls)
+
+
+def _nearest_module(name: str, search_path: Sequence[str]) -> str:
+    """Return ``"did you mean 'x'? "`` for a module that does not exist, if another one has nearly its name: of the
+    same package, else of the user's code, else any that is installed."""
+    package, _, last = name.rpartition(".")
+    if not package:
+        return did_you_mean(last, _module_names(search_path)) or did_you_mean(last, _module_names(sys.path))
+    places = getattr(sys.modules[package], "__path__", None)
+    if places is None:  # a module, perhaps in place of a package
+        return _nearest_module(package, search_path)
+    return did_you_mean(last, [each for each in _module_names(places) if each != last], f"{package}.")
+
+
+def _module_names(places: Iterable[str]) -> list[str]:
+    places = [*places]
+    names = {module.name for module in pkgutil.iter_modules(places)}
+    names |= {file.parent.name for place in places for file in Path(place).glob("*/*.py")}  # without __init__.py
+    return sorted(name for name in names if name.isidentifier() and not name.startswith("_"))
 
 
 def require_arguments(

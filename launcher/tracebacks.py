@@ -85,7 +85,8 @@ def task_method(signature: str) -> Generator[None]:
 
 def failure_in_loader(error: Exception) -> str:
     """Return the message for an exception in a loader process, of the dataset or of collate."""
-    text = f"{type(error).__name__}: {error}\n  Raised in a loader process by the dataset or collate"
+    text = "\n  ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+    text += "\n  Raised in a loader process by the dataset or collate"
     if frames := users_frames(error, or_all=False):
         return f"{text}:\n{frames}"
     last = traceback.extract_tb(error.__traceback__)[-1:]

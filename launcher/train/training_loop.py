@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from launcher.config.schema import OnOom
-from launcher.errors import RecordFailed, TaskError
+from launcher.errors import LauncherError, RecordFailed, TaskError
 from launcher.heartbeat import HEARTBEAT, Phase, Wait
 from launcher.loss import Loss, as_losses
 from launcher.plan.forecast import predicted_metrics
@@ -236,6 +236,8 @@ class TrainingLoop:
         if is_direct_use(error):
             raise TaskError(direct_use("a parameter", engine.plan.strategy.kind)) from error
         if not oom.is_out_of_memory(error):
+            if not isinstance(error, LauncherError):  # shown without traceback, hence without notes
+                engine.note_place(error)
             raise error
         if batch.on_oom is OnOom.shrink and (smaller := batch.shrunk()) is not None:
             oom.store_micro_size(self.plan, smaller)

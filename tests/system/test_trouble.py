@@ -19,10 +19,18 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     ("trouble", "status", "words"),
     [
-        ("raise", 1, ["ValueError: the eleventh utterance is cursed", "launch: rank 1 failed"]),
+        (
+            "raise",
+            1,
+            [
+                "ValueError: the eleventh utterance is cursed",
+                "launch: rank 1 failed",
+                "\nIn step 3 on rank 1, with samples ",
+            ],
+        ),
         ("killed", 1, ["launch: rank 1 failed: killed by SIGKILL"]),
         ("crash", 1, ["launch: rank 1 failed: killed by SIGSEGV", "Fatal Python error", "in misbehave"]),
-        ("not finite", 1, ["The loss of step 3 is not finite", "rank 1, micro-batch 3", "optimizer.lr"]),
+        ("not finite", 1, ["The loss of step 3 is not finite", "rank 1, micro-batch 3 (samples ", "optimizer.lr"]),
         ("unused", 1, ["does not depend on 1 of the model's parameters: forgotten", "find_unused_parameters=true"]),
         ("bad gradient", 1, ["The gradient of step 1 has norm nan", "2.bias"]),
         ("held-out sample", 1, ["collate", "While micro-batch 1 of eval_data() was evaluated on rank 0."]),

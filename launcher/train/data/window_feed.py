@@ -21,7 +21,7 @@ from launcher.errors import ConfigError, DataError
 from launcher.plan.data_shards import Division
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.windows import Span, Windows, share_of_window
-from launcher.quantities import count
+from launcher.quantities import count, first_names
 from launcher.task import is_loader, is_mapped
 from launcher.train.data.fingerprint import Outline, require_same_data, require_same_stream
 from launcher.train.data.length_balance import BalancedWindow, balanced
@@ -35,6 +35,8 @@ from launcher.train.world import World
 
 # windows whose division by length is kept: those that are read ahead
 _WINDOWS_KEPT = 8
+# samples that a message names
+_SAMPLES_SHOWN = 16
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,10 @@ class Feed(Protocol):
 
     def advance(self, anyone_has_next: bool) -> WindowPosition:
         """Return the position of the next window. ``anyone_has_next``: the result of ``has_next`` on any rank."""
+        ...
+
+    def samples_text(self, note: Any) -> str:
+        """Return which samples a micro-batch with this note has; empty if that is not known."""
         ...
 
     def close(self) -> None: ...
@@ -152,7 +158,7 @@ class MapFeed:
         self._plan, self._rank, self._start, self._site = plan, world.rank, start, world.site
         keep_short = plan.epoch.short_window_policy is ShortWindow.exact
         self._spans = Windows(plan.task.samples, plan.batch.whole, keep_short=keep_short)
-        order = SampleOrder(dataset, plan.task.samples, plan.train.seed, shuffle=plan.train.shuffle)
+        self._order = order = SampleOrder(dataset, plan.task.samples, plan.train.seed, shuffle=plan.train.shuffle)
         specs, plain = itertools.chain.from_iterable(map(self._specs, self._indices())), dataset
         self._balanced = None
         if isinstance(dataset, ArrangedData):
@@ -206,6 +212,12 @@ class MapFeed:
         following = self._spans.at(self._index + 1)
         return WindowPosition(self._index + 1, following.epoch, following.window)
 
+    def samples_text(self, note: _Spec | None) -> str:
+        if note is None:
+            return ""
+        indices = self._order.take(note.epoch, note.first, note.size)
+        return _samples_text([indices[offset] for offset in note.offsets])
+
     def close(self) -> None:
         self._source.close()
 
@@ -224,7 +236,11 @@ class _Spec(NamedTuple):
     samples: int
 
 
-class Samples(Dataset[tuple[Any, int]]):
+def _samples_text(indices: Sequence[int]) -> str:
+    return f"sample{'' if len(indices) == 1 else 's'} {first_names([*map(str, indices)], _SAMPLES_SHOWN)}"
+
+
+class Samples(Dataset[tuple[Any, ...]]):
     """Samples of a dataset, read by index, each with random numbers of its own, and collated."""
 
     def __init__(self, dataset: Any, collate: Collate, seed: int) -> None:
@@ -244,7 +260,11 @@ class Samples(Dataset[tuple[Any, int]]):
                 samples.append(self._dataset[index])
             return self._collate(samples)
 
-        return self._random.read(read)
+        try:
+            return self._random.read(read)
+        except Exception as error:
+            error.add_note(f"In a micro-batch of {_samples_text(indices)} of the dataset.")
+            raise
 
 
 class _Ordered(Samples):
@@ -255,10 +275,10 @@ class _Ordered(Samples):
         super().__init__(dataset, collate, seed)
         self._order = order
 
-    def __getitem__(self, spec: _Spec) -> tuple[Any, int]:
+    def __getitem__(self, spec: _Spec) -> tuple[Any, int, _Spec]:
         indices = self._order.take(spec.epoch, spec.first, spec.size)
         positions = [spec.first + offset for offset in spec.offsets]
-        return self.batch([indices[offset] for offset in spec.offsets], spec.epoch, positions), spec.samples
+        return self.batch([indices[offset] for offset in spec.offsets], spec.epoch, positions), spec.samples, spec
 
 
 class StreamFeed:
@@ -385,6 +405,9 @@ class StreamFeed:
         epoch, window = (epoch, window + 1) if anyone_has_next else (epoch + 1, 0)
         self._position = WindowPosition(index + 1, epoch, window)
         return self._position
+
+    def samples_text(self, note: Any) -> str:  # noqa: ARG002 (a stream's samples have no numbers)
+        return ""
 
     def close(self) -> None:
         self._source.close()

@@ -296,7 +296,7 @@ class Engine(EngineProgress):
 
         scale, divisor = self._optimizer_step.scale, self._optimizer_step.divisor
         HEARTBEAT.beat(Phase.updating, window.count)
-        norm = self._optimizer_step.apply(gradients, agreed, self._totals)
+        norm = self._optimizer_step.apply(gradients, agreed, self._totals, self._samples_text)
         skipped, nonfinite = not math.isfinite(norm), self._optimizer_step.nonfinite
         if nonfinite is not None:
             current.restore()
@@ -329,6 +329,18 @@ class Engine(EngineProgress):
         if result.last:
             self.sites.leave()
         return result
+
+    def note_place(self, error: Exception) -> None:
+        """Add to ``error``, which the loop's body raised, the step and the samples of the micro-batch."""
+        number = len(self._current.notes)
+        samples = self._samples_text(number)
+        which = f"with {samples} of the training data" if samples else f"in micro-batch {number}"
+        error.add_note(f"In step {self.steps + 1} on rank {self.world.rank_in_job}, {which}.")
+
+    def _samples_text(self, number: int) -> str:
+        """Return which samples the current window's micro-batch ``number``, from 1, has; empty if not known."""
+        notes = self._current.notes
+        return self._feed.samples_text(notes[number - 1]) if 0 < number <= len(notes) else ""
 
     def shrinks(self, error: BaseException) -> bool:
         """Return whether the window whose body raised ``error`` runs again, in micro-batches of half the size.

@@ -7,7 +7,7 @@ W = 1), and this module multiplies the gradients once by C*W/N, with N the windo
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -109,9 +109,14 @@ class OptimizerStep:
         if not self.items:  # C was estimated from micro-batches of another size
             self._divisor = None
 
-    def apply(self, gradients: list[Tensor], agreed: ReducedTotals, totals: WindowTotals) -> float:
+    def apply(
+        self, gradients: list[Tensor], agreed: ReducedTotals, totals: WindowTotals, samples: Callable[[int], str]
+    ) -> float:
         """Take the window's step, unless fp16 overflowed, the window holds no item, or it is not finite and
         train.on_nonfinite=skip.
+
+        Args:
+            samples: number of a micro-batch, from 1 -> text on its samples.
 
         Returns:
             The norm of the mean gradient before the clip; not finite if no step was taken.
@@ -123,7 +128,7 @@ class OptimizerStep:
         self.nonfinite = None
         self._read_rates()
         if not math.isfinite(agreed.loss_sum):
-            self._leave_out_nonfinite(explain_bad_loss(totals, self._world, self.steps + 1))
+            self._leave_out_nonfinite(explain_bad_loss(totals, samples, self._world, self.steps + 1))
             return math.nan
         if not agreed.divisor:
             self._leave_out()

@@ -58,6 +58,7 @@ class CurrentWindow:
         forward: the loop's own forward pass, if it was given.
         started: start of the window, by ``time.perf_counter``.
         data_s: seconds waited for data.
+        notes: of the micro-batches handed out so far; None while the next one is waited for.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class CurrentWindow:
         self._saved: PreservedState | None = None
         self._preserve, self._functions = parts.preserve, parts.functions
         self.forward: Forward | None = None
+        self.notes: list[Any] = []
         self._arrived = self._queueing_s = 0.0
         # None once a micro-batch of a window of several was watched
         self._watch = LossCollectives() if dist.is_initialized() and dist.get_world_size() > 1 else None
@@ -89,7 +91,7 @@ class CurrentWindow:
         """Start a window, and return ``batches``, which yields the data of its micro-batches."""
         self.window = window
         self.data_s = 0.0
-        self.handed_out, self.stage = 0, Stage.running
+        self.handed_out, self.stage, self.notes = 0, Stage.running, []
         self._saved = self._preserve() if self._saves else None
         self._batches = batches
         self.started = time.perf_counter()
@@ -282,7 +284,7 @@ class CurrentWindow:
         self._count.restore()
         ahead = [micro, *rest]
         self.start()
-        self.handed_out = 0
+        self.handed_out, self.notes = 0, []
         self._count.count(ahead, self.run_unwrapped)
         return iter(ahead)
 
@@ -290,8 +292,9 @@ class CurrentWindow:
         """Wait for the next of ``count`` micro-batches, and return it."""
         started = time.perf_counter()
         HEARTBEAT.beat(Phase.data, self.handed_out + 1)
+        self.notes.append(None)
         self.micro = micro = next(micro_batches)
-        self.handed_out += 1
+        self.handed_out, self.notes[-1] = self.handed_out + 1, micro.note
         self.data_s += time.perf_counter() - started
         HEARTBEAT.beat(Phase.computing, self.handed_out)
         if self._watch is not None and count > 1:
@@ -311,6 +314,9 @@ class CurrentWindow:
         self.micro = micro
         try:
             return forward(model, copy.deepcopy(micro.data))
+        except Exception:
+            self.notes = [micro.note]
+            raise
         finally:
             self.micro = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -270,14 +270,18 @@ def whole(number: float) -> float:
     return int(number) if number.is_integer() else number
 
 
-def explain_bad_loss(totals: WindowTotals, world: World, step: int) -> NotFinite:
-    """Return the error for a loss that is not finite, with its ranks and micro-batches. All ranks call it."""
+def explain_bad_loss(totals: WindowTotals, samples: Callable[[int], str], world: World, step: int) -> NotFinite:
+    """Return the error for a loss that is not finite, with its ranks and micro-batches. All ranks call it.
+
+    Args:
+        samples: number of a micro-batch, from 1 -> text on its samples.
+    """
     micro_batches = totals.losses_by_term()
     bad = [n + 1 for n, terms in enumerate(micro_batches) if not all(torch.isfinite(loss).item() for loss in terms)]
     where = "; ".join(
-        f"rank {rank}, micro-batch {', '.join(map(str, numbers_of_rank))}"
-        for rank, numbers_of_rank in enumerate(world.of_all(bad))
-        if numbers_of_rank
+        f"rank {rank}, micro-batch {', '.join(map(str, numbers))}{f' ({which})' if which else ''}"
+        for rank, (numbers, which) in enumerate(world.of_all((bad, samples(bad[0]) if bad else "")))
+        if numbers
     )
     if any(loss.dtype is torch.float16 for terms in micro_batches for loss in terms):
         where += "; it is summed in float16, which ends at 65504: call .float() before the sum"

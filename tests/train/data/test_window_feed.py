@@ -44,6 +44,36 @@ def test_a_resume_needs_one_integer() -> None:
     assert read(plan, data, WindowPosition(7)) == read(plan, data)[7:]
 
 
+class Unreadable(list[int]):
+    def __getitem__(self, index: Any) -> Any:
+        if index == 50:
+            raise KeyError("no such file")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("loader_workers", [0, 1])
+def test_samples_are_named(loader_workers: int) -> None:
+    plan = plan_for(3, 2, "train.epochs=1", f"train.loader_workers={loader_workers}")
+    names: list[str] = []
+    for rank in range(2):
+        feed = open_feed(list(range(103)), plan, World(rank, 2, rank), CPU)
+        for micro in chain.from_iterable(window.micro_batches for window in feed.windows()):
+            name, indices = feed.samples_text(micro.note), micro.data.tolist()
+            assert name.split(" ", 1)[1] == ", ".join(map(str, indices))
+            names += [name] * (50 in indices)
+        feed.close()
+    text: list[str] = []
+    for rank in range(2):
+        feed = open_feed(Unreadable(range(103)), plan, World(rank, 2, rank), CPU)
+        try:
+            list(chain.from_iterable(window.micro_batches for window in feed.windows()))
+        except (KeyError, DataError) as error:
+            text += [str(error), *getattr(error, "__notes__", ())]
+        feed.close()
+    assert f"In a micro-batch of {names[0]} of the dataset." in "".join(text)
+    assert "no such file" in text[0]
+
+
 class Drawing(torch.utils.data.Dataset[Any]):
     """Random samples of each kind. Only one in ``every`` draws a number, of the kind that comes up."""
 
