@@ -232,7 +232,7 @@ def visible(environment: Environment) -> str:
 
 @check("memory of the calibration", alone=True)
 def calibration_memory(environment: Environment) -> str:
-    """Compare the memory peak of passes that are undone, as calibration makes them, with that of a window."""
+    """Compare the memory peak of passes that are undone, as calibration makes them, with that of a run's windows."""
     import torch
     import torch.distributed as dist
 
@@ -270,7 +270,6 @@ def calibration_memory(environment: Environment) -> str:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated()
 
-    window()
     plain, calibrated = (max(peak(undone) for _ in range(3)) for undone in (False, True))
     gradients = sum(parameter.nbytes for parameter in parallel.module.parameters())
     more = (calibrated - plain) / gradients
