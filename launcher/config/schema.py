@@ -87,7 +87,8 @@ class ClusterConfig:
     dependency: str | None = None
     """slurm: dependency on other jobs, such as "afterok:1234"."""
     setup: list[str] = field(default_factory=list[str])
-    """slurm: shell lines that run on the first node before the job, such as "module load cuda"."""
+    """slurm: shell lines that run on the first node before the job, such as "module load cuda". A command that
+    fails ends the job."""
     login: str | None = None
     """slurm: [USER@]HOST of a login node, as ssh knows it: the command copies the project there and runs there
     (docs/guides/laptop.md). train, run, plan, drill and doctor; later commands find the runs."""

@@ -5,6 +5,7 @@ No other state exists that could be stale: a run that was moved, or that another
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -25,8 +26,10 @@ from launcher.rundir.files import last_lines, object_from_json, open_file, read_
 from launcher.rundir.history import Submission
 from launcher.rundir.paths import RunPaths, SweepPaths
 
-# starts of the lines that Slurm itself writes into the output of a task
-_OF_SLURM = ("srun: ", "slurmstepd")
+# lines that Slurm itself writes into the output of a task
+_OF_SLURM = re.compile(r"srun: |slurmstepd|Try ['\"]srun --help")
+# lines of Slurm that follow from an earlier one
+_CONSEQUENCE = re.compile(r"exit code|Try ['\"]srun|Terminating|aborted|CANCELLED AT|couldn't chdir|going to /tmp")
 
 
 class RunState(StrEnum):
@@ -301,21 +304,24 @@ class _Read:
             return RunState.stopped, f"by {self.summary.get('stopped_by', 'Slurm')}{unsaved}; `launch resume` continues"
         if ended:
             began = "" if self.has_started else f" before its first line: {self._reason_without_start()}"
-            begin = self.newest_attempt.get("output_from", 0)
-            if self.job and (killed := job_log.killed_task(self.paths, self.job, begin)) is not None:
-                began = f": {killed}"  # alone in the job, so that nobody could report it
+            begin = self.newest_attempt.get("output_from", 0) if self.has_started else 0
+            if self.job and (cause := job_log.cause_of_end(self.paths, self.job, begin)):
+                began = f": {cause}"  # no task was left that could report it
             return RunState.failed, f"Slurm reports {ended}{began}"
         if self.job is None:
             return RunState.lost, "it was never submitted"
         return RunState.lost, "Slurm no longer knows the job, and it left no verdict"
 
     def _reason_without_start(self) -> str:
-        """Return the last line that a task of the job has written, which is that of a container that did not start."""
+        """Return the last line that a task of the job has written, which is that of a container that did not start.
+        Without one, return the first line of Slurm itself that is no consequence of another one."""
+        of_slurm: list[str] = []
         for log in sorted(self.paths.slurm.glob(f"{self.job}_*_log.out")):
-            lines = [line for line in last_lines(log, 20) if line.strip() and not line.startswith(_OF_SLURM)]
-            if lines:
-                return lines[-1]
-        return "does the node see the run's directory?"
+            lines = [line for line in last_lines(log, 20) if line.strip()]
+            if own := [line for line in lines if not _OF_SLURM.match(line)]:
+                return own[-1]
+            of_slurm += [line for line in lines if not _CONSEQUENCE.search(line)]
+        return of_slurm[0] if of_slurm else "does the node see the run's directory?"
 
     def _active(self, listed: Listed) -> tuple[RunState, str]:
         reason = "" if listed.reason in ("", "None") else listed.reason

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shlex
+import subprocess
 import sys
 
 import pytest
@@ -26,6 +28,23 @@ GPUS = Partition(
 def solve(*overrides: str, partition: Partition = GPUS, gpus: int = 8) -> ClusterPlan:
     site = Site(gpus=gpus, cores=partition.cores, cwd="/home/me", partition=partition)
     return solve_cluster(compose(["cluster=slurm", *overrides]).cluster, site, "run")
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["exit 3"], "`exit 3` ended the job with status 3"),
+        (["x() { /bin/false; }", "x load cuda"], "`x load cuda` ended the job with status 1"),
+        (["if true; then", "  source /nowhere/env.sh", "fi"], "`source /nowhere/env.sh` ended the job with status 1"),
+        (["false || true", "set -u"], ""),
+    ],
+)
+def test_a_line_of_setup_that_fails_ends_the_job(lines: list[str], message: str) -> None:
+    setup = submit.batch_script(make_plan("cluster=slurm", f"cluster.setup={json.dumps(lines)}"))
+    script = setup.partition("# command")[0] + "(exit 5)"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout == (f"cluster.setup: {message}\n" if message else "")
+    assert (done.returncode == 5) == (not message)
 
 
 def test_the_script() -> None:
@@ -57,8 +76,15 @@ def test_the_script() -> None:
 #SBATCH --time=04:00:00
 
 # setup
+set -e
+"""
+        r"""trap 'status=$?; [ -z "$setup_line" ] || """
+        r"""echo "cluster.setup: \`$setup_line\` ended the job with status $status"' EXIT"""
+        """
+trap 'setup_line=$BASH_COMMAND' DEBUG
 module load cuda
 source env.sh
+trap - DEBUG; setup_line=
 
 # command
 export SUBMITIT_EXECUTOR=slurm

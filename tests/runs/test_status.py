@@ -111,6 +111,28 @@ def test_a_job_that_never_started_shows_what_its_tasks_said(tmp_path: Path, monk
         "FATAL: no such image\nsrun: error: node1: exit code 255\nslurmstepd-node1: x\n"
     )
     assert status.statuses_of([paths])[0].detail == f"{before} FATAL: no such image"
+    no_pyxis = "srun: unrecognized option '--container-image=a.sqsh'"
+    (paths.slurm / "7_0_log.out").write_text(f'{no_pyxis}\nTry "srun --help" for more information\n')
+    assert status.statuses_of([paths])[0].detail == f"{before} {no_pyxis}"
+    no_python = "slurmstepd-node1: error: execve(): /opt/python: No such file or directory"
+    ended = "srun: error: node1: task 0: Exited with exit code 2"
+    (paths.slurm / "7_0_log.out").write_text(f"{no_python}\n{ended}\n")
+    assert status.statuses_of([paths])[0].detail == f"{before} {no_python}"
+    setup = "cluster.setup: `module load x` ended the job with status 1"
+    (paths.slurm / "7_0_log.out").write_text(f"Lmod: no such module\n{setup}\n")
+    assert status.statuses_of([paths])[0].detail == f"Slurm reports FAILED: {setup}"
+
+
+def test_a_killed_srun_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves no line of its own; the shell that runs the batch script does."""
+    paths = make_run(tmp_path, "a", "cluster=slurm")
+    begin(paths)
+    paths.slurm.mkdir()
+    shell = "/var/spool/job00007/slurm_script: line 15:    28 Killed                  srun --unbuffered --output x\n"
+    (paths.slurm / "7_0_log.out").write_text(shell)
+    slurm_says(monkeypatch, "FAILED")
+    wanted = "Slurm reports FAILED: srun, which ran the tasks from the job's first node, was killed: SIGKILL"
+    assert status.statuses_of([paths])[0].detail == wanted
 
 
 def test_another_clusters_job_of_the_same_number_is_not_this_one(

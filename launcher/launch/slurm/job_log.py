@@ -1,4 +1,4 @@
-"""Lines that Slurm itself writes into a job's output: which task was killed, and whether srun has given up a node."""
+"""Lines of Slurm and of the batch script in a job's output: what was killed, and whether srun has given up a node."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from launcher.rundir.files import Unreadable, open_file
 from launcher.rundir.paths import RunPaths, SweepPaths
 
 _KILLED = re.compile(r"^srun: error: (\S+): tasks? (\d+)[\d,-]*: (?!Exited with )(.+?)\s*$", re.MULTILINE)
+# bash's message, in the batch script
+_KILLED_SRUN = re.compile(r": line \d+: +\d+ (Killed|Segmentation fault|Aborted|Bus error)\b.* srun --")
+_SETUP = re.compile(r"^cluster\.setup: .+", re.MULTILINE)  # of submit.py
 _GIVEN_UP = re.compile(r"^srun: error: (Cannot communicate with node|Aborting, io error)", re.MULTILINE)
 _MOST_BYTES = 2**16
 
@@ -47,9 +50,22 @@ def killed_task(paths: RunPaths, job: str, begin: int) -> KilledTask | None:
     """Return the first task of the job that srun reports as killed after byte ``begin`` of the output, or None."""
     if (match := _KILLED.search(_text(paths, job, begin))) is None:
         return None
-    numbers = {signal.strsignal(number): number.name for number in signal.Signals}
-    how = match[3].removesuffix(" (core dumped)")
-    return KilledTask(match[1], int(match[2]), numbers.get(how, how))
+    return KilledTask(match[1], int(match[2]), _signal_name(match[3].removesuffix(" (core dumped)")))
+
+
+def cause_of_end(paths: RunPaths, job: str, begin: int) -> str:
+    """Return what ended the job, from its output after byte ``begin``: a killed task or srun, or a line of
+    cluster.setup; empty if none of them."""
+    if (task := killed_task(paths, job, begin)) is not None:
+        return str(task)
+    text = _text(paths, job, begin)
+    if match := _KILLED_SRUN.search(text):
+        return f"srun, which ran the tasks from the job's first node, was killed: {_signal_name(match[1])}"
+    return match[0] if (match := _SETUP.search(text)) else ""
+
+
+def _signal_name(text: str) -> str:
+    return next((each.name for each in signal.Signals if signal.strsignal(each) == text), text)
 
 
 def gave_up(paths: RunPaths, job: str, begin: int) -> bool:

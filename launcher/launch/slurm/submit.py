@@ -35,6 +35,14 @@ from launcher.rundir.history import Submission
 
 P = TypeVar("P", bound=LaunchPlan)
 
+# cluster.setup runs between these lines: the first command that fails ends the job, and the output names it
+BEFORE_SETUP = (
+    "set -e",
+    """trap 'status=$?; [ -z "$setup_line" ] || """
+    """echo "cluster.setup: \\`$setup_line\\` ended the job with status $status"' EXIT""",
+    "trap 'setup_line=$BASH_COMMAND' DEBUG",
+)
+AFTER_SETUP = "trap - DEBUG; setup_line="
 # a failing task ends the others, which may wait for it
 _SRUN_OPTIONS = ("--kill-on-bad-exit=1",)
 
@@ -237,7 +245,7 @@ def _executor(plan: LaunchPlan, srun: Sequence[str], name: str, folder: Path, ca
         nodes=plan.cluster.nodes,  # submitit computes with it; the options, which come last, may have a range
         time=limit,
         signal_delay_s=slurm.signal_s,
-        setup=[*slurm.setup] or None,
+        setup=[*BEFORE_SETUP, *slurm.setup, AFTER_SETUP] if slurm.setup else None,
         stderr_to_stdout=True,
         wckey=None,  # a cluster that checks keys rejects submitit's default
         additional_parameters=options,
