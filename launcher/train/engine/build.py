@@ -29,8 +29,9 @@ from launcher.train.parallel.base import Parallel, ShardUnits
 from launcher.train.parallel.batchnorm import Norms
 from launcher.train.parallel.deferred_init import InitialShards, build_for_shards
 from launcher.train.parallel.float8 import set_float8
+from launcher.train.parallel.model_check import require_trainable
 from launcher.train.parallel.replicas import require_same_structure, share_model
-from launcher.train.parallel.shard_units import find_units, require_parameters
+from launcher.train.parallel.shard_units import find_units
 from launcher.train.precision import Precision, parameters_to_fp32
 from launcher.train.world import World
 
@@ -133,11 +134,12 @@ def build_parallel(
     sharded = plan.strategy.kind in SHARDED
     initial: InitialShards | None = None
     if isinstance(model, nn.Module):
+        require_trainable(model, sharded=sharded, deferred=False)
         require_same_structure(model, world)
         if values is not None:
             values.check(model)
     else:
-        model, initial = _make(model, world, values, shards=sharded and world.size > 1)
+        model, initial = _make(model, world, values, sharded=sharded)
     if sharded and initial is None:  # DDP broadcasts by itself
         share_model(model, world)
     start_training(model)
@@ -193,12 +195,13 @@ def _set_formats(model: nn.Module, optimizer: Optimizer | None, plan: RunPlan, w
 
 
 def _make(
-    make: Callable[[], nn.Module], world: World, values: OtherValues | None, *, shards: bool
+    make: Callable[[], nn.Module], world: World, values: OtherValues | None, *, sharded: bool
 ) -> tuple[nn.Module, InitialShards | None]:
-    """Make the model. With ``shards``, only rank 0's has its initial values if possible, and not even that one if
+    """Make the model. If it will be sharded, only rank 0's has its initial values if possible, and not even that one if
     ``values`` replaces all of them."""
-    before = random_state(torch.device("cpu"))
+    before, shards = random_state(torch.device("cpu")), sharded and world.size > 1
     model, initial = build_for_shards(make, world, values=values is None) if shards else (make(), None)
+    require_trainable(model, sharded=sharded, deferred=initial is not None)
     require_same_structure(model, world)
     if values is not None:
         replaced = values.check(model)
@@ -346,9 +349,8 @@ def wrap(
         compile_units: the task's function of that name.
 
     Raises:
-        TaskError: ``shard_units`` or ``compile_units`` cannot be applied, or the model has nothing to train.
+        TaskError: ``shard_units`` or ``compile_units`` cannot be applied.
     """
-    require_parameters(model)
     strategy = plan.strategy
     sharded = strategy.kind in SHARDED
     units: list[nn.Module] = []

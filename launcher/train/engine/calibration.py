@@ -34,6 +34,7 @@ from launcher.quantities import Interval, count, interval
 from launcher.rundir.files import value_from_json as from_json
 from launcher.train.data.loader import MicroBatch
 from launcher.train.engine.build import EngineParts
+from launcher.train.engine.foreign_leaves import require_dense_gradients
 from launcher.train.engine.loss_terms import require_gradient, sum_of_own_means
 from launcher.train.engine.oom import is_out_of_memory
 from launcher.train.world import World
@@ -152,6 +153,7 @@ class Calibration:
         self._plan, self._run, self._count = plan, run, plan.batch.accumulation
         self._steps_left = math.inf if plan.train.steps is None else plan.train.steps - steps_done
         self._comm_s: list[float] = []
+        self._cold = True  # nothing has run yet
         if plan.strategy.static_graph:
             self.result = self._without("DDP cannot skip a reduction of a static graph")
             return
@@ -295,6 +297,9 @@ class Calibration:
                 with self._precision.autocast():
                     losses = self._run(self._parallel.module, micro)
                 require_gradient(losses)
+                if self._cold:
+                    require_dense_gradients(losses, self._parallel.module)
+                    self._cold = False
                 part = sum_of_own_means(losses, count)
                 with self._parallel.backward(part):
                     self._precision.backward(part)

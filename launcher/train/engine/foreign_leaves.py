@@ -20,6 +20,7 @@ from launcher.loss import Loss
 from launcher.train.engine.build import EngineParts
 from launcher.train.parallel.base import Parallel
 from launcher.train.parallel.mixed_precision import Narrowed
+from launcher.train.parallel.model_check import SPARSE_GRADIENTS, refuse
 
 # the second one shows which tensors are the same in each micro-batch, and not made in it
 LOOKS = 2
@@ -43,12 +44,14 @@ class ForeignLeaves:
         """Look at the leaves that the losses of a micro-batch depend on, except through its data.
 
         Raises:
-            TaskError: one is trainable, is the same in several micro-batches, and is no parameter of the model. In a
-                loop of the user's own, which may train it itself, a line is printed instead.
+            TaskError: the gradient of a parameter is sparse; or a leaf is trainable, is the same in several
+                micro-batches, and is no parameter of the model. In a loop of the user's own, which may train it itself,
+                a line is printed instead.
         """
         if not self._left:
             return
         self._left -= 1
+        require_dense_gradients(losses, self._parts.parallel.module)
         own = {id(leaf) for parallel in _TRAINED for leaf in parallel.leaves()}
         own |= {id(leaf) for leaf in leaves_of([part for part in tree_leaves(batch) if isinstance(part, Tensor)])}
         found = [
@@ -98,20 +101,32 @@ class ForeignLeaves:
         return places
 
 
+def require_dense_gradients(losses: Sequence[Loss], model: nn.Module) -> None:
+    """Raise TaskError if the backward pass of a micro-batch's losses makes a sparse gradient of a parameter."""
+    for node in _nodes([loss.total for loss in losses]):
+        if getattr(node, "_saved_sparse", False) or getattr(node, "_saved_sparse_grad", False):  # embedding, gather
+            for leaf in (following.variable for following, _ in node.next_functions if hasattr(following, "variable")):
+                names = (name for name, parameter in model.named_parameters() if parameter is leaf)
+                refuse([next(names, f"a parameter of shape {[*leaf.shape]}")], *SPARSE_GRADIENTS)
+
+
 def leaves_of(totals: Sequence[Tensor]) -> list[Tensor]:
     """Return the leaves that ``totals`` depend on and that require a gradient."""
-    waiting: list[Any] = [total.grad_fn for total in totals]
     found = [total for total in totals if total.requires_grad and total.grad_fn is None]
+    return found + [node.variable for node in _nodes(totals) if hasattr(node, "variable")]
+
+
+def _nodes(totals: Sequence[Tensor]) -> Iterator[Any]:
+    """Yield the nodes of the graph that ``totals`` depend on."""
+    waiting: list[Any] = [total.grad_fn for total in totals]
     seen = set[Any]()
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if (leaf := getattr(node, "variable", None)) is not None:
-            found.append(leaf)
+        yield node
         waiting.extend(following for following, _ in node.next_functions)
-    return found
 
 
 def _tensors(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Tensor]]:

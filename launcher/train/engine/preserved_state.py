@@ -202,6 +202,7 @@ class SavedParameters:
             (held, {**held})
             for part in module.modules()
             for held in ([part._modules] if sharded else [part._modules, part._parameters])
+            if isinstance(held, dict)  # those of TorchScript are fixed
         ]
         order = sorted(with_values, key=lambda name: (name not in changing.names, with_values[name].requires_grad))
         room = changing.copied_bytes

@@ -49,6 +49,7 @@ def probe(request: InspectionRequest) -> dict[str, Any]:
     """Return the fields of a TaskPlan."""
     from launcher.train.engine.modes import start_training
     from launcher.train.eval_metrics import metrics_by_name
+    from launcher.train.parallel.model_check import require_trainable
 
     search_path, seed, notes = [request.import_from], request.seed, list[str]()
     task = load_task(request.target, request.params, search_path, seed)
@@ -60,6 +61,7 @@ def probe(request: InspectionRequest) -> dict[str, Any]:
     arrangement = _check_arrangement(task, data, request, notes)
     model = build_inspected(task, request.target, request.seed)
     returned = in_eval_mode(model)
+    require_trainable(model, sharded=request.shards, deferred=True)
     start_training(model)  # which may freeze parameters, and keep layers in eval mode
     if request.initial is not None:
         from launcher.train.checkpoint.initial import require_fit
@@ -84,7 +86,7 @@ def build_inspected(task: Task, task_target: str, seed: int) -> nn.Module:
     """Return the model, on the meta device if possible, which takes no memory.
 
     Raises:
-        TaskError: it is no module, or has nothing to train.
+        TaskError: it is no module.
     """
     import torch
 
@@ -98,11 +100,6 @@ def build_inspected(task: Task, task_target: str, seed: int) -> nn.Module:
     target = f"task._target_={task_target}"
     if not isinstance(model, torch.nn.Module):
         raise TaskError(f"{target}: model() returned a {type(model).__name__}, not a torch.nn.Module.")
-    if not any(p.requires_grad for p in model.parameters()):
-        raise TaskError(
-            f"{target}: model() has no parameter that requires a gradient.\n"
-            "  Give it parameters, or unfreeze some (requires_grad_(True))."
-        )
     return model
 
 

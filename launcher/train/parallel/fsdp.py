@@ -330,12 +330,6 @@ def _layout(
     Args:
         formats: of the parameters that are gathered in another dtype than their own.
     """
-    scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
-    if scalars:
-        raise TaskError(
-            f"model(): {', '.join(scalars[:8])} has no dimension that could be sharded.\n"
-            "  Give it the shape [1], or use strategy=ddp."
-        )
     gathered: dict[bool, int] = {True: 0, False: 0}
     reduced = 0
     for module, parameters in owned(units, model):

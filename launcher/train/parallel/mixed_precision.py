@@ -96,8 +96,9 @@ def matmul_parameters(model: nn.Module) -> dict[nn.Parameter, tuple[nn.Module, s
     for module in model.modules():
         # torch's attention uses the weights of its output layer directly, without calling the layer
         own = isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
+        forward = getattr(class_before_float8(module), "forward", None)  # TorchScript's classes have none
         for name, parameter in module.named_parameters(recurse=False):
-            if class_before_float8(module).forward in _MULTIPLIES and name in ("weight", "bias") and not own:
+            if forward in _MULTIPLIES and name in ("weight", "bias") and not own:
                 used.setdefault(parameter, (module, name))  # torch's FSDP knows a tied one by its first place
             else:
                 others.add(parameter)

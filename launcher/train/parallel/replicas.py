@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from launcher.errors import TaskError
 from launcher.plan.sync_policy import Collective
@@ -91,7 +92,7 @@ def _sent_from() -> torch.device:
 
 
 def _described(tensor: Tensor) -> str:
-    return f" of shape {tuple(tensor.shape)} in {tensor.dtype}"
+    return f" of shape {None if is_lazy(tensor) else tuple(tensor.shape)} in {tensor.dtype}"
 
 
 def _has_values(tensor: Tensor) -> bool:

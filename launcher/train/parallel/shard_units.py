@@ -77,18 +77,6 @@ def find_units(model: nn.Module, named: Iterable[nn.Module] | None = None) -> li
     return units
 
 
-def require_parameters(model: nn.Module) -> None:
-    """Check that the model has parameters to train.
-
-    Raises:
-        TaskError: no parameter requires a gradient.
-    """
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise TaskError(
-            f"{_shown(model)} has no parameter that requires a gradient: there is nothing to train, or to shard."
-        )
-
-
 def owned(units: Sequence[nn.Module], root: nn.Module) -> list[tuple[nn.Module, list[nn.Parameter]]]:
     """Return each unit, in the order of ``units`` (inner ones first), and then the root, with the parameters that
     belong to no earlier one."""

@@ -7,7 +7,7 @@ from torch import nn
 
 from launcher.errors import TaskError
 from launcher.tasks.bytes_gpt import BytesGPT
-from launcher.train.parallel.shard_units import find_units, owned, require_parameters
+from launcher.train.parallel.shard_units import find_units, owned
 
 
 class Blocks(nn.Module):
@@ -105,8 +105,3 @@ def test_what_cannot_be_a_unit(make, message: str) -> None:  # type: ignore[no-u
     with pytest.raises(TaskError) as caught:
         find_units(model, units)
     assert message in str(caught.value)
-
-
-def test_a_model_without_parameters() -> None:
-    with pytest.raises(TaskError, match="no parameter that requires a gradient"):
-        require_parameters(nn.ReLU())

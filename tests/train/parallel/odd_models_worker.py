@@ -1,0 +1,121 @@
+"""Models whose parts are not called as usual, run by test_base_odd_models.py.
+
+Prints one JSON object from rank 0: by strategy and model, how far the parameters are from those of plain torch in one
+process after two steps; or the message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from launcher import Engine, make_plan
+from launcher.errors import LauncherError
+from tests.infra.workers import leave_group, print_on_rank_0
+
+WIDTH, GLOBAL, MICRO, STEPS = 8, 8, 2, 2
+STRATEGIES = {
+    "ddp": ["strategy=ddp"],
+    "every": ["strategy=fsdp", "strategy.sync=every"],
+    "boundary": ["strategy=fsdp", "strategy.sync=boundary"],
+    "gather_once": ["strategy=fsdp", "strategy.sync=gather_once"],
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Model(nn.Module):
+    """Runs blocks, and a head."""
+
+    def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
+        self.blocks = nn.ModuleList([block(), block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.first(x)))
+
+    def body(self, x: Any) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Lookup(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(4, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + functional.embedding((x[:, 0] > 0).long(), self.table, sparse=True).sum()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "scripted": lambda: Model(lambda: torch.jit.trace_module(Block(), {"forward": torch.zeros(1, WIDTH)})),
+    "sparse": Lookup,
+}
+
+
+def made(model: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[model]()
+
+
+def forward(model: Any, batch: Tensor) -> tuple[Tensor, int]:
+    return (model(batch) - 1).square().sum(), len(batch)
+
+
+def flat(model: nn.Module) -> Tensor:
+    parameters = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
+    return torch.cat([p.detach().flatten() for p in parameters])
+
+
+def in_one_process(model: nn.Module, samples: Tensor) -> Tensor:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(STEPS):
+        total, items = forward(model, samples)
+        (total / items).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return flat(model)
+
+
+def outcome(name: str, settings: list[str]) -> float | str:
+    samples = torch.sin(torch.arange(1.0, GLOBAL * WIDTH + 1)).view(GLOBAL, WIDTH)
+    plan = make_plan(
+        ["precision=fp32", "train.loader_workers=0", f"batch.global_size={GLOBAL}", f"batch.micro_size={MICRO}",
+         f"train.steps={STEPS}", "train.clip_norm=null", "cluster.device=cpu", "schedule=constant",
+         "schedule.warmup_steps=0", *settings],
+        samples=GLOBAL,
+    )  # fmt: skip
+    try:
+        engine = Engine(lambda: made(name), lambda parameters: torch.optim.SGD(parameters, 0.1), plan)
+        for window in engine.windows(list(samples), forward=forward):
+            for batch in window:
+                engine.backward(*forward(engine.model, batch))
+            engine.step()
+    except LauncherError as error:
+        return f"{type(error).__name__}: {error}"
+    return (flat(engine.model) - in_one_process(made(name), samples)).abs().max().item()
+
+
+def main() -> None:
+    print_on_rank_0({
+        strategy: {name: outcome(name, settings) for name in MODELS} for strategy, settings in STRATEGIES.items()
+    })  # fmt: skip
+    leave_group()
+
+
+main()

@@ -1,0 +1,33 @@
+"""Models whose parts are not called as usual: as in plain torch under every strategy, or refused with one message."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import torchrun
+
+SCRIPTED, SPARSE = "model(): blocks.0 has TorchScript's", "model(): table has sparse gradients"
+REFUSED: dict[str, dict[str, str]] = {
+    "ddp": {"sparse": SPARSE},
+    "every": {"sparse": SPARSE, "scripted": SCRIPTED},
+    "boundary": {"sparse": SPARSE, "scripted": SCRIPTED},
+    "gather_once": {"sparse": SPARSE, "scripted": SCRIPTED},
+}
+
+
+@pytest.mark.slow
+def test_parameters_are_those_of_plain_torch(tmp_path: Path) -> None:
+    lines = torchrun(Path(__file__).parent / "odd_models_worker.py", [], 2, tmp_path).splitlines()
+    seen: dict[str, dict[str, Any]] = json.loads(lines[-1])
+    assert seen.keys() == REFUSED.keys()
+    for strategy, outcomes in seen.items():
+        for name, outcome in outcomes.items():
+            expected = REFUSED[strategy].get(name)
+            if expected is None:
+                assert outcome == pytest.approx(0, abs=1e-5), (strategy, name)
+            else:
+                assert outcome.startswith(f"TaskError: {expected}"), (strategy, name, outcome)
