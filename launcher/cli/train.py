@@ -142,9 +142,11 @@ def _run_here(plan: LaunchPlan, peers: Peers, console: Console) -> int:
         return verdict.status
     if "failure" in verdict.summary:
         print(tables.failure_text(verdict.summary, verdict.plan.node), file=sys.stderr)
-        name = run_list.command_name(plan.paths.root)
-        if first and isinstance(plan, RunPlan) and (hint := tables.resume_text(plan, verdict.summary["failure"], name)):
-            print(hint, file=sys.stderr)
+        recorded = plan if isinstance(plan, RunPlan) else RunPlan.of_record(plan.paths)
+        if first and recorded is not None and recorded.checkpoint.enabled:
+            name, step = run_list.command_name(plan.paths.root), plan.paths.newest_step()
+            if hint := tables.resume_hint(verdict.summary["failure"], step, name):
+                print(hint, file=sys.stderr)
     elif not first:
         _plain(console)(f"Run {plan.run.name}: {verdict.summary['verdict']}")
     elif isinstance(plan, RunPlan):
@@ -177,6 +179,8 @@ def _show_submitted(plan: LaunchPlan, job: str, console: Console, *, wait: bool)
         console.bell()
     if run.failure is not None:
         print(run_list.failure_of(run), file=sys.stderr)
+        if run.resumes_from and (hint := tables.resume_hint(run.failure, run.resumes_from, run.name)):
+            print(hint, file=sys.stderr)
     elif not console.quiet:
         console.print(run_list.status_table(run))
     return control.run_exit_status(run)

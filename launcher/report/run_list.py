@@ -12,12 +12,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from launcher.plan.launch_plan import LaunchPlan
-from launcher.quantities import count
+from launcher.quantities import count, duration_text
 from launcher.report.summary_table import best_text
-from launcher.report.tables import failure_text, named_lines, near, tracker_lines
+from launcher.report.tables import failure_text, named_lines, near, resume_hint, tracker_lines
 from launcher.rundir.files import last_lines, object_from_json
 from launcher.rundir.paths import RunPaths, SweepPaths
-from launcher.runs.status import Run, RunState, error_of, metrics_text
+from launcher.runs.status import ACTIVE, Run, RunState, error_of, metrics_text
 
 COLOURS: dict[str, str] = {
     RunState.done: "green", RunState.running: "cyan", RunState.failed: "red", RunState.lost: "red",
@@ -106,7 +106,14 @@ def status_table(run: Run, events: Sequence[dict[str, Any]] = ()) -> Table:
         ranks = "" if run.ranks is None else f": {count(run.ranks, 'rank')}"
         add("nodes", f"{run.nodes}{ranks}")
     if run.step is not None:
-        add("step", progress_text(run) + ("" if run.loss is None else f", loss {run.loss:.4f}"))
+        left = "" if run.left_s is None else f", {duration_text(run.left_s)} left"
+        add("step", progress_text(run) + ("" if run.loss is None else f", loss {run.loss:.4f}") + left)
+    if run.held_out is not None:
+        add("held-out", f"{run.held_out:.4f}")
+    if run.resumes_from is not None:
+        hint = resume_hint(run.failure, run.resumes_from, command_name(Path(run.dir))).strip()
+        over = run.state is RunState.done or run.state in ACTIVE
+        add("checkpoint", f"of step {run.resumes_from}" + ("" if over or not hint else f": {hint}"))
     if run.metrics:
         add("averages", metrics_text(run.metrics))
     if run.best is not None:

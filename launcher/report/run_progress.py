@@ -11,7 +11,7 @@ from typing import Any, Self, TypeGuard
 
 from launcher.config.schema import ClusterKind
 from launcher.plan.callback_plan import BELL
-from launcher.quantities import Interval, seconds_left
+from launcher.quantities import Interval
 from launcher.report.run_list import last_event
 from launcher.rundir import history
 from launcher.rundir.files import last_lines, object_from_json, read_json
@@ -20,7 +20,6 @@ from launcher.runs.status import ACTIVE, Run, RunState, newest, statuses_of
 from launcher.sweeps.reuse import look_at_sweeps
 
 _RECORDS = 200  # newest records of a run that are read: 64 KiB at most
-_TIMED = 20  # newest records from which the rate of steps is taken
 _BARS = "▁▂▃▄▅▆▇█"
 _NVIDIA_SMI_S = 5.0
 
@@ -33,7 +32,6 @@ class RunProgress:
         name: name by which commands accept it; that of a cell is SWEEP/CELL.
         losses: training losses of the newest records that have one, oldest first.
         record: last record of metrics.jsonl; empty without one.
-        left_s: seconds to the last step at the newest rate; None if that is unknown, or if the run is not running.
         event: its newest event, with the time of day; empty without one.
         rings: whether it asks for the terminal's bell at its end (``notify``).
     """
@@ -42,7 +40,6 @@ class RunProgress:
     name: str
     losses: Sequence[float] = ()
     record: dict[str, Any] = field(default_factory=dict[str, Any])
-    left_s: float | None = None
     event: str = ""
     rings: bool = False
 
@@ -54,15 +51,11 @@ class RunProgress:
         paths = RunPaths(Path(run.dir))
         lines = last_lines(paths.metrics, _RECORDS)
         records = [record for line in lines if (record := object_from_json(line)) is not None]
-        since = [record.get("progress/measured_since") for record in records]
-        alike = [record for record, start in zip(records, since, strict=True) if start == since[-1]]
-        timed = alike[-_TIMED:] if run.state is RunState.running else []
         return cls(
             run=run,
             name=name,
             losses=[float(loss) for record in records if _is_number(loss := record.get("train/loss"))],
             record=records[-1] if records else {},
-            left_s=seconds_left(timed[0], timed[-1], run.steps) if timed else None,
             event=last_event(paths),
             rings=BELL in (read_json(paths.plan) or {}).get("notify", ()),
         )

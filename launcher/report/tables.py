@@ -302,17 +302,19 @@ def failure_text(summary: dict[str, Any], node: int = 0) -> str:
     return printable("\n".join([*output, f"launch: {rank} failed: {failure['error']}", f"  Its log: {near(log)}"]))
 
 
-def resume_text(plan: RunPlan, failure: dict[str, Any], name: str) -> str:
-    """Return how to resume a run that has failed; empty without a checkpoint, or if that would fail again.
+def resume_hint(failure: dict[str, Any] | None, step: int, name: str) -> str:
+    """Return the line on how to resume a run; empty if that would fail again, or if the failure says it.
 
     Args:
+        failure: None: it did not fail.
+        step: of the newest checkpoint; 0 without one.
         name: by which commands accept the run.
     """
-    step, kind = plan.paths.newest_step(), class_named(str(failure["kind"]))
+    kind = class_named(str((failure or {}).get("kind")))
     again = kind is not None and issubclass(kind, UserError | WrongCheckpoint | NoGoodCheckpoint | Superseded)
-    if not step or not plan.checkpoint.enabled or again or "launch resume" in failure["error"]:
+    if again or "launch resume" in str((failure or {}).get("error")):
         return ""
-    return f"  `launch resume {name}` continues from step {step}."
+    return f"  `launch resume {name}` " + (f"continues from step {step}." if step else "starts it again, from step 0.")
 
 
 def near(path: str | Path) -> str:

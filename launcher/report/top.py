@@ -46,7 +46,7 @@ class TopColumn:
 
 
 def _left(progress: RunProgress) -> str:
-    return "" if progress.left_s is None else duration_text(progress.left_s)
+    return "" if progress.run.left_s is None else duration_text(progress.run.left_s)
 
 
 def _rate(progress: RunProgress) -> str:
@@ -250,7 +250,7 @@ class Top(App[None]):
             yield "waiting", exposed
         mfu = record.get("throughput/mfu")
         rate = f"{_rate(each)} samples/s" if _rate(each) else ""
-        left = f"{_left(each)} left" if each.left_s is not None else ""
+        left = f"{_left(each)} left" if each.run.left_s is not None else ""
         used = ", ".join(
             filter(None, (rate, left, self._use.get(run.dir, ""), "" if mfu is None else f"{mfu:.0%} of peak FLOP/s"))
         )

@@ -19,13 +19,15 @@ from launcher.config.schema import ClusterKind, PrecisionKind
 from launcher.errors import SiteError
 from launcher.launch.slurm import client, job_log
 from launcher.launch.slurm.client import Listed
-from launcher.quantities import folded_names
+from launcher.quantities import folded_names, seconds_left
 from launcher.record.measurements import reason, task_metrics
 from launcher.rundir import history
 from launcher.rundir.files import last_lines, object_from_json, open_file, read_json, value_from_json
 from launcher.rundir.history import Submission
 from launcher.rundir.paths import RunPaths, SweepPaths
 
+# newest records among which the last evaluation is searched, and from which the rate of steps is taken
+_SEARCHED, _TIMED = 200, 20
 # lines that Slurm itself writes into the output of a task
 _OF_SLURM = re.compile(r"srun: |slurmstepd|Try ['\"]srun --help")
 # lines of Slurm that follow from an earlier one
@@ -68,6 +70,9 @@ class Run:
         submissions: number of accepted submissions.
         step, steps: optimizer steps recorded, and planned.
         sweep, cell: directory of the sweep, and what distinguishes this cell from the others.
+        held_out: loss of the last evaluation (eval/loss).
+        left_s: seconds to the last step at the newest rate; None if that is unknown, or if the run is not running.
+        resumes_from: step of the newest checkpoint, from which `launch resume` continues; None without one.
         metrics: those of the task's own loss in the last record, see ``task_metrics``.
         best: metric, step, value and directory of the best evaluation by checkpoint.best; None without one.
         precision: number format of the forward and backward pass; auto before it is decided, None for a script of
@@ -88,6 +93,9 @@ class Run:
     step: int | None = None
     steps: int | None = None
     loss: float | None = None
+    held_out: float | None = None
+    left_s: float | None = None
+    resumes_from: int | None = None
     metrics: dict[str, float | None] = field(default_factory=dict[str, "float | None"])
     failure: dict[str, Any] | None = None
     sweep: str | None = None
@@ -253,7 +261,11 @@ class _Read:
             listed = None
         silent = answers is None and not self.is_over
         state, detail = self._of_slurm(listed, silent) if self.kind == ClusterKind.slurm else self._of_this_host()
-        record = {} if brief else _last_record(self.paths.metrics)
+        records, held_out = ([], None) if brief else _last_records(self.paths.metrics)
+        record = records[-1] if records else {}
+        since = record.get("progress/measured_since")
+        timed = [each for each in records if each.get("progress/measured_since") == since]
+        steps = self.plan.get("train", {}).get("steps")
         names = folded_names(self.newest_attempt.get("nodes", []))
         run = Run(
             name=self.name,
@@ -268,8 +280,11 @@ class _Read:
             ranks=self.newest_attempt.get("ranks"),
             submissions=sum(not submission.refused for submission in self.submissions),
             step=record.get("step"),
-            steps=self.plan.get("train", {}).get("steps"),
+            steps=steps,
             loss=record.get("train/loss"),
+            held_out=held_out,
+            left_s=seconds_left(timed[0], record, steps) if timed and state is RunState.running else None,
+            resumes_from=None if brief else self.paths.newest_step() or None,
             metrics=task_metrics(record),
             failure=self.summary.get("failure") if state is RunState.failed else None,
             precision=None if brief else self.precision,
@@ -379,14 +394,15 @@ def metrics_text(metrics: Mapping[str, float | None]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
-def _last_record(metrics: Path) -> dict[str, Any]:
-    """Return the last complete record of metrics.jsonl; empty without one."""
+def _last_records(metrics: Path) -> tuple[list[dict[str, Any]], float | None]:
+    """Return the last complete records of metrics.jsonl, and the loss of the last evaluation; None without one."""
     with suppress(FileNotFoundError):
         open_file(metrics).close()  # checks that it can be read
-    for line in reversed(last_lines(metrics, 2)):
-        if (record := object_from_json(line)) is not None:  # rank 0 may be writing the last one
-            return record
-    return {}
+    lines = last_lines(metrics, _SEARCHED)
+    # rank 0 may be writing the last one
+    records = [record for line in lines[-_TIMED:] if (record := object_from_json(line)) is not None]
+    evaluated = next((line for line in reversed(lines) if '"eval/loss"' in line), "")
+    return records, (object_from_json(evaluated) or {}).get("eval/loss")
 
 
 def _first_line(summary: dict[str, Any]) -> str:

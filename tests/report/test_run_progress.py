@@ -50,14 +50,14 @@ def test_the_time_that_is_left_is_that_of_the_newest_steps(tmp_path: Path) -> No
     paths = running(tmp_path, "half", steps=100, recorded=60)
     progress = RunProgress.of(status_of(paths))
     assert progress.run.state is RunState.running
-    assert progress.left_s == pytest.approx(40 * 0.7, rel=0.01)  # 0.2 s, and half a second between steps
+    assert progress.run.left_s == pytest.approx(40 * 0.7, rel=0.01)  # 0.2 s, and half a second between steps
     assert progress.losses[0] > progress.losses[-1]
-    assert RunProgress.of(status_of(make_run(tmp_path, "over"))).left_s is None
+    assert status_of(make_run(tmp_path, "over")).left_s is None
     earlier, later = paths.metrics.read_text().splitlines()[:50], paths.metrics.read_text().splitlines()[50:]
     earlier = [line.replace('"time/total_s": ', '"time/total_s": -1') for line in earlier]
     later = [line.replace("{", '{"progress/measured_since": 50, ', 1) for line in later]
     paths.metrics.write_text("\n".join([*earlier, *later]) + "\n")
-    assert RunProgress.of(status_of(paths)).left_s == pytest.approx(40 * 0.7, rel=0.01), "other hardware until step 50"
+    assert status_of(paths).left_s == pytest.approx(40 * 0.7, rel=0.01), "other hardware until step 50"
 
 
 def test_a_speedup_is_shown_if_it_was_measured(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from launcher.drill.verdict import Difference, DrillOutcome, DrillResult, InterruptedRun, Interruption
 from launcher.quantities import count
 from launcher.report.summary_table import summary_table
-from launcher.report.tables import failure_text, plan_table, resume_text
+from launcher.report.tables import failure_text, plan_table, resume_hint
 from launcher.report.verdicts import _window, drill_parts
 from launcher.rundir.history import failure_record
 from tests.helpers import make_plan
@@ -259,13 +259,10 @@ def test_a_failure_is_the_ranks_own_words_first() -> None:
     assert failure_text({"failure": failure}) == "Traceback ...\nlaunch: rank 3 failed: ValueError: x\n  Its log: /l"
 
 
-def test_a_failed_run_with_a_checkpoint_says_how_to_resume(tmp_path: Path) -> None:
-    plan = make_plan(run_dir=str(tmp_path))
-    killed = failure_record("killed by SIGKILL", tmp_path / "rank1.log", rank=1)
-    assert resume_text(plan, killed, "r") == "", "there is no checkpoint"
-    for step in (10, 20):
-        plan.paths.checkpoint(step).mkdir(parents=True)
-    assert resume_text(plan, killed, "r") == "  `launch resume r` continues from step 20."
+def test_a_failed_run_says_how_to_resume() -> None:
+    killed = failure_record("killed by SIGKILL", "rank1.log", rank=1)
+    assert resume_hint(killed, 20, "r") == resume_hint(None, 20, "r") == "  `launch resume r` continues from step 20."
+    assert resume_hint(killed, 0, "r") == "  `launch resume r` starts it again, from step 0."
     for kind in ("TaskError", "WrongCheckpoint"):
-        assert resume_text(plan, failure_record("x", None, kind=kind), "r") == ""
-    assert resume_text(plan, failure_record("Free space: `launch resume r`.", None), "r") == ""
+        assert resume_hint(failure_record("x", None, kind=kind), 20, "r") == ""
+    assert resume_hint(failure_record("Free space: `launch resume r`.", None), 20, "r") == ""

@@ -203,6 +203,31 @@ def test_a_brief_status_has_the_same_state(tmp_path: Path) -> None:
     assert dataclasses.replace(whole, step=None, loss=None, precision=None) == brief
 
 
+def test_where_a_run_stands(tmp_path: Path) -> None:
+    paths = make_run(tmp_path, "a", "train.steps=60", job=None)
+    begin(paths)
+    history.amend_submission(paths, pid=os.getpid(), born=history.process_start_id(os.getpid()))
+    rows = [{"step": step, "time/total_s": 2.0 * step, "train/loss": 1.0} for step in range(1, 41)]
+    rows[29]["eval/loss"] = 0.75
+    paths.metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows) + '{"step": 41, "eval/lo')
+    for step in (10, 30):
+        paths.checkpoint(step).mkdir(parents=True)
+    (run,) = status.statuses_of([paths])
+    assert (run.state, run.step, run.held_out, run.resumes_from) == (RunState.running, 40, 0.75, 30)
+    assert run.left_s == pytest.approx(40.0)
+    out = io.StringIO()
+    Console(file=out, width=120).print(status_table(run))
+    assert "40/60, loss 1.0000, 40 s left" in out.getvalue()
+    assert "held-out" in out.getvalue()
+    assert {"held_out", "left_s", "resumes_from"} <= run.to_json().keys()
+    history.amend_submission(paths, ended=True)
+    write_json(paths.summary, {"verdict": "stopped"})
+    (over,) = status.statuses_of([paths])
+    assert (over.left_s, over.held_out, over.resumes_from) == (None, 0.75, 30)
+    Console(file=out, width=120).print(status_table(over))
+    assert "of step 30: `launch resume" in out.getvalue()
+
+
 def test_local_runs(tmp_path: Path) -> None:
     paths = make_run(tmp_path, "a", job=None, submissions=0)
     history.add_submission(paths, Submission.now().by_this_process())
