@@ -30,6 +30,9 @@ _WORDS = (
     "CUDA driver error: out of memory",
     "'out of memory'",
 )
+# of libraries that find no memory for their workspace: other causes have these words too, unless the GPU is full
+_WORDS_IF_FULL = ("CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate", "unable to find an engine to execute")
+_FULL = 0.05  # share of a GPU's memory that is free
 
 
 class WindowAbandoned(Exception):
@@ -46,7 +49,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether ``error`` was raised because host or GPU memory ran out."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error)
+    return any(words in text for words in _WORDS) or (any(words in text for words in _WORDS_IF_FULL) and _gpu_is_full())
+
+
+def _gpu_is_full() -> bool:
+    if not torch.cuda.is_available():
+        return False
+    free, total = torch.cuda.mem_get_info()
+    return free < _FULL * total
 
 
 def can_abandon(plan: RunPlan, norms: Norms) -> bool:

@@ -127,6 +127,22 @@ def test_what_counts_as_running_out_of_memory(error: Exception, is_one: bool) ->
     assert oom.is_out_of_memory(error) is is_one
 
 
+@pytest.mark.parametrize(("free", "is_one"), [(1, True), (70, False), (None, False)])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+        "GET was unable to find an engine to execute this computation",
+    ],
+)
+def test_words_with_other_causes_count_only_on_a_full_gpu(
+    monkeypatch: pytest.MonkeyPatch, text: str, free: int | None, is_one: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: free is not None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80))
+    assert oom.is_out_of_memory(RuntimeError(text)) is is_one
+
+
 def test_the_allocators_own_words_are_known() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60, dtype=torch.uint8)
