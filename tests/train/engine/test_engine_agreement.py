@@ -13,11 +13,15 @@ WORKER = Path(__file__).parent / "agreement_worker.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.nightly), 4])
-def test_all_strategies_compute_one_function(ranks: int, tmp_path: Path) -> None:
-    seen = json.loads(torchrun(WORKER, ["cpu", str(ranks)], ranks, tmp_path).splitlines()[-1])
+@pytest.mark.parametrize(
+    ("ranks", "selection", "count"),
+    [pytest.param(1, "all", 9, marks=pytest.mark.nightly), (4, "few", 16),
+     pytest.param(4, "all", 30, marks=pytest.mark.nightly)],
+)  # fmt: skip
+def test_all_strategies_compute_one_function(ranks: int, selection: str, count: int, tmp_path: Path) -> None:
+    seen = json.loads(torchrun(WORKER, ["cpu", str(ranks), selection], ranks, tmp_path).splitlines()[-1])
     cases = {name: result for name, result in seen.items() if isinstance(result, dict)}
-    assert len(cases) == (30 if ranks == 4 else 9)
+    assert len(cases) == count
     for name, result in cases.items():
         at_once = seen[f"{name.split()[0]} at once"]
         assert result["dtypes"] == ["torch.float32"]

@@ -11,10 +11,12 @@ from tests.helpers import torchrun
 
 
 @pytest.mark.slow
-def test_train_and_eval_of_the_model_are_called_as_in_plain_torch(tmp_path: Path) -> None:
-    lines = torchrun(Path(__file__).parent / "modes_worker.py", [], 4, tmp_path).splitlines()
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_train_and_eval_of_the_model_are_called_as_in_plain_torch(ranks: int, tmp_path: Path) -> None:
+    """Four ranks add HSDP, which is one class with FSDP."""
+    lines = torchrun(Path(__file__).parent / "modes_worker.py", [], ranks, tmp_path).splitlines()
     seen = json.loads(lines[-1])
-    assert len(seen) == 24
+    assert len(seen) == 6 * (3 if ranks == 2 else 4)
     for name, found in seen.items():
         assert found["error"] < 1e-5, (name, found)
         assert found["held out"] < 1e-5, (name, found)
