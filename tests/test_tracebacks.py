@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 
 from launcher.errors import LauncherError, TaskError
 from launcher.targets import find_target
-from launcher.tracebacks import failure_in_loader, in_one_line, task_method, users_traceback
+from launcher.tracebacks import failure_in_loader, in_one_line, lost_connection, task_method, users_traceback
 
 
 def raised(function: Any, *arguments: Any) -> Exception:
@@ -68,6 +68,16 @@ def test_a_chain_of_exceptions_keeps_its_parts() -> None:
     assert "The above exception was the direct cause" in short
     assert "While the third" in short
     assert short.rstrip().endswith("ValueError: in the end")
+
+
+def test_a_lost_connection_is_one_line() -> None:
+    gone = "lost the connection to another rank, which has ended or cannot be reached: Connection closed by peer"
+    gloo = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:4711"
+    for text in (gloo, f"RuntimeError: {gloo}", f"{gloo}\nException raised from x at y.cpp:1\nframe #0: c10::Error"):
+        assert lost_connection(text) == f"{gone} [10.0.0.2]:4711"
+    assert lost_connection("DistBackendError: NCCL error: remote process exited or there was a network error")
+    for other in ("Connection refused", "NCCL error: invalid usage", "ValueError: gloo", "CUDA error: out of memory"):
+        assert lost_connection(other) == ""
 
 
 def test_errors_in_loader_processes() -> None:

@@ -43,9 +43,9 @@ from launcher.process import (
 from launcher.rundir import history
 from launcher.rundir.fencing import ATTEMPT, Attempt, Fence
 from launcher.rundir.files import clear_torn, object_from_json, read_json, write_json
-from launcher.rundir.history import HANG, Failure, failure_record
+from launcher.rundir.history import HANG, LOST_PEER, Failure, failure_record
 from launcher.rundir.paths import RunPaths
-from launcher.tracebacks import users_traceback
+from launcher.tracebacks import lost_connection, users_traceback
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsSpecs
@@ -260,6 +260,10 @@ def _outcome_of_failure(
         trace = users_traceback(trace)
     # compare the qualified name: a user's class may have the same short name
     own_class = class_named(kind) if trace and f"\n{errors.__name__}.{kind}: " in trace else None
+    lost = lost_connection(message) if isinstance(plan, RunPlan) and own_class is None else ""
+    if lost:  # the log has torch's text, and the stack of C++
+        log = plan.paths.newest_rank_log(rank)
+        return _failed(failure_record(lost, log, rank=rank, exit_code=first.exitcode, kind=LOST_PEER, at=at))
     record = failure_record(
         text if own_class else message,
         plan.paths.newest_rank_log(rank),

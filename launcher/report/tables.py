@@ -40,7 +40,7 @@ from launcher.quantities import count, printable
 from launcher.report.forecast_tables import WIRE, forecast_lines
 from launcher.report.recorded_step import RecordedStep
 from launcher.rundir.files import Unreadable, last_lines, read_json
-from launcher.rundir.history import failure_record
+from launcher.rundir.history import failed_rank, failure_record
 from launcher.rundir.paths import RunPaths
 
 
@@ -285,8 +285,9 @@ def failure_text(summary: dict[str, Any], node: int = 0) -> str:
     failure: dict[str, Any] = failure_record("", None) | summary["failure"]
     if failure.get("log") is None:  # the host is lost
         return printable(f"launch: the job failed: {failure['error']}")
+    number = failed_rank(failure)
     if failure.get("node", node) != node:
-        rank = "" if failure["rank"] is None else f"rank {failure['rank']}: "
+        rank = "" if number is None else f"rank {number}: "
         where = f"node {failure['node']} ({failure['host']})"
         return printable(
             f"launch: the job failed on {where}: {rank}{failure['error']}\n  Its log there: {failure['log']}"
@@ -298,7 +299,7 @@ def failure_text(summary: dict[str, Any], node: int = 0) -> str:
         lines = last_lines(log, 100)
         crash = next((number for number, line in enumerate(lines) if line.startswith(CRASH_MARK)), len(lines) - 15)
         output = lines[max(crash, 0) :][:15]
-    rank = "the job" if failure["rank"] is None else f"rank {failure['rank']}"
+    rank = "the job" if number is None else f"rank {number}"
     return printable("\n".join([*output, f"launch: {rank} failed: {failure['error']}", f"  Its log: {near(log)}"]))
 
 

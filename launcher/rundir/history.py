@@ -9,6 +9,7 @@ import dataclasses
 import getpass
 import json
 import os
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from launcher.errors import UserError
+from launcher.errors import UserError, class_named
 from launcher.rundir.files import object_from_json, read_bytes, read_json, write_json
 from launcher.rundir.paths import RunPaths
 
@@ -200,8 +201,15 @@ def is_event(fields: Mapping[str, Any]) -> bool:
 
 
 Failure = dict[str, Any]
-# kind of a failure that no worker can report itself
-HANG = "Hang"
+# kinds of failures: one that no worker can report itself, and that of a worker whose peer is gone
+HANG, LOST_PEER = "Hang", "LostPeer"
+
+
+def failed_rank(failure: Mapping[str, Any]) -> int | None:
+    """Return the rank that a message on ``failure`` names; None for the job as a whole, and for an error of this
+    package that all ranks have raised and that says on which of them it arose."""
+    named = class_named(str(failure.get("kind"))) is not None and re.search(r"\branks? \d", str(failure.get("error")))
+    return None if named else failure.get("rank")
 
 
 def failure_record(
@@ -220,7 +228,7 @@ def failure_record(
         error: one or more lines, without a traceback.
         log: path with further information; None if there is none.
         rank: rank that failed; None for the job as a whole.
-        kind: class of an error that this package raises intentionally, or HANG.
+        kind: class of an error that this package raises intentionally, HANG, or LOST_PEER.
         at: time by this host's clock.
     """
     record: Failure = {

@@ -411,5 +411,5 @@ def _first_line(summary: dict[str, Any]) -> str:
 
 def error_of(failure: dict[str, Any]) -> str:
     """Return the rank that failed, if it was one, and its error, of one or more lines."""
-    who = "" if failure.get("rank") is None else f"rank {failure['rank']}: "
-    return who + str(failure.get("error", ""))
+    rank = history.failed_rank(failure)
+    return ("" if rank is None else f"rank {rank}: ") + str(failure.get("error", ""))

@@ -17,7 +17,8 @@ from launcher.quantities import count
 from launcher.report.summary_table import summary_table
 from launcher.report.tables import failure_text, plan_table, resume_hint
 from launcher.report.verdicts import _window, drill_parts
-from launcher.rundir.history import failure_record
+from launcher.rundir.history import HANG, failure_record
+from launcher.runs.status import error_of
 from tests.helpers import make_plan
 
 
@@ -257,6 +258,15 @@ def test_a_failure_is_the_ranks_own_words_first() -> None:
         "log": "/l",
     }
     assert failure_text({"failure": failure}) == "Traceback ...\nlaunch: rank 3 failed: ValueError: x\n  Its log: /l"
+
+
+def test_an_error_of_all_ranks_names_the_rank_once() -> None:
+    error = "The loss of step 3 is not finite: rank 1, micro-batch 2."
+    failure = failure_record(error, "/l", rank=0, kind="NotFinite")
+    assert failure_text({"failure": failure}) == f"launch: the job failed: {error}\n  Its log: /l"
+    assert error_of(failure) == error
+    hang = failure_record("hangs in step 3; rank 0 waits", "/l", rank=1, kind=HANG)
+    assert failure_text({"failure": hang}).startswith("launch: rank 1 failed: hangs")
 
 
 def test_a_failed_run_says_how_to_resume() -> None:

@@ -24,7 +24,7 @@ from launcher.process import shared_interval, wait_until
 from launcher.rundir import history
 from launcher.rundir.fencing import Fence
 from launcher.rundir.files import last_lines, read_json, write_json
-from launcher.rundir.history import HANG, Failure, failure_record
+from launcher.rundir.history import HANG, LOST_PEER, Failure, failure_record
 from launcher.rundir.paths import RunPaths
 
 # seconds for messages after a requeue: Slurm ends the processes of the job meanwhile
@@ -309,7 +309,7 @@ class Reports:
 def lost_its_peers(failure: Failure) -> bool:
     """Return True if this is the error of a rank whose peer is gone, not an error of its own."""
     text = str(failure["error"])
-    if failure["kind"] == LOST_STEP:
+    if failure["kind"] in (LOST_STEP, LOST_PEER):
         return True
     if failure["kind"] == HANG:  # the stacks of waiting ranks contain torch's texts
         return False

@@ -16,6 +16,7 @@ from launcher.config.schema import OnError
 from launcher.errors import CheckpointFailed
 from launcher.heartbeat import HEARTBEAT, Wait
 from launcher.rundir.fencing import Fence
+from launcher.tracebacks import lost_connection
 from launcher.train.checkpoint import save
 from launcher.train.checkpoint.contents import Staging
 from launcher.train.checkpoint.run_totals import RunTotals
@@ -115,7 +116,8 @@ class Saver:
         self.join()
         error, self._error = self._error, None
         if error is not None:
-            print(f"The checkpoint in progress was not written: {error}", flush=True)
+            why = lost_connection(str(error))
+            print(f"The checkpoint in progress was not written: {f'this rank {why}' if why else error}", flush=True)
 
     def take_metrics(self) -> Metrics:
         """Return metrics of saves completed since the last call, for the next record. Does not block."""

@@ -20,8 +20,9 @@ from launcher.plan.run_plan import RunPlan
 from launcher.rundir import history
 from launcher.rundir.fencing import Attempt, Fence
 from launcher.rundir.files import read_json, write_json
-from launcher.rundir.history import Failure, Submission, failure_record
+from launcher.rundir.history import LOST_PEER, Failure, Submission, failure_record
 from launcher.rundir.paths import RunPaths
+from launcher.tracebacks import lost_connection
 from tests.helpers import make_plan
 
 PEER_GONE = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:4711."
@@ -391,6 +392,10 @@ def test_a_start_takes_the_plan_for_as_many_nodes_as_it_has(tmp_path: Path, monk
 )
 def test_a_lost_peer_is_told_from_an_error_of_ones_own(error: str, trace: str | None, lost: bool) -> None:
     assert lost_its_peers(failure_record(error, None, traceback=trace)) is lost
+
+
+def test_the_agents_record_of_a_lost_peer_is_known() -> None:
+    assert lost_its_peers(failure_record(lost_connection(PEER_GONE), None, kind=LOST_PEER))
 
 
 def test_ncccls_watchdog_is_heard(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from launcher.errors import CheckpointFailed
 from launcher.rundir.fencing import Attempt, Fence
 from launcher.rundir.paths import RunPaths
+from launcher.train.checkpoint.async_save import Saver
 from launcher.train.checkpoint.save import Retention, Snapshot, delete_old, delete_partial, write
 from launcher.train.world import World
 from tests.helpers import torchrun
@@ -88,3 +89,14 @@ def test_dead_mount_is_a_failed_checkpoint(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(Path, "stat", dead)
     with pytest.raises(CheckpointFailed, match=r"Stale file handle.*\n.*unknown number of bytes.*cannot be listed"):
         write(snapshot)
+
+
+def test_a_save_that_another_rank_has_ended_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    saver = object.__new__(Saver)
+    saver._thread = None
+    saver._error = RuntimeError("[gloo/tcp/pair.cc:547] Connection closed by peer [::1]:4711\nframe #0: c10::Error")
+    saver.finish()
+    assert capsys.readouterr().out == (
+        "The checkpoint in progress was not written: this rank lost the connection to another rank, which has ended or "
+        "cannot be reached: Connection closed by peer [::1]:4711\n"
+    )
