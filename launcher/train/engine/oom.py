@@ -58,7 +58,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _gpu_is_full() -> bool:
     if not torch.cuda.is_available():
         return False
-    free, total = torch.cuda.mem_get_info()
+    try:
+        free, total = torch.cuda.mem_get_info()
+    except RuntimeError:  # after a failed device-side assertion every call of CUDA fails: memory is not the cause
+        return False
     return free < _FULL * total
 
 

@@ -143,6 +143,16 @@ def test_words_with_other_causes_count_only_on_a_full_gpu(
     assert oom.is_out_of_memory(RuntimeError(text)) is is_one
 
 
+def test_a_failed_assertion_on_the_gpu_is_reported_as_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", fails)
+    error = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
+    assert not oom.is_out_of_memory(error)
+
+
 def test_the_allocators_own_words_are_known() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60, dtype=torch.uint8)
