@@ -213,7 +213,7 @@ def _describe(engine: Engine, restored: Restored) -> str:
         text += f"; global batch {batch.global_size} instead of {before['global_size']}"
     elif ":" in text:
         text += f"; global batch {batch.global_size} as before"
-    if restored.hardware != restored.hardware_before:
+    if restored.hardware.keys() != restored.hardware_before.keys():
         text += f".\n  Times are measured again on other hardware: {', '.join(restored.hardware)} instead of "
         text += ", ".join(restored.hardware_before)
     return f"{text}."
@@ -277,9 +277,10 @@ def load(engine: Engine, directory: Path) -> Restored:
         set_model_state_dict(module, tensors["model"], options=StateDictOptions(strict=False))
     load_optimizers(engine, tensors["optimizer"])
     contents.take_training_values(engine, tensors["training"])
-    measured_as = engine.measured_as()
-    hardware = [each["hardware"] for each in (saved["measured_as"], measured_as)]
-    comparable = saved["measured_as"] == measured_as
+    measured_before, measured_as = saved.get("measured_as") or {}, engine.measured_as()
+    hardware = measured_as["hardware"]
+    hardware_before = measured_before.get("hardware", hardware)  # an earlier version did not save it
+    comparable = measured_before == measured_as
     engine.load_state_dict(saved, alike=comparable, same_order=same_ranks)
     options.restore(scheduled=saved.get("follows_plan", True))
 
@@ -300,7 +301,7 @@ def load(engine: Engine, directory: Path) -> Restored:
         seed_everything(seed_for(plan.train.seed, f"{engine.world.rank_in_job}/{engine.steps}"))
     if random:
         restore_random_state(random, engine.device)
-    return Restored(directory, state["run"], origin, ranks, comparable, *hardware)
+    return Restored(directory, state["run"], origin, ranks, comparable, hardware_before, hardware)
 
 
 def _resize_buffers(engine: Engine, changing: list[str], stored: Metadata) -> None:

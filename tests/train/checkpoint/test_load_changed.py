@@ -18,7 +18,7 @@ from launcher.errors import WrongCheckpoint
 from launcher.plan.resumable import DATA as DATA_KEY
 from launcher.rundir.fencing import Fence
 from launcher.train.checkpoint import load, save
-from launcher.train.engine import calibration
+from launcher.train.engine import calibration, engine
 from launcher.train.trainer import train
 from tests.helpers import make_plan as make_plan_for
 from tests.infra.runs import records
@@ -71,24 +71,34 @@ def attempt_at(place: Path, *overrides: str, forced: tuple[str, ...] = ()) -> di
     return json.loads((place / "summary.json").read_text())
 
 
-@pytest.mark.parametrize("changed", ["", "hardware", "train.loader_workers=1", "train.clip_norm=null"])
+@pytest.mark.parametrize(
+    "changed", ["", "hardware", "ranks", "version", "train.loader_workers=1", "train.clip_norm=null"]
+)
 def test_figures_of_other_hardware_or_settings_are_not_mixed(
     changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = ["batch.global_size=4", "train.loader_workers=0", "precision=fp32", "strategy=single", "cluster.device=cpu",
             "cluster.workers_per_node=1"]  # fmt: skip
-    attempt_at(tmp_path, *keys, "train.steps=2")
+    with monkeypatch.context() as patch:
+        if changed == "version":  # an earlier one did not save the hardware
+            patch.setattr(engine.Engine, "measured_as", lambda each: each.plan.step_settings())
+        attempt_at(tmp_path, *keys, "train.steps=2")
     if changed == "hardware":
         monkeypatch.setattr(calibration, "device_model", lambda _: "another processor")
-    elif changed:
+    elif changed == "ranks":  # of the same hardware
+        alone = engine.hardware_of
+        monkeypatch.setattr(engine, "hardware_of", lambda *each: dict.fromkeys(alone(*each), 2))
+    elif "=" in changed:
         keys.append(changed)
     capsys.readouterr()
     summary = attempt_at(tmp_path, *keys, "train.steps=4", forced=("train.clip_norm",))
     since = [line.get("progress/measured_since", 0) for line in records(tmp_path)]
     assert since == [0, 0, *[2 if changed else 0] * 2]
-    said = "measured again on other hardware: another processor, " in capsys.readouterr().out
-    assert said == (changed == "hardware")
-    assert [*summary.get("worlds", [{}])[0]] == (["step", "from", "to"] if said else [])
+    output = capsys.readouterr().out
+    assert ("measured again on other hardware: another processor, " in output) == (changed == "hardware")
+    assert ("other hardware" in output) == (changed == "hardware")
+    listed = changed in ("hardware", "ranks")
+    assert [*summary.get("worlds", [{}])[0]] == (["step", "from", "to"] if listed else [])
 
 
 def test_other_data_of_the_same_length(
