@@ -84,10 +84,11 @@ class EngineParts:
 
     def preserve(self) -> PreservedState:
         """Save the state that passes without an optimizer step can change."""
-        return PreservedState(self.parallel.module, self.device, [self.owner, *self.functions], self._changing)
+        return PreservedState(self.parallel.module, self.device, [self.owner, *self.functions], self.changing)
 
     @functools.cached_property
-    def _changing(self) -> ChangingParameters:
+    def changing(self) -> ChangingParameters:
+        """Parameters that such passes are known to change."""
         return ChangingParameters(self.world.local_size)
 
 

@@ -35,6 +35,7 @@ from launcher.train.data.window_feed import BEGINNING, Window, WindowPosition, o
 from launcher.train.engine import loss_terms, oom
 from launcher.train.engine.build import ModelFrom, OptimizerFrom, OtherValues, TrainedParameters, build_parts
 from launcher.train.engine.calibration import Calibrated, Calibration, hardware_of
+from launcher.train.engine.carried_state import WINDOW, CarriedState
 from launcher.train.engine.foreign_leaves import ForeignLeaves
 from launcher.train.engine.item_count import ItemCount, Items
 from launcher.train.engine.loss_trial import LossTrial
@@ -127,7 +128,7 @@ class Engine(EngineProgress):
         own = [self._noise, self.buffers, self.stragglers, self.outputs]
         self._observers: list[Observer] = [*own, *self.parallel.observers]
         self._totals = WindowTotals(self.world, self.device, self.parallel.meter, self._loss, self._observers)
-        self.tries_loss = False
+        self.tries_loss, self._carried = False, None
         self.position, self.stream, self._finished = BEGINNING, StreamCheckpoint(), False
         self.context = ContextSource(self.device, plan.train.seed, *self.world.in_job, progress=self._step_and_epoch)
         self.context.activate()
@@ -207,7 +208,7 @@ class Engine(EngineProgress):
         due = self.calibrated is None and self._calibration.wanted(self.plan)
         calibrate = functools.partial(self._calibrate, forward) if forward is not None and due else None
         self.parallel.last_window = self.plan.ends_with(self.steps + 1, window.index)
-        micro_batches = self._try_loss(current.prepare(window, calibrate), window.count)
+        micro_batches = self._try_loss(current.prepare(window, calibrate), window)
         while current.handed_out < window.count:
             micro = current.fetch(micro_batches, window.count)
             with self.parallel.micro_batch(current.sync, first=current.handed_out == 1, last=current.at_boundary):
@@ -219,14 +220,23 @@ class Engine(EngineProgress):
             if current.stage is Stage.restarting:
                 micro_batches = current.count_first(micro, micro_batches)
 
-    def _try_loss(self, micro_batches: Iterator[MicroBatch], count: int) -> Iterator[MicroBatch]:
-        """Try the loss with the first of ``count`` micro-batches if that is due, and return all of them."""
-        due, self.tries_loss = self.tries_loss and not self.outputs.active, False
-        trial, current = LossTrial(self._parts), self._current
-        if not due or current.forward is None or isinstance(self._norms, WindowNorms) or not trial.possible:
+    def _try_loss(self, micro_batches: Iterator[MicroBatch], window: Window) -> Iterator[MicroBatch]:
+        """Try the loss with the first of the window's micro-batches if that is due, and return all of them."""
+        first_window, self.tries_loss = self.tries_loss and not self.outputs.active, False
+        trial, current, due = (
+            LossTrial(self._parts),
+            self._current,
+            self._carried is not None and window.index >= WINDOW,
+        )
+        possible = current.forward is not None and not isinstance(self._norms, WindowNorms) and trial.possible
+        if not (first_window or due) or not possible:
             return micro_batches
         first = next(micro_batches)
-        trial.require_sum(current.run_unwrapped, first, count)
+        if self._carried is not None:
+            self._carried.examine(current.run_unwrapped, first, window.count)
+        else:
+            trial.require_sum(current.run_unwrapped, first, window.count)
+        self._carried = CarriedState(self._parts) if first_window else None
         self.context.take_scalars()  # the window itself logs them again
         current.start()
         return itertools.chain([first], micro_batches)

@@ -102,21 +102,12 @@ class LossTrial:
         changed = ""
         try:
             for number, chosen in enumerate([one, one, one, other, [*one, *other], [*one, *one], [*other, *other]]):
-                HEARTBEAT.beat(Phase.computing, 1)
                 try:  # ranks without samples run the passes, too
                     data = taken(micro.data, chosen, micro.samples)
                     part = MicroBatch(data, len(chosen))
                 except NotDivisible:
                     part = micro
-                parts.norms.trial(alone=True)
-                with (
-                    torch.no_grad(),
-                    parts.parallel.meter.unchecked(),
-                    parts.parallel.evaluation(),
-                    _fixed(parts.parallel.module),
-                    parts.precision.autocast(),
-                ):
-                    losses.append(run(part))
+                losses.append(forward_pass(parts, run, part))
                 if part is micro:
                     losses[-1] = []
                 if number:  # the second pass continues with the state and the random numbers of the first one
@@ -196,6 +187,20 @@ def _message(verdict: KindOfTotal, which: str, values: TriedTerm) -> str:
         "micro-batch and rank, and is divided by all items.\n  Multiply it by the number of items, or return it as a "
         "term of its own: [Loss(total, items), Loss(penalty * items, items)]."
     )
+
+
+def forward_pass(parts: EngineParts, run: Callable[[MicroBatch], list[Loss]], micro: MicroBatch) -> list[Loss]:
+    """Return the terms of a forward pass without gradient, in which dropout and BatchNorm are in eval mode."""
+    HEARTBEAT.beat(Phase.computing, 1)
+    parts.norms.trial(alone=True)
+    with (
+        torch.no_grad(),
+        parts.parallel.meter.unchecked(),
+        parts.parallel.evaluation(),
+        _fixed(parts.parallel.module),
+        parts.precision.autocast(),
+    ):
+        return run(micro)
 
 
 class NotDivisible(Exception):

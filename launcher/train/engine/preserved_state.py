@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from launcher.errors import TaskError
@@ -37,7 +38,7 @@ MAX_COPY_BYTES = 256 * 2**20
 # A longer container is taken for data, not state: its list of elements is restored, but not the elements themselves.
 MAX_ELEMENTS = 10_000
 # Torch's own bookkeeping of a module: parameters, buffers, hooks. Buffers are those of SavedState.
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _ATOMS = (int, float, complex, str, bytes, type(None), type, range, Enum, BuiltinFunctionType, ModuleType)
 _FOREIGN = frozenset({"torch", "launcher", "numpy"}) | sys.stdlib_module_names
 # methods that run before training, or in the loader
@@ -72,6 +73,11 @@ class PreservedState:
         """
         if changed := self.undo():
             raise TaskError(f"The forward pass changes {changed}, too large to be restored after {after}.\n  {remedy}")
+
+    @property
+    def names_read(self) -> set[str]:
+        """Names of variables and attributes in the user's code that passes run."""
+        return self._attributes.names_read
 
     def undo(self) -> str:
         """Restore the state, and return a description of the changes that are too large; empty if none."""
@@ -249,12 +255,15 @@ class SavedAttributes:
 
     Attributes, lists, dicts, sets, deques and tuples are followed; of functions and methods, the variables that they
     name: those of modules of the user, of enclosing functions, and of classes. Tensors that are neither parameters nor
-    buffers, NumPy arrays, and random generators of torch, NumPy and Python are restored in place. Of data sets, objects
-    of installed packages, and iterators, only the reference is restored.
+    buffers of the first module, NumPy arrays, and random generators of torch, NumPy and Python are restored in place.
+    Of data sets, objects of installed packages, and iterators, only the reference is restored.
     """
 
     def __init__(self, *roots: object) -> None:
-        self._packages = {_package(type(root)) for root in roots} - _FOREIGN
+        self._packages = packages_of(roots)
+        model = next((root for root in roots if isinstance(root, nn.Module)), nn.Module())
+        self._of_model = {id(each) for each in (*model.modules(), *model.parameters())}
+        self.names_read = set[str]()
         self._seen: dict[int, object] = {}  # holds the objects, so that no other one gets the same id
         self._names: dict[int, set[str]] = {}  # of the variables of a module that are saved
         self._undo: list[Callable[[], str | None]] = []
@@ -278,8 +287,14 @@ class SavedAttributes:
         """Save ``value``, and return the objects that it refers to."""
         numpy: Any = sys.modules.get("numpy")
         match value:
-            case nn.Parameter() | random.SystemRandom():
+            case random.SystemRandom():
                 pass
+            case nn.Parameter() if id(value) in self._of_model:
+                pass
+            case Optimizer() if not any(
+                id(p) in self._of_model for group in value.param_groups for p in group["params"]
+            ):
+                return [value.state, *value.param_groups]
             case Tensor():
                 self._save_tensor(value)
             case torch.Generator():
@@ -321,7 +336,9 @@ class SavedAttributes:
         parts: Collection[object] = ()
         hidden = frozenset[str]()
         if isinstance(value, nn.Module):
-            parts, hidden = value._modules.values(), _OF_TORCH
+            parts, hidden = [*value._modules.values()], OF_TORCH
+            if id(value) not in self._of_model:
+                parts = [*parts, *value._parameters.values(), *value._buffers.values()]
             followed = not type(value).__module__.startswith("torch._")  # torch.compile's own
         else:
             followed = isinstance(value, SimpleNamespace) or (
@@ -329,10 +346,10 @@ class SavedAttributes:
             )
         if not followed:
             return parts
-        attributes = {name: held for name, held in _attributes(value).items() if name not in hidden}
+        attributes = {name: held for name, held in attributes_of(value).items() if name not in hidden}
 
         def restore(saved: Mapping[str, Any]) -> None:
-            for name in _attributes(value).keys() - saved.keys() - hidden:
+            for name in attributes_of(value).keys() - saved.keys() - hidden:
                 object.__delattr__(value, name)
             for name, held in saved.items():
                 object.__setattr__(value, name, held)
@@ -364,6 +381,7 @@ class SavedAttributes:
     def _save_function(self, value: FunctionType) -> Collection[object]:
         if not self._is_users((value.__module__ or "").partition(".")[0]):
             return ()
+        self.names_read |= _names_of(value.__code__)
         found = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), value.__dict__]
         for cell in value.__closure__ or ():
             try:
@@ -422,8 +440,7 @@ class SavedAttributes:
         self._undo.append(undo)
 
     def _is_users(self, package: str) -> bool:
-        package = package.partition(".")[0]
-        return package in self._packages or not _is_installed(package)
+        return is_users_package(package.partition(".")[0], self._packages)
 
 
 def _detached(tensor: Tensor) -> Tensor:
@@ -445,7 +462,7 @@ def _restore_dict(value: dict[Any, Any], saved: dict[Any, Any]) -> None:
         value.update(saved)
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def attributes_of(value: Any) -> dict[str, Any]:
     """Return an object's attributes, those in slots too."""
     found = {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
     return found | getattr(value, "__dict__", {})
@@ -478,6 +495,16 @@ def _names_of(code: CodeType) -> frozenset[str]:
     """Return the names that a function refers to by its code, those of inner functions too."""
     inner = [_names_of(each) for each in code.co_consts if isinstance(each, CodeType)]
     return frozenset(code.co_names).union(*inner)
+
+
+def packages_of(roots: Iterable[object]) -> set[str]:
+    """Return the packages of the user's objects, which may be installed."""
+    return {_package(type(root)) for root in roots} - _FOREIGN
+
+
+def is_users_package(package: str, packages: Collection[str]) -> bool:
+    """Return whether the code of ``package`` is the user's. ``packages``: those of the user's objects."""
+    return package in packages or not _is_installed(package)
 
 
 def _package(kind: type) -> str:

@@ -149,6 +149,20 @@ def test_torchs_own_objects_are_left_alone() -> None:
     assert task.space.param_groups[0]["lr"] == 0.5
 
 
+def test_a_module_of_the_task_and_its_optimizer() -> None:
+    task, model = Task(), nn.Sequential(Model())
+    task.space, task.tensor = torch.optim.Adam((critic := nn.Linear(3, 1)).parameters(), 0.1), critic
+    saved = SavedAttributes(model, task)
+    before = critic.weight.detach().clone()
+    for _ in range(2):
+        critic(torch.ones(3)).sum().backward()
+        task.space.step()
+        assert not critic.weight.equal(before)
+        assert saved.restore() == ""
+        assert critic.weight.equal(before)
+        assert not task.space.state
+
+
 def test_what_no_pass_has_changed_is_not_written_to(tmp_path: Path) -> None:
     """Memory that is mapped from a file may be read-only, and NaN is not equal to itself."""
     np.save(tmp_path / "data.npy", np.full(8, np.nan))

@@ -1,0 +1,269 @@
+"""Check of state that forward passes write and later ones read: it depends on how a window is divided into
+micro-batches and over ranks, and a resume loses what no checkpoint has.
+
+In the third window of a run, the first micro-batch runs once, and again for each buffer or attribute that has changed
+so far, with the value that the first pass has left in it. If the loss is another one, the loss reads that state. If the
+value is another one afterwards, it depends on earlier values, as a counter does; a value that each pass computes anew
+is no state. A model and a task without such changes cost no pass.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch.utils.data import Dataset
+
+from launcher.loss import Loss
+from launcher.plan.sync_policy import SHARDED
+from launcher.quantities import count, first_names
+from launcher.train.data.loader import MicroBatch
+from launcher.train.engine.build import EngineParts
+from launcher.train.engine.loss_trial import SAME, forward_pass
+from launcher.train.engine.preserved_state import OF_TORCH, attributes_of, is_users_package, packages_of
+from launcher.train.parallel.base import local
+
+# window in which the check runs: two optimizer steps have been taken, so that averages of parameters differ from them
+WINDOW = 2
+# limits of what is tried, of the elements of a container, and of those of a tensor that are read
+MAX_TRIED, MAX_ELEMENTS, MAX_READ = 8, 1000, 2**22
+GRADIENTS = "the parameters' .grad"
+Digest = tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class StatePlace:
+    """Attribute or buffer that may hold state.
+
+    Attributes:
+        saved: checkpoints have it.
+    """
+
+    holder: Any
+    attribute: str
+    saved: bool
+
+    def get(self) -> Any:
+        return getattr(self.holder, self.attribute, None)
+
+    def set(self, value: Any) -> None:
+        held = self.get()
+        if isinstance(held, nn.Parameter):
+            held.data.copy_(value)
+        elif isinstance(self.holder, nn.Module):
+            setattr(self.holder, self.attribute, value)
+        else:
+            object.__setattr__(self.holder, self.attribute, value)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Result of one rank for one place. ``value``: after the first pass."""
+
+    read: bool
+    carried: bool
+    value: Digest
+
+
+class CarriedState:
+    """State of model and task before the first window, to be compared with that of a later one. All ranks run the same
+    passes."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts, self._model = parts, parts.parallel.module
+        self._known = {id(each): each for each in (*self._model.modules(), *self._model.parameters())}
+        self._packages = packages_of([self._model, parts.owner])
+        self._before = {name: self._digest(place.get()) for name, place in self._places().items()}
+
+    @torch.no_grad()
+    def examine(self, run: Callable[[MicroBatch], list[Loss]], micro: MicroBatch, micro_batches: int) -> None:
+        """Run the passes if something has changed, restore what they change, and print on rank 0 what is not as in one
+        process, and what checkpoints do not have.
+
+        Args:
+            run: the forward pass of a copy of a micro-batch through the unwrapped model.
+            micro_batches: number in the window of this rank.
+        """
+        world = self._parts.world
+        kept = self._parts.preserve()
+        places = self._places()
+        changed = [name for name, place in places.items() if self._digest(place.get()) != self._before.get(name)]
+        names = [*dict.fromkeys(name for own in world.of_all(changed) for name in own)][:MAX_TRIED]
+        names += [GRADIENTS] * ("grad" in kept.names_read)
+        if not names:
+            return
+        try:
+            found = self._found(run, micro, [(name, places.get(name)) for name in names], kept.undo)
+        except Exception:  # training shows the error, unless it is due to the missing graph
+            found = None
+        finally:
+            kept.undo()
+        if found is None and self._parts.plan.strategy.kind in SHARDED:
+            return  # see LossTrial
+        everyone = [each for each in world.of_all(found) if each is not None]
+        divided, lost = list[str](), list[str]()
+        for number, name in enumerate(names if everyone else ()):
+            ranks = [each[number] for each in everyone]
+            differs = name == GRADIENTS or any(not _alike(each.value, ranks[0].value) for each in ranks)
+            if any(each.read for each in ranks) and (micro_batches > 1 or differs):
+                divided.append(name)
+            if any(each.carried for each in ranks) and name in places and not places[name].saved:
+                lost.append(name)
+        if world.rank == 0:
+            _print(divided, lost, micro_batches, world.size)
+
+    def _found(
+        self,
+        run: Callable[[MicroBatch], list[Loss]],
+        micro: MicroBatch,
+        places: Sequence[tuple[str, StatePlace | None]],
+        undo: Callable[[], object],
+    ) -> list[Found]:
+        def losses() -> Digest:
+            return tuple(float(loss.total) for loss in forward_pass(self._parts, run, micro))
+
+        first = losses()
+        values = [self._digest(place.get()) if place else () for _, place in places]
+        held = [self._copied(place) for _, place in places]
+        undo()
+        found: list[Found] = []
+        for (name, place), value, after in zip(places, values, held, strict=True):
+            before, now = self._before.get(name, ()), place and place.get()
+            if isinstance(now, int | float) and len(before) == 1 and self._digest(now) == value:
+                after = type(now)(before[0])  # a number that other code changes
+            if place is not None and after is not None:
+                place.set(after)
+            other = self._with_gradients(losses) if name == GRADIENTS else losses()
+            carried = place is not None and after is not None and not _alike(self._digest(place.get()), value)
+            undo()
+            found.append(Found(not _alike(first, other), carried or not _alike(first, other), value))
+        return found
+
+    def _with_gradients(self, losses: Callable[[], Digest]) -> Digest:
+        """Run ``losses`` while all trained parameters have a gradient."""
+        before = [(p, p.grad) for p in self._model.parameters() if p.requires_grad]
+        try:
+            for parameter, _ in before:
+                parameter.grad = torch.ones_like(parameter)
+            return losses()
+        finally:
+            for parameter, gradient in before:
+                parameter.grad = gradient
+
+    def _copied(self, place: StatePlace | None) -> Any:
+        """Return a copy of the value, apart from parts of the model; None if it cannot be copied."""
+        value = place and place.get()
+        try:
+            return copy.deepcopy(value, {key: each for key, each in self._known.items() if each is not value})
+        except Exception:  # of the user's objects
+            return None
+
+    def _places(self) -> dict[str, StatePlace]:
+        """Return all places by name: buffers of the model except those of BatchNorm, parameters that forward passes
+        change, and attributes of the model's parts and of the task."""
+        places: dict[str, StatePlace] = {}
+        task, changing = self._parts.owner, self._parts.changing.names
+        for prefix, part in self._model.named_modules():
+            above = f"model.{prefix}." if prefix else "model."
+            if not isinstance(part, _BatchNorm):
+                places |= {above + name: StatePlace(part, name, saved=True) for name in part._buffers}
+            places |= {
+                above + name: StatePlace(part, name, saved=True)
+                for name in part._parameters
+                if f"{prefix}.{name}".lstrip(".") in changing
+            }
+            saved = type(part).get_extra_state is not nn.Module.get_extra_state
+            places |= {above + name: StatePlace(part, name, saved) for name in sorted(vars(part).keys() - OF_TORCH)}
+        if task is not None and id(task) not in self._known:
+            saved = callable(getattr(task, "state_dict", None))
+            own = attributes_of(task)
+            if isinstance(task, nn.Module):
+                own = {**task._buffers, **{name: own[name] for name in own.keys() - OF_TORCH}}
+            places |= {
+                f"task.{name}": StatePlace(task, name, saved)
+                for name, held in own.items()
+                if id(held) not in self._known
+            }
+        return places
+
+    def _digest(self, value: Any) -> Digest:
+        """Return numbers that differ if numbers or tensors in ``value`` do."""
+        numbers: list[float] = []
+        seen = dict[int, object]()
+        waiting = deque([value])
+        while waiting and len(seen) <= MAX_ELEMENTS:
+            each = waiting.popleft()
+            match each:
+                case bool() | int() | float():
+                    numbers.append(each)
+                    continue
+                case str() | bytes() | None | type() | ModuleType():
+                    continue
+            if id(each) in seen or (id(each) in self._known and each is not value):
+                continue
+            seen[id(each)] = each
+            numpy: Any = sys.modules.get("numpy")
+            match each:
+                case Tensor():
+                    numbers += _numbers_of(each)
+                case list() | tuple() | deque() | dict():
+                    numbers.append(len(each))
+                    if len(each) <= MAX_ELEMENTS:
+                        waiting.extend(each.values() if isinstance(each, dict) else each)
+                case nn.Module():
+                    waiting.extend(each.state_dict(keep_vars=True).values())
+                    waiting.extend(vars(each)[name] for name in vars(each).keys() - OF_TORCH)
+                case _ if numpy and isinstance(each, numpy.ndarray) and each.dtype.kind in "biuf":
+                    numbers += _numbers_of(torch.from_numpy(each))
+                case _ if self._follows(type(each)) and not isinstance(each, Dataset):
+                    waiting.extend(attributes_of(each).values())
+                case _:
+                    pass
+        return tuple(numbers)
+
+    def _follows(self, kind: type) -> bool:
+        return is_users_package(kind.__module__.partition(".")[0], self._packages)
+
+
+def _numbers_of(tensor: Tensor) -> list[float]:
+    """Return the number of elements, and sums of them; of a large tensor, its version."""
+    data = local(tensor).detach()
+    if data.layout is not torch.strided or data.is_meta or data.numel() > MAX_READ or data.is_complex():
+        return [data.numel(), tensor._version]
+    values = data.double().flatten()
+    weighted = values * torch.linspace(0.5, 1.5, len(values), dtype=values.dtype, device=values.device)
+    return [len(values), values.sum().item(), weighted.sum().item(), values.abs().sum().item()]
+
+
+def _alike(one: Digest, other: Digest) -> bool:
+    return len(one) == len(other) and all(
+        a == b or (math.isnan(a) and math.isnan(b)) or math.isclose(a, b, rel_tol=SAME)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def _print(divided: Sequence[str], lost: Sequence[str], micro_batches: int, ranks: int) -> None:
+    if divided:
+        division = f"{count(micro_batches, 'micro-batch', 'micro-batches')} on {count(ranks, 'rank')}"
+        print(
+            f"The loss reads state that forward passes write: {first_names(divided)}.\n  A step has {division}, and "
+            "the result depends on that: `launch verify` measures by how much. Write\n  such state once for each step, "
+            "alike on all ranks, in a callback's on_step; or use batch.accumulation=1.",
+            flush=True,
+        )
+    if lost:
+        print(
+            f"State that checkpoints do not have: {first_names(lost)}.\n  It changes in training, and has its initial "
+            "value after a resume. Give the task state_dict() and\n  load_state_dict(state), or make it a buffer of "
+            "the model.",
+            flush=True,
+        )

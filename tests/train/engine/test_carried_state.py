@@ -1,0 +1,211 @@
+"""State that forward passes write and later ones read is named, and so is state that no checkpoint has; other
+attributes and buffers are not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from launcher import Loss
+from launcher.train.trainer import train
+from tests.helpers import make_plan
+
+DATA = list(torch.sin(torch.arange(96.0)).reshape(24, 4))
+
+
+class Net(nn.Module):
+    hits: Tensor
+    centre: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.norm, self.drop = nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.2)
+        self.register_buffer("hits", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hits += 1  # counted, not read
+        return self.drop(self.norm(self.out(x)))
+
+
+class Plain:
+    """A loss without state. Other cases change what is added to it."""
+
+    def model(self) -> nn.Module:
+        return Net()
+
+    def train_data(self) -> list[Tensor]:
+        return DATA
+
+    def loss(self, model: Any, batch: Tensor) -> Loss:
+        rows = model(batch)
+        return Loss((rows - self.aim(model, rows.detach())).square().sum(), len(batch))
+
+    def aim(self, model: Any, rows: Tensor) -> Tensor:  # noqa: ARG002
+        return torch.ones(())
+
+
+class Recomputed(Plain):
+    """Attributes that each pass computes anew, that are logged, or that are a cache."""
+
+    def __init__(self) -> None:
+        self.last, self.weights, self.scale, self.kept = None, None, 1.0, dict[int, Tensor]()
+
+    def aim(self, model: Any, rows: Tensor) -> Tensor:
+        self.last, model.out.seen = rows, rows.mean()
+        self.scale = 1.0 + float(rows.mean())
+        if self.weights is None:
+            self.weights = torch.linspace(0, 1, 3)
+        self.kept.setdefault(len(rows), torch.ones(len(rows), 1))
+        return self.weights * self.scale + self.last * model.out.seen + self.kept[len(rows)]
+
+
+class Counter(Plain):
+    calls = 0
+
+    def aim(self, model: Any, rows: Tensor) -> Tensor:  # noqa: ARG002
+        self.calls += 1
+        return torch.tensor(min(1.0, self.calls / 100))
+
+
+class Logged(Counter):
+    def aim(self, model: Any, rows: Tensor) -> Tensor:
+        super().aim(model, rows)
+        return torch.ones(())
+
+
+class Saved(Counter):
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls = state["calls"]
+
+
+class Running:
+    def __init__(self) -> None:
+        self.rows = deque([torch.zeros(3)], maxlen=3)
+
+
+class Queue(Plain):
+    """State in an object of the task."""
+
+    def __init__(self) -> None:
+        self.past = Running()
+
+    def aim(self, model: Any, rows: Tensor) -> Tensor:  # noqa: ARG002
+        mean = torch.stack([*self.past.rows]).mean(0)
+        self.past.rows.append(rows.mean(0))
+        return mean
+
+
+class Hidden(Plain):
+    """State in an attribute of the model."""
+
+    def model(self) -> nn.Module:
+        model = Net()
+        model.out.hidden = torch.zeros(3)  # pyright: ignore
+        return model
+
+    def aim(self, model: Any, rows: Tensor) -> Tensor:
+        before, model.out.hidden = model.out.hidden, 0.5 * model.out.hidden + rows.mean(0)
+        return before
+
+
+class Centre(Plain):
+    """State in a buffer."""
+
+    def model(self) -> nn.Module:
+        model = Net()
+        model.register_buffer("centre", torch.zeros(3))
+        return model
+
+    def aim(self, model: Any, rows: Tensor) -> Tensor:
+        model.centre.mul_(0.9).add_(rows.mean(0), alpha=0.1)
+        return model.centre.clone()
+
+
+class Teacher(Plain):
+    """Averages of the parameters in a module of the task."""
+
+    def __init__(self) -> None:
+        self.teacher = nn.Linear(4, 3).requires_grad_(False)
+
+    @torch.no_grad()
+    def aim(self, model: Any, rows: Tensor) -> Tensor:  # noqa: ARG002
+        self.teacher.weight.lerp_(model.out.weight, 0.1)
+        return self.teacher.weight.sum(1)
+
+
+class Momentum(Plain):
+    """Averages of the parameters in the model."""
+
+    def model(self) -> nn.Module:
+        model = Net()
+        model.teacher = nn.Linear(4, 3).requires_grad_(False)
+        return model
+
+    @torch.no_grad()
+    def aim(self, model: Any, rows: Tensor) -> Tensor:  # noqa: ARG002
+        model.teacher.weight.lerp_(model.out.weight, 0.1)
+        return model.teacher.weight.sum(1)
+
+
+class Spectral(Plain):
+    def model(self) -> nn.Module:
+        return nn.utils.spectral_norm(nn.Linear(4, 3))
+
+
+class ReadsGradients(Plain):
+    def aim(self, model: Any, rows: Tensor) -> Tensor:  # noqa: ARG002
+        gradient = model.out.weight.grad
+        return torch.zeros(()) if gradient is None else functional.normalize(gradient, dim=1).sum(1)
+
+
+class Alternates(Counter):
+    """The pattern of a GAN whose two losses take turns."""
+
+    def loss(self, model: Any, batch: Tensor) -> Loss:
+        self.calls += 1
+        return Loss((model(batch) - self.calls % 2).square().sum(), len(batch))
+
+
+# what each micro-batch changes for the next one, and what a resume loses
+CASES: dict[type, tuple[str, str]] = {
+    Plain: ("", ""), Recomputed: ("", ""), Logged: ("", "task.calls"), Saved: ("task.calls", ""),
+    Counter: ("task.calls", "task.calls"), Queue: ("task.past", "task.past"),
+    Hidden: ("model.out.hidden", "model.out.hidden"), Centre: ("model.centre", ""),
+    Teacher: ("task.teacher", "task.teacher"), Momentum: ("model.teacher.weight", ""),
+    Spectral: ("model.weight_u", ""), ReadsGradients: ("the parameters' .grad", ""),
+    Alternates: ("task.calls", "task.calls"),
+}  # fmt: skip
+
+
+def run(place: Path, kind: type, *keys: str) -> None:
+    plan = make_plan(
+        "batch.global_size=6", "train.loader_workers=0", "precision=fp32", "run.calibrate_s=0", "strategy=single",
+        "cluster.device=cpu", "cluster.workers_per_node=1", "train.steps=4", "checkpoint.enabled=false", *keys,
+        samples=len(DATA), run_dir=str(place),
+    )  # fmt: skip
+    train(dataclasses.replace(plan, task=dataclasses.replace(plan.task, target=f"{__name__}.{kind.__name__}")), bool)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("kind", CASES)
+def test_state_of_forward_passes_is_named(tmp_path: Path, kind: type, capsys: pytest.CaptureFixture[str]) -> None:
+    read, lost = CASES[kind]
+    run(tmp_path, kind, "batch.accumulation=2")
+    out = capsys.readouterr().out
+    assert (f"The loss reads state that forward passes write: {read}.\n" in out) == bool(read), out
+    assert ("The loss reads state" in out) == bool(read)
+    assert (f"State that checkpoints do not have: {lost}.\n" in out) == bool(lost), out
+    assert ("State that checkpoints" in out) == bool(lost)
+    if read:
+        run(tmp_path, kind, "batch.accumulation=1")
+        assert ("The loss reads state" in capsys.readouterr().out) == (kind is ReadsGradients)
