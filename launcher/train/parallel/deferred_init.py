@@ -113,16 +113,15 @@ class _NeedsValues(Exception):
 
 
 def _build_without_values(make: Callable[[], nn.Module]) -> nn.Module:
-    before = _meta_tensors()  # kept, so that no new tensor has the id of one of these
     with _WithoutValues() as mode:
         model = make()
     if mode.problem is not None:  # the constructor may have caught it
         raise mode.problem
     # autograd keeps the base of a buffer that is a view
-    known = {id(each) for _, tensor in _named(model) for each in (tensor, tensor._base)} | set(map(id, before))
-    if any(id(each) not in known for each in _meta_tensors()):
+    known = {id(each) for _, tensor in _named(model) for each in (tensor, tensor._base)}
+    if mode.made_but(known):
         gc.collect()  # a cycle may have held them
-    if strays := [each for each in _meta_tensors() if id(each) not in known]:
+    if strays := mode.made_but(known):
         owned = {
             id(value): f"{name}.{key}" for name, part in model.named_modules() for key, value in vars(part).items()
         }
@@ -142,6 +141,13 @@ class _WithoutValues(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.problem: Exception | None = None
+        self._storages: dict[int, torch.UntypedStorage] = {}  # kept, so that no address is reused
+
+    def made_but(self, known: set[int]) -> list[Tensor]:
+        """Return the tensors without values that still exist, but those with an id in ``known``."""
+        alive = [value for value in gc.get_objects() if issubclass(type(value), Tensor) and id(value) not in known]
+        strided = [tensor for tensor in alive if tensor.is_meta and tensor.layout == torch.strided]
+        return [tensor for tensor in strided if tensor.untyped_storage()._cdata in self._storages]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = dict(kwargs or {}), func.overloadpacket.__name__
@@ -158,7 +164,12 @@ class _WithoutValues(TorchDispatchMode):
                     kwargs["device"] = _META
             elif draws:
                 raise _NeedsValues(f"{func} draws random numbers for a tensor that is made from values")
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            for output in tree_leaves(result):
+                if isinstance(output, Tensor) and output.is_meta and output.layout == torch.strided:
+                    storage = output.untyped_storage()
+                    self._storages.setdefault(storage._cdata, storage)
+            return result
         except Exception as error:
             self.problem = self.problem or error
             raise
@@ -178,11 +189,6 @@ def _without_value(leaf: Any) -> Any:
     if isinstance(leaf, torch.Generator):
         return None
     return leaf.to(_META) if isinstance(leaf, Tensor) else _META if leaf == _CPU else leaf
-
-
-def _meta_tensors() -> list[Tensor]:
-    alive = [value for value in gc.get_objects() if issubclass(type(value), Tensor)]
-    return [tensor for tensor in alive if tensor.is_meta]
 
 
 def _unsuitable(model: nn.Module, full: bool) -> str | None:
