@@ -18,6 +18,7 @@ from launcher.cli.names import Parser, resolve, resolve_any
 from launcher.cli.overrides import flags_first
 from launcher.config.schema import Tracker
 from launcher.errors import EXIT_DONE, EXIT_FAILED, UserError
+from launcher.launch.agent import load_plan
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.tracker_plan import MLFLOW_STORE
@@ -158,7 +159,12 @@ def launch_logs(arguments: list[str]) -> int:
     paths = resolve(options.run, options.dir)
     source = live.rank_logs(paths, options.rank) if options.node is None else live.node_log(paths, options.node)
     if options.follow:
-        control.follow(paths, live.LogFollower(source))
+        if options.node is None and options.rank == 0:
+            console = live.console()
+            control.follow(paths, live.LiveLog(load_plan(paths.plan), console))
+            live.finish_output(console, patient=True)
+        else:
+            control.follow(paths, live.LogFollower(source))
         return EXIT_DONE
     lines = source.lines(ended=True)
     if not lines and not source.exists():

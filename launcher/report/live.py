@@ -105,15 +105,7 @@ class LiveDisplay(MessageDisplay):
         for line in self._events.lines():
             if '"event": "hang"' in line:
                 self.say(f"--- {json.loads(line)['what']} ---")
-        newest = self._paths.newest_rank_log(0)
-        output = self._output.lines()
-        if newest != self._output.log:  # the workers were restarted
-            self._output = RankOutput(newest)
-            output += [f"--- {newest.name} ---", *self._output.lines()]
-        if len(output) > _MOST_LINES:  # a task that prints more than can be read must not delay a stop
-            left_out = len(output) - _MOST_LINES
-            output[:-_MOST_LINES] = [f"--- {left_out:,} lines are left out; all are in {self._output.log} ---"]
-        if output:
+        if output := self._new_output():
             # as it is: the user's program may have coloured it
             self._console.print(Text("\n".join(output)), soft_wrap=True)
         replaced = self._metrics.replaced
@@ -135,6 +127,17 @@ class LiveDisplay(MessageDisplay):
             if status.get("problem"):
                 self._warned.add(tracker)
                 self.say(f"{kind.title}: {status['problem']}")
+
+    def _new_output(self) -> list[str]:
+        newest = self._paths.newest_rank_log(0)
+        output = self._output.lines()
+        if newest != self._output.log:  # the workers were restarted
+            self._output = RankOutput(newest)
+            output += [f"--- {newest.name} ---", *self._output.lines()]
+        if len(output) > _MOST_LINES:  # a task that prints more than can be read must not delay a stop
+            left_out = len(output) - _MOST_LINES
+            output[:-_MOST_LINES] = [f"--- {left_out:,} lines are left out; all are in {self._output.log} ---"]
+        return output
 
     def _restart_from(self, record: dict[str, Any] | None) -> None:
         """Reset the progress to ``record``, the last record kept, which has been displayed before."""
@@ -301,6 +304,22 @@ class LogFollower(Silence):
 
     def close(self) -> None:
         self.refresh(ended=True)
+
+
+class LiveLog(LiveDisplay):
+    """Display of a run of another process: the whole log of rank 0, and the progress from now on."""
+
+    def __init__(self, plan: LaunchPlan, console: Console) -> None:
+        self._log = rank_logs(plan.paths, 0)
+        super().__init__(plan, console)
+
+    def _new_output(self) -> list[str]:
+        return self._log.lines()
+
+    def close(self) -> None:
+        if rest := self._log.lines(ended=True):
+            self._console.print(Text("\n".join(rest)), soft_wrap=True)
+        super().close()
 
 
 def end_of_log(paths: RunPaths, run: Run) -> list[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from launcher.cli import runs
-from launcher.report.live import LogFollower, rank_logs
+from launcher.report.live import LiveLog, LogFollower, rank_logs
 from launcher.rundir.paths import RunPaths
 from tests.helpers import make_plan
 
@@ -36,4 +38,25 @@ def test_last_words_without_an_end_of_line(tmp_path: Path, capsys: pytest.Captur
     runs.launch_logs(["run", "--dir", str(tmp_path)])
     assert capsys.readouterr().out.splitlines() == [
         "step 1", "Segmentation fault", "--- rank0.attempt1.log ---", "again", "Bus error",
+    ]  # fmt: skip
+
+
+def test_the_whole_log_and_the_steps_of_a_run_elsewhere(tmp_path: Path) -> None:
+    plan = make_plan("train.steps=3", run_dir=str(tmp_path))
+    plan.paths.logs.mkdir()
+    plan.paths.rank_log(0).write_text("first start\n" * 300)
+    plan.paths.rank_log(0, 1).write_text("second start\n")
+    plan.paths.metrics.write_text('{"step": 1, "train/loss": 1, "throughput/samples_per_s": 1}\n')
+    out = io.StringIO()
+    following = LiveLog(plan, Console(file=out, width=100))
+    following.refresh()
+    with plan.paths.metrics.open("a") as file:
+        file.write('{"step": 2, "train/loss": 2, "eval/loss": 5, "throughput/samples_per_s": 1}\n')
+    following.refresh()
+    with plan.paths.rank_log(0, 1).open("a") as file:
+        file.write("Bus error")
+    following.close()
+    assert out.getvalue().splitlines() == [
+        *["first start"] * 300, "--- rank0.attempt1.log ---", "second start",
+        "step 2/3  loss 2.0000  held-out 5.0000  1 samples/s", "Bus error",
     ]  # fmt: skip
