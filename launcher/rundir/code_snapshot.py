@@ -1,8 +1,8 @@
 """Code snapshot: a copy of the user's code taken at submission, so that later edits do not affect a pending job.
 
 In a git work tree it has the files that git tracks or does not ignore, including uncommitted changes; elsewhere all
-small files. Installed packages are not copied. `pack` sends the same files to a login node, where the list that came
-with them takes the place of git.
+small files. Of a symbolic link to a directory, the code behind it is copied. Files of secrets and installed packages
+are not copied. `pack` sends the same files to a login node, where the list that came with them takes the place of git.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import io
+import itertools
 import json
 import os
 import shutil
@@ -37,7 +38,7 @@ _PATIENCE_S = 10.0
 _NOT_CODE = {"__pycache__", "node_modules", "wandb", "site-packages", "build", "dist"}
 # directory in a project that `pack` sent: names of its files, each ended by a zero byte, and its git commit
 SENT = ".launcher"
-# files that `pack` leaves out
+# files that are left out
 _SECRETS = (".env", ".netrc")
 _SENT_FILES, _SENT_COMMIT = f"{SENT}/files", f"{SENT}/commit"
 
@@ -127,7 +128,7 @@ def pack(roots: Mapping[str, Path], leave_out: Path) -> tuple[bytes, int]:
     files: dict[str, Path] = {}
     for place, root in roots.items():
         names = _counted(root, _Omitted(root, leave_out, leave_out), empty=True)
-        files |= {place + name: root / name for name in names if Path(name).name not in _SECRETS}
+        files |= {place + name: root / name for name in names}
     encoded = sorted(map(os.fsencode, files))
     notes = {_SENT_FILES: b"".join(name + b"\0" for name in encoded), _SENT_COMMIT: (_commit(roots[""]) or "").encode()}
     stream = io.BytesIO()
@@ -198,7 +199,25 @@ def _files(root: Path, omitted: _Omitted) -> Iterator[str]:
     """Yield the names of the files to copy."""
     for name in _sent_files(root) or _git_files(root) or _small_files(root, omitted):
         source = root / name
-        if source.is_file() and source.parent not in omitted:  # git's index may list deleted files
+        if source.is_symlink() and source.is_dir():
+            yield from _linked_files(root, name, omitted)
+        elif source.is_file() and source.parent not in omitted and source.name not in _SECRETS:
+            yield name  # git's index may list deleted files
+
+
+def _linked_files(root: Path, link: str, omitted: _Omitted, above: tuple[Path, ...] = ()) -> Iterator[str]:
+    """Yield the names of the code behind a symbolic link to a directory, below the link; none if it has no Python
+    files: it is a link to data. ``above``: the directories of the links that ``link`` is in."""
+    target = (root / link).resolve()
+    if target in above or target in omitted or root.resolve().is_relative_to(target):
+        return
+    names = list(itertools.islice(_git_files(target) or _small_files(target, omitted), _MOST_FILES))
+    has_code = any(name.endswith(".py") for name in names)
+    for name in (f"{link}/{name}" for name in names):
+        source = root / name
+        if source.is_symlink() and source.is_dir():
+            yield from _linked_files(root, name, omitted, (*above, target))
+        elif has_code and name.endswith(_CODE) and source.is_file() and source.stat().st_size <= _SMALL_BYTES:
             yield name
 
 
@@ -320,6 +339,9 @@ def _git_files(root: Path) -> list[str]:
 def _small_files(root: Path, omitted: _Omitted) -> Iterator[str]:
     for place, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not _holds_no_code(Path(place) / name, omitted)]
+        yield from (
+            str((Path(place) / name).relative_to(root)) for name in folders if (Path(place) / name).is_symlink()
+        )
         for name in names:
             path = Path(place) / name
             if not name.startswith(".") and path.is_file() and path.stat().st_size <= _SMALL_BYTES:

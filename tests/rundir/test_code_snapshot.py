@@ -72,6 +72,30 @@ def test_of_a_git_tree_what_git_knows_with_uncommitted_changes(project: Path, tm
     assert code_snapshot.commit_of(Path(code_snapshot.__file__).parents[1] / "tasks" / "digits.py", ()) is None
 
 
+@pytest.mark.parametrize("with_git", [True, False])
+def test_the_code_behind_a_link_is_copied_and_no_secrets(project: Path, tmp_path: Path, *, with_git: bool) -> None:
+    library, data = tmp_path / "shared" / "helper", tmp_path / "data"
+    (library / "inner").mkdir(parents=True)
+    data.mkdir()
+    for file in (library / "__init__.py", library / "inner" / "more.py", library / "weights.bin", data / "a.json"):
+        file.write_text("x = 1\n")
+    (project / "helper").symlink_to("../shared/helper")
+    (project / "data").symlink_to(data)
+    (library / "up").symlink_to(project)  # links in a circle
+    (library / "again").symlink_to(library)
+    (project / "past").symlink_to(project / "runs")
+    (project / "one.py").symlink_to(library / "__init__.py")
+    (project / "pkg" / ".env").write_text("SECRET=1\n")
+    if with_git:
+        (project / ".gitignore").write_text("venv/\nruns/\ndata.bin\n.gitignore\n")
+        git(project, "init")
+        git(project, "add", "helper", "data", "one.py", "pkg")
+    (copy,) = code_snapshot.copy_code([project], tmp_path / "code", project / "runs")
+    expected = {"helper/__init__.py", "helper/inner/more.py", "one.py", "pkg/tasks.py", "pkg/words.json"}
+    assert files(copy) == expected
+    assert not [path for path in Path(copy).rglob("*") if path.is_symlink()]
+
+
 def test_where_nobody_can_tell_no_commit_is_named(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
