@@ -7,8 +7,9 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -39,7 +40,14 @@ from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import solve
 from launcher.plan.strategy_choice import choose_strategy, with_each_strategy
 from launcher.plan.sync_policy import SHARDED
-from launcher.plan.task_inspection import InspectionRequest, describe_task, remembered_probe, trace_plans, weigh_memory
+from launcher.plan.task_inspection import (
+    InspectionRequest,
+    describe_task,
+    describe_tasks,
+    remembered_probe,
+    trace_plans,
+    weigh_memory,
+)
 from launcher.plan.tracker_plan import require_trackers
 from launcher.plan.windows import ANY_NUMBER
 from launcher.process import RUN_DIR, RUN_ID
@@ -65,6 +73,11 @@ class Once:
         if error is not None:
             raise error
         return result
+
+    def know(self, answer: object, function: Callable[..., object], *arguments: object, **named: object) -> None:
+        """Store what the call returns, or the UserError that it raises."""
+        failed = isinstance(answer, UserError)
+        self._answers[repr((function, arguments, named))] = (None, answer) if failed else (answer, None)
 
 
 def plan_job(config: Config, once: Once | None = None, *, starts: bool = True, weighs: bool = False) -> RunPlan:
@@ -99,6 +112,34 @@ def _plan_strategy(config: Config, once: Once, *, starts: bool, weighs: bool = F
     return plan.with_notes([*notes, *emulation_notes(plan, once)])
 
 
+def inspect_jobs(configs: Sequence[Config], once: Once) -> None:
+    """Make the inspections and the traces that ``plan_job`` needs for these jobs, which are about to start, in one
+    process for all inspections and one for all traces. Errors are left to ``plan_job``.
+
+    Args:
+        once: cache that ``plan_job`` will have.
+    """
+    # with strategy=auto the first one usually fits
+    chosen = [each.strategy.kind is StrategyKind.auto for each in configs]
+    configs = [with_each_strategy(each)[0] if auto else each for each, auto in zip(configs, chosen, strict=True)]
+    wanted: dict[str, tuple[InspectionRequest, float | None]] = {}
+    for config in configs:
+        with suppress(UserError):
+            request, limit_s = _before_inspection(config, once, starts=True).request, config.train.hang_timeout
+            wanted[repr((request, limit_s))] = request, limit_s
+    for (request, limit_s), task in zip(wanted.values(), describe_tasks([*wanted.values()]), strict=True):
+        if task is not None:
+            once.know(task, describe_task, request, starts=True, limit_s=limit_s)
+    plans: list[RunPlan] = []
+    for config, auto in zip(configs, chosen, strict=True):
+        if auto or config.strategy.kind in SHARDED:
+            with suppress(UserError):
+                plan, solved, _ = _solve_job(config, once, starts=True)
+                if plan.outer is None and _requires_forecasts(plan, solved, starts=True, weighs=auto):
+                    plans += plan.worlds()
+    trace_plans(plans)
+
+
 def trace_jobs(configs: Iterable[Config], once: Once, traced: Callable[[int, int], None]) -> None:
     """Make the traces that ``plan_job`` with ``weighs`` needs for these configs, all in one process, and store them.
 
@@ -121,15 +162,45 @@ def trace_jobs(configs: Iterable[Config], once: Once, traced: Callable[[int, int
     trace_plans(plans, traced)
 
 
+@dataclass(frozen=True)
+class _Ready:
+    """Job of which all is known but the task.
+
+    Attributes:
+        config: with a batch and a cluster for a plan that starts nothing.
+    """
+
+    config: Config
+    site: Site
+    run: RunInfo
+    initial: InitialWeights | None
+    request: InspectionRequest
+    global_size: int
+    notes: list[str]
+
+
 def _solve_job(config: Config, once: Once, *, starts: bool) -> tuple[RunPlan, Config, list[str]]:
     """Return the plan without forecasts, the config that it is of, and notes."""
+    job = _before_inspection(config, once, starts=starts)
+    task = once(describe_task, job.request, starts=starts, limit_s=job.config.train.hang_timeout)
+    if not starts:
+        task = _with_a_window(task, job.global_size, job.notes)
+    plan = solve(job.config, job.site, task, job.run)
+    return dataclasses.replace(plan, initial=job.initial), job.config, job.notes
+
+
+def _before_inspection(config: Config, once: Once, *, starts: bool) -> _Ready:
+    """Return what is known of the job before its task is inspected.
+
+    Raises:
+        UserError: no task could cure that.
+    """
     notes: list[str] = []
     if not starts:
         config = _not_at_hand(config)
     site = once(site_of, config.cluster) if starts else _site_if_known(config.cluster, once, notes)
     run = new_run(config.run, task_stem(config), site.cwd)
     require_credentials(config)
-    # report errors that no task could cure before the task is inspected, which may take seconds
     try:
         unknown = _solve_any_task(config, site, run)
     except ConfigError as error:
@@ -143,11 +214,8 @@ def _solve_job(config: Config, once: Once, *, starts: bool) -> tuple[RunPlan, Co
     if cluster.gpu is None and config.precision.kind is PrecisionKind.auto and cluster.kind is ClusterKind.local:
         site = dataclasses.replace(site, bf16=once(_format_support, PrecisionKind.bf16, cluster.device)[0])
     initial = once(initial_weights, config, site.cwd)
-    request, limit_s = InspectionRequest.of(config, site.cwd, initial), config.train.hang_timeout
-    task = once(describe_task, request, starts=starts, limit_s=limit_s)
-    if not starts:
-        task = _with_a_window(task, unknown.batch.global_size, notes)
-    return dataclasses.replace(solve(config, site, task, run), initial=initial), config, notes
+    request = InspectionRequest.of(config, site.cwd, initial)
+    return _Ready(config, site, run, initial, request, unknown.batch.global_size, notes)
 
 
 def _not_at_hand(config: Config) -> Config:

@@ -10,19 +10,31 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, Protocol, Self, cast
 
-from launcher.config.schema import Balance, ClusterKind, Config, Device, OptimizerConfig, PrecisionKind, ScheduleConfig
-from launcher.errors import ConfigError, TaskError
+from launcher.config.schema import (
+    Balance,
+    ClusterKind,
+    Config,
+    Device,
+    OptimizerConfig,
+    OptimizerKind,
+    PrecisionKind,
+    ScheduleConfig,
+    ScheduleKind,
+)
+from launcher.errors import ConfigError, TaskError, UserError
 from launcher.plan.forecast import PREDICTIONS
 from launcher.plan.forecast_cache import ContentCache
 from launcher.plan.gpus import OVERHEAD_BYTES, find_gpu
 from launcher.plan.host import free_host_bytes, visible_gpus
 from launcher.plan.initial_weights import InitialWeights
 from launcher.plan.memory_limit import excess_notes, least_note
-from launcher.plan.optimizer_plan import parameter_groups
+from launcher.plan.optimizer_plan import TARGET, parameter_groups
 from launcher.plan.run_plan import Forecast, PrecisionPlan, RunPlan, TaskPlan, extended
 from launcher.plan.strategy import with_forecasts, with_memory
 from launcher.plan.sync_policy import SHARDED
@@ -35,7 +47,7 @@ _WITH_FACTS = ("launcher.tasks.bytes_gpt.", "launcher.tasks.digits.", "launcher.
 COMPILED_NOTE = "The predicted memory is that of the model without train.compile; compiled code usually needs less."
 
 
-_FORECAST = "launcher.train.inspection.memory_forecast"
+_PROBE, _FORECAST = "launcher.train.inspection.task_probe", "launcher.train.inspection.memory_forecast"
 
 
 class HasFacts(Protocol):
@@ -70,10 +82,16 @@ class InspectionRequest:
 
     @classmethod
     def of(cls, config: Config, import_from: str, initial: InitialWeights | None = None) -> Self:
-        precision = extended(PrecisionPlan, config.precision)
+        precision, optimizer, schedule = extended(PrecisionPlan, config.precision), config.optimizer, config.schedule
+        groups = optimizer.groups
+        # the jobs of a sweep over learning rates share an inspection, unless a class of the user's gets the rate
+        if optimizer.kind is not OptimizerKind.custom and not any(TARGET in group for group in groups or ()):
+            optimizer = OptimizerConfig(kind=optimizer.kind, groups=groups)
+        if schedule.kind is not ScheduleKind.custom:
+            schedule = ScheduleConfig()
         return cls(
             task=config.task, import_from=import_from, shards=config.strategy.kind in SHARDED, seed=config.train.seed,
-            optimizer=config.optimizer, schedule=config.schedule, balance=config.batch.balance,
+            optimizer=optimizer, schedule=schedule, balance=config.batch.balance,
             callbacks=config.callbacks, initial=initial,
             float8_exclude=precision.float8_exclude if precision.kind is PrecisionKind.float8 else None,
         )  # fmt: skip
@@ -104,6 +122,48 @@ def describe_task(request: InspectionRequest, *, starts: bool = True, limit_s: f
         ConfigError: no task is named.
         TaskError: it cannot be imported, constructed or used; the message says why.
     """
+    if (described := _by_arithmetic(request)) is not None:
+        return described
+    fields = dataclasses.asdict(request)
+    question = json.dumps(fields)
+    if starts:
+        result = run_probe(_PROBE, question, limit_s)
+    else:
+        result = remembered_probe(_PROBE, question, fields, limit_s=limit_s)
+    return _described(request, result)
+
+
+def describe_tasks(requests: Sequence[tuple[InspectionRequest, float | None]]) -> list[TaskPlan | UserError | None]:
+    """Return what ``describe_task`` returns or raises for each request; None if that takes no process, or if it is the
+    only one that does. One process imports torch, and inspects each task in a copy of itself.
+
+    Args:
+        requests: each with its ``limit_s``.
+    """
+    described: list[TaskPlan | UserError | None] = [None] * len(requests)
+    probed: list[int] = []
+    for number, (request, _) in enumerate(requests):
+        with suppress(UserError):
+            if _by_arithmetic(request) is None:
+                probed.append(number)
+    if len(probed) < 2:
+        return described
+    answers = _run_probes(_PROBE, [(dataclasses.asdict(requests[number][0]), requests[number][1]) for number in probed])
+    for number, answer in zip_longest(probed, answers):
+        try:
+            described[number] = _described(requests[number][0], answer)
+        except UserError as error:
+            described[number] = error
+    return described
+
+
+def _by_arithmetic(request: InspectionRequest) -> TaskPlan | None:
+    """Return the description of a bundled task; None if a process has to inspect the task.
+
+    Raises:
+        ConfigError: no task is named.
+        TaskError: a parameter has the wrong type.
+    """
     target, params, optimizer = request.target, request.params, request.optimizer
     if not isinstance(target, str):
         raise ConfigError(
@@ -133,14 +193,14 @@ def describe_task(request: InspectionRequest, *, starts: bool = True, limit_s: f
                 lengths=False,
                 data_notes=tuple(getattr(task, "notes", ())),
             )
-    fields, module = dataclasses.asdict(request), "launcher.train.inspection.task_probe"
-    question = json.dumps(fields)
-    if starts:
-        result = run_probe(module, question, limit_s)
-    else:
-        result = remembered_probe(module, question, fields, limit_s=limit_s)
+    return None
+
+
+def _described(request: InspectionRequest, result: dict[str, Any] | None) -> TaskPlan:
     if result is None:
-        raise TaskError(f"task._target_={target}: the process that inspected it ended early; its output is above.")
+        raise TaskError(
+            f"task._target_={request.target}: the process that inspected it ended early; its output is above."
+        )
     if "error" in result:
         raise TaskError(result["error"])
     return value_from_json(TaskPlan, result["task"])
@@ -174,12 +234,15 @@ def run_probe(module: str, question: str, limit_s: float | None = None) -> dict[
                 timeout=limit_s,
             )
         except subprocess.TimeoutExpired:
-            error = (
-                f"the inspection of the task took more than {limit_s:g} s (train.hang_timeout): a method does not end"
-            )
-            return {"error": f"{error}, or needs a higher limit."}
+            return too_long(limit_s)
         text = answer.read()
     return json.loads(text) if text else None
+
+
+def too_long(limit_s: float | None) -> dict[str, Any]:
+    """Return the answer of an inspection that was ended after ``limit_s``."""
+    error = f"the inspection of the task took more than {limit_s:g} s (train.hang_timeout): a method does not end"
+    return {"error": f"{error}, or needs a higher limit."}
 
 
 def remembered_probe(
@@ -216,7 +279,7 @@ def _remember(cache: ContentCache, key: Mapping[str, Any], answer: dict[str, Any
         cache.put(key, answer, map(Path, depends_on["paths"]), variables=depends_on["variables"], since=since)
 
 
-def trace_plans(plans: Iterable[RunPlan], traced: Callable[[int, int], None]) -> None:
+def trace_plans(plans: Iterable[RunPlan], traced: Callable[[int, int], object] | None = None) -> None:
     """Trace the tasks of several plans in one process, which is faster than one for each, and store the traces.
     ``weigh_memory`` finds them there; plans with equal traces share one.
 
@@ -234,7 +297,8 @@ def trace_plans(plans: Iterable[RunPlan], traced: Callable[[int, int], None]) ->
     answers = _run_probes(_FORECAST, [dataclasses.asdict(plan) for _, plan in unknown])
     for number, ((key, _), answer) in enumerate(zip(unknown, answers, strict=False), 1):
         _remember(cache, key, answer, since)
-        traced(number, len(unknown))
+        if traced is not None:
+            traced(number, len(unknown))
 
 
 def _run_probes(module: str, questions: Sequence[Any]) -> Iterator[dict[str, Any]]:
@@ -250,7 +314,7 @@ def _run_probes(module: str, questions: Sequence[Any]) -> Iterator[dict[str, Any
         )
         os.close(writing)
         try:
-            for line in answers:
+            for line in islice(answers, len(questions)):  # a process that a task has left may keep the pipe open
                 if line.endswith("\n"):
                     yield json.loads(line)
         finally:
@@ -314,6 +378,9 @@ def _traced_parts(plan: RunPlan) -> dict[str, Any]:
     kept = {name: fields[name] for name in ("task", "batch", "strategy", "precision", "optimizer")}
     for name in ("sync", *PREDICTIONS):  # each policy is traced
         del kept["strategy"][name]
+    if not plan.optimizer.names_classes:
+        for name in ("lr", "base_lr", "lr_scaling", "reference_batch", "betas", "base_betas", "eps", "base_eps"):
+            del kept["optimizer"][name]
     kept["train"] = {name: fields["train"][name] for name in ("seed", "compile", "clip_norm")}
     cluster = fields["cluster"]
     kept["cluster"] = {name: cluster[name] for name in ("device", "gpu", "nodes", "workers_per_node", "import_from")}

@@ -12,7 +12,7 @@ from launcher.config.multirun import RequestedCell, Result, override_key
 from launcher.config.schema import ClusterKind
 from launcher.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USER, ConfigError, RunError, UserError
 from launcher.launch import local
-from launcher.launch.planner import Once, plan_job, task_stem
+from launcher.launch.planner import Once, inspect_jobs, plan_job, task_stem
 from launcher.launch.slurm import client, submit
 from launcher.plan.gpus import require_at_hand
 from launcher.plan.run_plan import RunPlan
@@ -166,6 +166,7 @@ class Conductor:
         requested = self._as_listed(requested, paths)
         if on_slurm:
             submit.require_shared(paths.root)
+        inspect_jobs([cell.config for cell in requested], self._once)
         cells = [self._plan(cell, paths) for cell in requested]
         if not with_results:
             require_a_possible_one(requested, [cell if isinstance(cell, UserError) else None for cell in cells])

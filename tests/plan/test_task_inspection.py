@@ -12,7 +12,8 @@ from launcher.config.hydra import compose
 from launcher.errors import TaskError
 from launcher.launch.planner import Once, plan_job, trace_jobs
 from launcher.plan import task_inspection
-from launcher.plan.run_plan import RunPlan
+from launcher.plan.run_plan import RunPlan, TaskPlan
+from launcher.plan.task_inspection import InspectionRequest
 from tests.helpers import inspection_of, make_plan
 
 MODEL = (
@@ -72,3 +73,45 @@ def test_an_inspection_that_does_not_end_is_ended_at_a_limit_that_is_named(tmp_p
     request = dataclasses.replace(inspection_of("endless.Task"), import_from=str(tmp_path))
     with pytest.raises(TaskError, match=r"took more than 2 s \(train.hang_timeout\)"):
         task_inspection.describe_task(request, limit_s=2)
+
+
+def test_tasks_are_inspected_in_one_process_as_they_are_one_by_one(tmp_path: Path) -> None:
+    (tmp_path / "several.py").write_text(
+        "import os, time\nimport torch\nfrom launcher import Loss\nUSED = []\n\n\n"
+        "class Task:\n"
+        "    def __init__(self, width=2):\n"
+        "        USED.append(width)\n"
+        "        if width == 3: raise ValueError(f'width {width} is odd')\n"
+        "        if width == 5: os._exit(1)\n"
+        "        if width == 7: time.sleep(1e6)\n"
+        "        self.width = width\n"
+        "    def model(self): return torch.nn.Linear(4, self.width)\n"
+        "    def train_data(self): return [torch.ones(4)] * 10 * len(USED)\n"
+        "    def eval_data(self): return None\n"
+        "    def loss(self, model, batch): return Loss(model(batch).sum(), len(batch))\n"
+    )
+    requests = [
+        (dataclasses.replace(inspection_of("several.Task", **arguments), import_from=str(tmp_path)), limit_s)
+        for arguments, limit_s in (({}, None), ({"width": 3}, None), ({"width": 5}, None), ({"width": 7}, 1.0),
+                                   ({"width": 8}, None))
+    ]  # fmt: skip
+    first, odd, gone, endless, last = task_inspection.describe_tasks(requests)
+    assert first == task_inspection.describe_task(requests[0][0])
+    assert isinstance(last, TaskPlan)
+    assert (last.samples, last.parameters) == (10, 40), "each in a process of its own"
+    for error, text in ((odd, "ValueError: width 3 is odd"), (gone, "ended early"), (endless, "took more than 1 s")):
+        assert isinstance(error, TaskError)
+        assert text in str(error)
+    assert task_inspection.describe_tasks(requests[:1]) == [None]
+
+
+def test_jobs_with_other_learning_rates_share_an_inspection() -> None:
+    def request(*overrides: str) -> InspectionRequest:
+        return InspectionRequest.of(compose(["task=digits", *overrides]), "")
+
+    assert request("optimizer.lr=1", "schedule.warmup_steps=3") == request(
+        "optimizer.lr=2", "optimizer.betas=[0.8,0.9]"
+    )
+    assert request("optimizer=sgd") != request()
+    own = "optimizer._target_=torch.optim.Adagrad"
+    assert request(own, "optimizer.lr=1") != request(own, "optimizer.lr=2")

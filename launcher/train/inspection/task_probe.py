@@ -8,14 +8,20 @@ code. Reads one JSON object from standard input; writes the answer to the file n
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import json
+import os
+import signal
 import sys
+import tempfile
+import time
 import warnings
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from difflib import get_close_matches
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from launcher.config.schema import Balance, Device, LrScaling, OptimizerConfig, ScheduleConfig
 from launcher.errors import DataError, TaskError, UserError
@@ -24,7 +30,7 @@ from launcher.plan.callback_plan import require_callbacks
 from launcher.plan.optimizer_plan import assign, require_members, solve_optimizer
 from launcher.plan.run_plan import OptimizerPlan, extended
 from launcher.plan.schedule_plan import SchedulePlan
-from launcher.plan.task_inspection import InspectionRequest
+from launcher.plan.task_inspection import InspectionRequest, too_long
 from launcher.process import die_with_parent, exit_at_once
 from launcher.rundir.files import value_from_json
 from launcher.task import (
@@ -43,6 +49,16 @@ from launcher.train.inspection.dependencies import Dependencies
 
 if TYPE_CHECKING:
     from torch import nn
+
+_MOST_AT_ONCE, _POLL_S = 4, 0.01
+# modules that an inspection needs, and which take long to import
+_IMPORTED = (
+    "torch._dynamo", "torch.distributed.fsdp", "torch.utils.data", "launcher.train.eval_metrics",
+    "launcher.train.data.length_balance", "launcher.train.data.sample_order", "launcher.train.data.stream_shards",
+    "launcher.train.engine.modes", "launcher.train.measure.flops", "launcher.train.optimizers",
+    "launcher.train.parallel.batchnorm", "launcher.train.parallel.mixed_precision",
+    "launcher.train.parallel.shard_units", "launcher.train.precision",
+)  # fmt: skip
 
 
 def probe(request: InspectionRequest) -> dict[str, Any]:
@@ -305,16 +321,63 @@ def _without_random_values() -> AbstractContextManager[object]:
     return WithoutRandomValues()
 
 
-def main() -> None:
-    die_with_parent(int(sys.argv[2]))
-    request, dependencies = value_from_json(InspectionRequest, json.load(sys.stdin)), Dependencies()
+def answer_request(fields: Any) -> str:
+    """Return the answer on an ``InspectionRequest`` as JSON."""
+    request, dependencies = value_from_json(InspectionRequest, fields), Dependencies()
     try:
         result: dict[str, Any] = {"task": probe(request), "depends_on": dependencies.found()}
     except UserError as error:
         result = {"error": str(error)}
     except Exception as error:  # user code may raise anything
         result = {"error": f"task._target_={request.target}: {type(error).__name__}: {error}\n{users_frames(error)}"}
-    Path(sys.argv[1]).write_text(json.dumps(result), encoding="utf-8")
+    return json.dumps(result)
+
+
+def answer_requests(questions: Sequence[tuple[Any, float | None]]) -> Iterator[str]:
+    """Yield the answer on each request in order, from processes that are forked once torch is imported, several at a
+    time.
+
+    Args:
+        questions: requests, each with its limit in seconds.
+    """
+    for module in _IMPORTED:
+        importlib.import_module(module)
+    parent, most = os.getpid(), min(_MOST_AT_ONCE, len(os.sched_getaffinity(0)))
+    waiting, running = deque(enumerate(questions)), dict[int, tuple[int, TextIO, float | None, float]]()
+    answers: dict[int, str] = {}
+    for wanted in range(len(questions)):
+        while wanted not in answers:
+            while waiting and len(running) < most:
+                number, (fields, limit_s) = waiting.popleft()
+                file, started = tempfile.TemporaryFile("w+", encoding="utf-8"), time.monotonic()  # noqa: SIM115
+                if not (child := os.fork()):
+                    die_with_parent(parent)
+                    print(answer_request(fields), file=file, flush=True)
+                    exit_at_once()
+                running[child] = number, file, limit_s, started
+            child, _ = os.waitpid(-1, os.WNOHANG)
+            if not child:
+                time.sleep(_POLL_S)
+            for pid, (number, file, limit_s, started) in [*running.items()]:
+                late = limit_s is not None and time.monotonic() - started > limit_s
+                if late and pid != child:
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+                if late or pid == child:
+                    file.seek(0)
+                    text = file.read().rstrip()
+                    answers[number] = json.dumps(too_long(limit_s)) if late and not text else text or "null"
+                    file.close()
+                    del running[pid]
+        yield answers.pop(wanted)
+
+
+def main() -> None:
+    die_with_parent(int(sys.argv[2]))
+    question = json.load(sys.stdin)
+    with open(sys.argv[1], "w", encoding="utf-8") as answers:  # noqa: PTH123
+        for text in answer_requests(question) if isinstance(question, list) else [answer_request(question)]:
+            print(text, file=answers, flush=True)
 
 
 if __name__ == "__main__":
