@@ -140,19 +140,18 @@ def _run_here(plan: LaunchPlan, peers: Peers, console: Console) -> int:
             leave_entry(plan.paths)
         local.report_outcome(verdict.plan, verdict.summary)
         return verdict.status
+    nodes = verdict.plan.cluster.nodes
+    recorded = plan.on(nodes) if isinstance(plan, RunPlan) else RunPlan.of_record(plan.paths)
     if "failure" in verdict.summary:
         print(tables.failure_text(verdict.summary, verdict.plan.node), file=sys.stderr)
-        recorded = plan if isinstance(plan, RunPlan) else RunPlan.of_record(plan.paths)
-        if first and recorded is not None and recorded.checkpoint.enabled:
-            name, step = run_list.command_name(plan.paths.root), plan.paths.newest_step()
-            if hint := tables.resume_hint(verdict.summary["failure"], step, name):
-                print(hint, file=sys.stderr)
     elif not first:
         _plain(console)(f"Run {plan.run.name}: {verdict.summary['verdict']}")
-    elif isinstance(plan, RunPlan):
-        console.print("", summary_table(plan.on(verdict.plan.cluster.nodes), verdict.summary))
-    elif (recorded := RunPlan.of_record(plan.paths)) is not None:
+    elif recorded is not None:
         console.print("", summary_table(recorded, verdict.summary))
+    if first and recorded is not None and recorded.checkpoint.enabled and verdict.summary["verdict"] != "done":
+        name, step = run_list.command_name(plan.paths.root), plan.paths.newest_step()
+        if hint := tables.resume_hint(verdict.summary.get("failure"), step, name):
+            print(hint, file=sys.stderr)
     if first:
         leave_entry(plan.paths)
     local.report_outcome(verdict.plan, verdict.summary)

@@ -145,8 +145,8 @@ def run_job(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
     status, summary = peers.conclude()
     if status == EXIT_DONE and summary["verdict"] == "stopped":  # nobody asked this process: a worker got a signal
         status, summary = EXIT_RESUMABLE, {"stopped_by": "a signal to a worker"} | summary
-    if signals and summary["verdict"] == "killed":
-        summary = {"stopped_by": signal.Signals(signals[0]).name} | summary
+    if signals and summary["verdict"] in ("stopped", "killed"):  # the agent knows only the SIGTERM that was forwarded
+        summary |= {"stopped_by": "Ctrl-C" if signals[0] == signal.SIGINT else signal.Signals(signals[0]).name}
     try:
         _write_summary(plan, fence, summary)
         if _writes(plan):

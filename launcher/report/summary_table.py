@@ -26,6 +26,8 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
     verdict = summary["verdict"]
     if verdict == "killed" and "stopped_by" in summary:
         verdict = f"stopped by {summary['stopped_by']} before it could save"
+    elif verdict == "stopped" and "stopped_by" in summary:
+        verdict = f"stopped by {summary['stopped_by']}"
     table, add = named_lines(f"Run {plan.run.name}: {verdict}")
     if "stopped_early" in summary:
         add("stopped early", summary["stopped_early"])

@@ -362,7 +362,7 @@ class _Read:
             case "done":
                 return RunState.done, history.early_end(self.summary)
             case "stopped":
-                return RunState.stopped, "`launch resume` continues"
+                return RunState.stopped, f"by {self.summary.get('stopped_by', 'a signal')}; `launch resume` continues"
             case "failed":
                 return RunState.failed, _first_line(self.summary)
             case "killed" if "stopped_by" in self.summary:

@@ -91,7 +91,9 @@ def test_ctrl_c_stops_after_the_window_and_saves(project: Path) -> None:
     assert job.returncode == 130, out
     assert "Stopping at the end of this window" in out
     seen = records(run)
-    assert summary(run)["verdict"] == "stopped"
+    assert (summary(run)["verdict"], summary(run)["stopped_by"]) == ("stopped", "Ctrl-C")
+    assert "Run own: stopped by Ctrl-C" in out
+    assert f"`launch resume own` continues from step {len(seen)}" in out
     assert summary(run)["steps"] == seen[-1]["step"] == len(seen)
     assert (run / "checkpoints" / f"step_{len(seen):06d}" / ".metadata").exists()
     assert processes_of(run) == []
@@ -119,7 +121,7 @@ def test_a_second_ctrl_c_kills_at_once(project: Path) -> None:
     job.send_signal(signal.SIGINT)
     out, _ = job.communicate(timeout=patience(60))
     assert job.returncode == 130, out
-    assert summary(run) == {"verdict": "killed", "stopped_by": "SIGINT"}
+    assert summary(run) == {"verdict": "killed", "stopped_by": "Ctrl-C"}
     wait_for(lambda: not processes_of(run), "every process of the run to end", 60)
 
 
