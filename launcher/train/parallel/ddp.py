@@ -4,6 +4,7 @@ This module does not import `annotations` from `__future__`: DDP compares the an
 its own classes, so they must be evaluated.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from launcher.config.schema import Compress, Sync
+from launcher.errors import TaskError
 from launcher.plan.run_plan import RunPlan, StrategyPlan
 from launcher.plan.sync_policy import Collective, reduces
 from launcher.train.measure.comm_meter import Meter
@@ -130,13 +132,28 @@ class Ddp(Parallel):
         # DDP looks for unused parameters from the model's outputs; from the loss, it finds those of unused outputs too
         reducer.prepare_for_backward([loss] if ddp.find_unused_parameters and not ddp.static_graph else [])
         with self.meter.reducing():
-            yield
+            try:
+                yield
+            except RuntimeError as error:
+                if "mark a variable ready only once" not in str(error):
+                    raise
+                raise self._several_parts(str(error)) from error
             if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
                 ddp._static_graph_delay_allreduce_enqueued = True
                 # the first backward pass has only recorded the graph
                 reducer._delay_all_reduce()  # pyright: ignore[reportAttributeAccessIssue]
         if ddp.find_unused_parameters and not ddp.static_graph:  # DDP's own: which parameters were used, in int32
             self.meter.count(Collective.all_reduce, 4 * len(self._parameters), covers=0)
+
+    def _several_parts(self, error: str) -> TaskError:
+        """Return the error for a parameter whose gradient DDP would reduce before it is complete."""
+        index = re.search(r"arameter at index (\d+)", error)
+        names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+        return TaskError(
+            f"The gradient of {names[int(index[1])] if index else 'a parameter'} has several parts, and DDP would "
+            "reduce the first one: a reentrant checkpoint\n  is used twice, or shares the parameter.\n"
+            "  Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or strategy.static_graph=true."
+        )
 
     @contextmanager
     def without_collectives(self) -> Iterator[None]:

@@ -31,7 +31,7 @@ from launcher.train.parallel.deferred_init import InitialShards
 from launcher.train.parallel.lost_writes import LostWrites
 from launcher.train.parallel.mixed_precision import groups_of, matmul_parameters, narrow
 from launcher.train.parallel.replaced_parameters import ReplacedParameters
-from launcher.train.parallel.shard_units import Uses, owned, refuse_direct_use
+from launcher.train.parallel.shard_units import Uses, direct_use, is_direct_use, owned, refuse_direct_use
 from launcher.train.parallel.unit_order import UnitOrder
 from launcher.train.parallel.whole_parameters import WholeParameters
 from launcher.train.precision import DTYPES, NARROW_DTYPES
@@ -59,7 +59,7 @@ class Fsdp(Parallel):
         self._shard_group = mesh["shard"].get_group()
         self._replica_group = mesh["replicate"].get_group() if strategy.shard_size < world_size else None
         self._shard_size, self._device = strategy.shard_size, device
-        self._replicated = strategy.kind is StrategyKind.hsdp
+        self._kind, self._replicated = strategy.kind, strategy.kind is StrategyKind.hsdp
         # autocast does the rest of the mixed precision, as under every strategy: see mixed_precision.py
         reduce_dtype = DTYPES.get(plan.precision.reduce_dtype, torch.float32)
         precision = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
@@ -218,7 +218,12 @@ class Fsdp(Parallel):
     @contextmanager
     def backward(self, loss: Tensor, items: Callable[[], float] | None = None) -> Iterator[None]:  # noqa: ARG002
         self._uses.before_backward()
-        yield
+        try:
+            yield
+        except RuntimeError as error:
+            if is_direct_use(error):
+                raise TaskError(direct_use("a parameter", self._kind)) from error
+            raise
         if not self._uses.completed:  # the loss depends on no output of a unit, or of the root's forward pass
             self._root_state()._root_post_backward_final_callback()
 

@@ -1,7 +1,7 @@
 """Shard units: the parts of a model that are gathered and freed together, and their uses in a micro-batch.
 
 ``fully_shard`` reduces a unit's gradients, and frees its parameters, as soon as the backward pass has completed one
-forward pass of the unit. That is too early in three cases:
+forward pass of the unit. That is too early in these cases:
 
 - The unit ran more than once (a siamese network, a layer that several depths share): its gradients are complete when
   the backward pass has completed all its runs. They are reduced once, at the end of the backward pass.
@@ -11,21 +11,26 @@ forward pass of the unit. That is too early in three cases:
   no gradient of a parameter, and with ``create_graph=True`` its graph uses the gathered parameters again. They stay
   gathered until the engine's own backward pass is complete.
 
+A reentrant checkpoint runs the unit without gradient first, and with gradient in the backward pass: until then, its
+gradients are not complete either.
+
 All other cases are left to ``fully_shard``, which overlaps each reduction with the rest of the backward pass.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from launcher.config.schema import StrategyKind
 from launcher.errors import TaskError
-from launcher.train.parallel.mixed_precision import groups_of
+from launcher.train.parallel.mixed_precision import groups_of, in_backward
 from launcher.train.parallel.unit_order import UnitOrder
 
 if TYPE_CHECKING:
@@ -33,6 +38,8 @@ if TYPE_CHECKING:
 
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+_USED_DIRECTLY = ("got mixed torch.Tensor and DTensor", "storage of size 0", "its data is not allocated yet")
+_MAX_DEPTH = 4  # of objects in the output of a unit
 
 
 def find_units(model: nn.Module, named: Iterable[nn.Module] | None = None) -> list[nn.Module]:
@@ -181,8 +188,25 @@ def direct_use(what: str, kind: StrategyKind) -> str:
 
 
 def is_direct_use(error: BaseException) -> bool:
-    """Return whether torch has raised ``error`` because a shard was used together with a whole tensor."""
-    return isinstance(error, RuntimeError) and "got mixed torch.Tensor and DTensor" in str(error)
+    """Return whether torch has raised ``error`` because a shard was used together with a whole tensor, or because a
+    gathered parameter was used after it was freed."""
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _USED_DIRECTLY)
+
+
+def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
+    """Yield the tensors in ``value``: in containers, attributes and slots, and the variables of functions."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and not isinstance(value, str | bytes | int | float | complex | type | nn.Module | None):
+        parts = [*value.values()] if isinstance(value, Mapping) else []
+        parts += value if isinstance(value, list | tuple | set | frozenset) else []
+        parts += getattr(value, "__dict__", {}).values()
+        parts += [getattr(value, name, None) for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+        for cell in getattr(value, "__closure__", None) or ():
+            with suppress(ValueError):  # the variable is not set yet
+                parts.append(cell.cell_contents)
+        for part in parts:
+            yield from _tensors_in(part, depth - 1)
 
 
 class Uses:
@@ -195,8 +219,9 @@ class Uses:
 
     def __init__(self, modules: Sequence[FSDPModule], order: UnitOrder) -> None:
         self._groups = [
-            _Group(group, self, number) for number, module in enumerate(modules) for group in groups_of(module)
+            _Group(group, module, self, number) for number, module in enumerate(modules) for group in groups_of(module)
         ]
+        self.root = modules[0]
         self.order = order
         self.in_loss = False  # a backward pass that starts now is an inner one, part of computing the loss
         self.held = False  # the micro-batch has had such a backward pass
@@ -211,7 +236,7 @@ class Uses:
         """
         self.in_loss, self.held = in_loss, False
         for each in self._groups:
-            each.forwards = 0
+            each.forwards = each.waiting = 0
 
     def before_backward(self) -> None:
         """Expect the backward pass that completes the micro-batch's gradients."""
@@ -222,15 +247,16 @@ class Uses:
 
 
 class _Group:
-    """Replacement for methods of a parameter group: two are called in each forward pass, the other when FSDP takes the
-    gradients to be complete."""
+    """Replacement for methods of a parameter group: three are called in each forward pass, the other when FSDP takes
+    the gradients to be complete."""
 
-    def __init__(self, group: Any, uses: Uses, number: int) -> None:
-        self._group, self._uses, self._number = group, uses, number
+    def __init__(self, group: Any, module: FSDPModule, uses: Uses, number: int) -> None:
+        self._group, self._module, self._uses, self._number = group, module, uses, number
         self._register, self._complete = type(group)._register_post_backward_hook, group.post_backward
-        self._forward = group.pre_forward
+        self._forward, self._return = group.pre_forward, group.post_forward
         self.forwards = 0  # forward passes with gradient in this micro-batch
-        group.pre_forward = self.pre_forward
+        self.waiting = 0  # forward passes without, which a reentrant checkpoint may repeat in the backward pass
+        group.pre_forward, group.post_forward = self.pre_forward, self.post_forward
         group._register_post_backward_hook = self.register
         group.post_backward = self.complete
 
@@ -242,12 +268,51 @@ class _Group:
     def register(self, args: Any, kwargs: Any) -> Any:
         """Let autograd call this object's ``post_backward`` when the backward pass has completed the forward pass that
         starts now."""
-        self.forwards += torch.is_grad_enabled()
+        if torch.is_grad_enabled():
+            self.forwards += 1
+            self.waiting -= self.waiting > 0 and in_backward()
+        else:
+            self.waiting += 1
         return self._register(self, args, kwargs)
+
+    def post_forward(self, module: Any, inputs: Any, output: Any) -> Any:
+        """Expect the backward pass of tensors in objects, where torch does not look, before the parameters are freed.
+
+        Raises:
+            TaskError: the unit returns a parameter of its own.
+        """
+        tensors = [output] if type(output) is Tensor else [*_tensors_in(output, _MAX_DEPTH)]
+        if self._number:
+            for tensor in tensors:
+                if tensor.is_leaf or tensor._base is not None:
+                    self._require_no_parameter(tensor)
+        if torch.is_grad_enabled() and type(output) is not Tensor:
+            known = {id(leaf) for leaf in tree_leaves(output)}
+            for tensor in tensors:
+                if tensor.requires_grad and id(tensor) not in known:
+                    tensor.register_hook(self._module._get_fsdp_state()._pre_backward)  # pyright: ignore
+        result = self._return(module, inputs, output)
+        order, indices = self._group.comm_ctx.post_forward_order, self._group._post_forward_indices
+        if in_backward() and indices and order[-1] is self._group:  # torch would gather those before it again
+            order.pop()
+            indices.pop()
+        return result
+
+    def _require_no_parameter(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()._cdata
+        for parameter in self._group.fsdp_params:
+            if parameter._unsharded_param.untyped_storage()._cdata == storage:
+                name = next(name for name, each in self._uses.root.named_modules() if each is self._module)  # pyright: ignore
+                raise TaskError(
+                    f"The shard unit {name} returns its parameter {parameter._module_info.param_name} or a view of it, "
+                    "whose memory FSDP and HSDP free after the unit's forward pass.\n"
+                    "  Return a copy (weight.clone()), leave the unit out of the task's shard_units(model), or use "
+                    "strategy=ddp."
+                )
 
     def post_backward(self) -> None:
         """Complete the gradients if no other use of the unit can add to them."""
-        if self.forwards <= 1 and not self._uses.held and self._number:
+        if self.forwards <= 1 and not self.waiting and not self._uses.held and self._number:
             self._reduce()
 
     def complete(self) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from launcher import Engine, make_plan
 from launcher.errors import LauncherError
@@ -62,9 +63,68 @@ class Lookup(Model):
         return super().forward(x) + functional.embedding((x[:, 0] > 0).long(), self.table, sparse=True).sum()
 
 
+class Held:
+    """Output of a block; the block takes it, too."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+
+class InObjects(Block):
+    def __init__(self, pack: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.pack = pack
+
+    def forward(self, x: Any) -> Any:
+        x = x.values if isinstance(x, Held) else x() if callable(x) else x
+        return self.pack(super().forward(x))
+
+
+class Objects(Model):
+    def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        super().__init__(lambda: InObjects(pack))
+        self.unpack = unpack
+
+    def body(self, x: Any) -> Tensor:
+        return self.unpack(super().body(x))
+
+
+class Weight(Block):
+    def forward(self, x: Any) -> Any:
+        x = x[0] + x[1] if isinstance(x, tuple) else x
+        return super().forward(x), self.linear.weight[:1]
+
+
+class Weights(Model):
+    def body(self, x: Any) -> Tensor:
+        x, weight = super().body(x)
+        return x + weight
+
+
+class Reentrant(Model):
+    """Args: rounds: how often each block runs."""
+
+    def __init__(self, rounds: int) -> None:
+        super().__init__()
+        self.rounds = rounds
+
+    def body(self, x: Any) -> Any:
+        for _ in range(self.rounds):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=True)
+        return checkpoint_sequential([*self.blocks], 2, x, use_reentrant=True) if self.rounds == 1 else x
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "scripted": lambda: Model(lambda: torch.jit.trace_module(Block(), {"forward": torch.zeros(1, WIDTH)})),
     "sparse": Lookup,
+    "slots": lambda: Objects(Held, lambda held: held.values),
+    "functions": lambda: Objects(lambda x: lambda: x, lambda function: function()),
+    "weight": lambda: Weights(Weight),
+    "reentrant": lambda: Reentrant(1),
+    "reentrant twice": lambda: Reentrant(2),
 }
 
 
