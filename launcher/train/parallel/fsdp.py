@@ -399,3 +399,6 @@ def _reset(modules: Sequence[FSDPModule]) -> None:
         for group in groups_of(module):
             group._training_state = TrainingState.IDLE
             group.finalize_backward()
+            group.wait_for_unshard()
+            if group.is_unsharded:
+                group.reshard()
