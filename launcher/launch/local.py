@@ -145,8 +145,8 @@ def run_job(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
     status, summary = peers.conclude()
     if status == EXIT_DONE and summary["verdict"] == "stopped":  # nobody asked this process: a worker got a signal
         status, summary = EXIT_RESUMABLE, {"stopped_by": "a signal to a worker"} | summary
-    if signals and summary["verdict"] in ("stopped", "killed"):  # the agent knows only the SIGTERM that was forwarded
-        summary |= {"stopped_by": "Ctrl-C" if signals[0] == signal.SIGINT else signal.Signals(signals[0]).name}
+    if signals and summary["verdict"] == "killed":
+        summary = {"stopped_by": _name_of_stop(signals)} | summary
     try:
         _write_summary(plan, fence, summary)
         if _writes(plan):
@@ -206,8 +206,15 @@ def _run_once(
             over = True
             # a second Ctrl-C, or one before the agent had handlers, kills it by the signal itself
             own = EXIT_INTERRUPTED if signals else agent.returncode
-            peers.ended(own if own >= 0 else EXIT_FAILED, _summary(plan, own))
+            summary = _summary(plan, own)
+            if signals and "stopped_by" in summary:  # the agent knows only the SIGTERM that was forwarded
+                summary["stopped_by"] = _name_of_stop(signals)
+            peers.ended(own if own >= 0 else EXIT_FAILED, summary)
     display.refresh()
+
+
+def _name_of_stop(signals: Sequence[int]) -> str:
+    return "Ctrl-C" if signals[0] == signal.SIGINT else signal.Signals(signals[0]).name
 
 
 class _StopForwarder:
