@@ -341,11 +341,13 @@ class Engine(EngineProgress):
         return result
 
     def note_place(self, error: Exception) -> None:
-        """Add to ``error``, which the loop's body raised, the step and the samples of the micro-batch."""
+        """Add to ``error``, which the loop's body raised, the step, and the samples or the number of the micro-batch."""
         number = len(self._current.notes)
-        samples = self._samples_text(number)
-        which = f"with {samples} of the training data" if samples else f"in micro-batch {number}"
-        error.add_note(f"In step {self.steps + 1} on rank {self.world.rank_in_job}, {which}.")
+        if samples := self._samples_text(number):
+            which = f", with {samples} of the training data"
+        else:  # before the first micro-batch of the window, passes may have run any of them
+            which = f", in micro-batch {number}" if self._current.handed_out else ""
+        error.add_note(f"In step {self.steps + 1} on rank {self.world.rank_in_job}{which}.")
 
     def _samples_text(self, number: int) -> str:
         """Return which samples the current window's micro-batch ``number``, from 1, has; empty if not known."""

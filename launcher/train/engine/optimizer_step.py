@@ -116,7 +116,7 @@ class OptimizerStep:
         train.on_nonfinite=skip.
 
         Args:
-            samples: number of a micro-batch, from 1 -> text on its samples.
+            samples: returns the text on the samples of a micro-batch, by its number from 1.
 
         Returns:
             The norm of the mean gradient before the clip; not finite if no step was taken.

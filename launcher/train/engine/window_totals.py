@@ -274,14 +274,17 @@ def explain_bad_loss(totals: WindowTotals, samples: Callable[[int], str], world:
     """Return the error for a loss that is not finite, with its ranks and micro-batches. All ranks call it.
 
     Args:
-        samples: number of a micro-batch, from 1 -> text on its samples.
+        samples: returns the text on the samples of a micro-batch, by its number from 1.
     """
     micro_batches = totals.losses_by_term()
     bad = [n + 1 for n, terms in enumerate(micro_batches) if not all(torch.isfinite(loss).item() for loss in terms)]
+    numbers = [str(number) for number in bad]
+    if bad and (text := samples(bad[0])):
+        numbers[0] += f" ({text})"
     where = "; ".join(
-        f"rank {rank}, micro-batch {', '.join(map(str, numbers))}{f' ({which})' if which else ''}"
-        for rank, (numbers, which) in enumerate(world.of_all((bad, samples(bad[0]) if bad else "")))
-        if numbers
+        f"rank {rank}, micro-batch {', '.join(numbers_of_rank)}"
+        for rank, numbers_of_rank in enumerate(world.of_all(numbers))
+        if numbers_of_rank
     )
     if any(loss.dtype is torch.float16 for terms in micro_batches for loss in terms):
         where += "; it is summed in float16, which ends at 65504: call .float() before the sum"
