@@ -165,20 +165,20 @@ def _show_submitted(plan: LaunchPlan, job: str, console: Console, *, wait: bool)
     _plain(console)(run_list.submitted_text(plan, job))
     if not wait:
         return EXIT_DONE
+    name = run_list.command_name(plan.paths.root)
     try:
         run = control.follow(plan.paths, live.run_display(plan, console))
         live.finish_output(console, patient=True)
     except KeyboardInterrupt:
         if not live.finish_output(console, patient=False):
             raise
-        name = run_list.command_name(plan.paths.root)
         _plain(console)(f"No longer watching; the job continues: launch status {name}")
         raise
     if BELL in plan.notify:
         console.bell()
     if run.failure is not None:
         print(run_list.failure_of(run), file=sys.stderr)
-        if run.resumes_from and (hint := tables.resume_hint(run.failure, run.resumes_from, run.name)):
+        if run.resumes_from and (hint := tables.resume_hint(run.failure, run.resumes_from, name)):
             print(hint, file=sys.stderr)
     elif not console.quiet:
         console.print(run_list.status_table(run))

@@ -195,7 +195,7 @@ def visible_gpus(env: Mapping[str, str], dev: Path = Path("/dev"), torch_version
         return 0
     present = sum(1 for node in dev.glob("nvidia[0-9]*") if node.name.removeprefix("nvidia").isdecimal())
     if not present and any((dev / name).exists() for name in ("dxg", "kfd")):
-        return _gpus_of_torch(env)
+        return _gpus_of_torch(tuple(env.items()))
     listed = env.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         return present
@@ -210,7 +210,8 @@ def visible_gpus(env: Mapping[str, str], dev: Path = Path("/dev"), torch_version
     return min(usable, present)
 
 
-def _gpus_of_torch(env: Mapping[str, str]) -> int:
+@cache
+def _gpus_of_torch(env: tuple[tuple[str, str], ...]) -> int:
     count = "import torch; print(torch.cuda.device_count())"
     done = subprocess.run([sys.executable, "-c", count], env=dict(env), capture_output=True, text=True, check=False)
     return int(done.stdout) if done.stdout.strip().isdecimal() else 0

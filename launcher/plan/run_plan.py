@@ -322,8 +322,8 @@ class RunPlan(LaunchPlan):
         return cls.load(paths.loop_plan) if paths.loop_plan.exists() else None
 
     def step_settings(self) -> dict[str, Any]:
-        """Return as JSON all of the plan that the time and the traffic of a step depend on. Measurements of plans that
-        differ here must not be combined."""
+        """Return the settings that the time and the traffic of a step depend on, as JSON values. Measurements of plans
+        that differ here must not be combined."""
         fields = dataclasses.asdict(self)
         left_out = {
             "batch": ("on_oom",),

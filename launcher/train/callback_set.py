@@ -55,7 +55,7 @@ class CallbackSet:
 
     Args:
         task: object whose state is in checkpoints, too, if it has ``state_dict`` and ``load_state_dict``.
-        model: model whose tensors are saved beside that.
+        model: model whose parameters and buffers are left out of that state: checkpoints have them anyway.
 
     Attributes:
         names: of each callback: its class, numbered where there are several of one class.
@@ -234,7 +234,7 @@ def load_tensors(callbacks: CallbackSet, stored: Mapping[str, tuple[torch.Size, 
 
 
 def called(name: str) -> str:
-    """Return what messages call a callback, or the task."""
+    """Return the name of a callback, or of the task, for messages."""
     return "the task" if name == TASK else f"callback {name}"
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from launcher.plan import host
 from launcher.plan.host import ALLOWED_ENV, allowed_env, batch_env, visible_gpus
 
 
@@ -36,6 +38,15 @@ def test_visible_gpus(tmp_path: Path, visible: str | None, expected: int) -> Non
     env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert visible_gpus(env, tmp_path, "2.13.0+cu130") == expected
     assert visible_gpus(env, tmp_path, "2.13.0+cpu") == 0, "a CPU build of torch sees no GPU"
+
+
+def test_gpus_without_device_nodes_are_counted_by_torch_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[dict[str, str]] = []
+    (tmp_path / "dxg").touch()
+    monkeypatch.setattr(host.subprocess, "run", lambda *_, env, **__: runs.append(env) or SimpleNamespace(stdout="2\n"))
+    for _ in range(2):
+        assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}, tmp_path, "2.11.0+cu130") == 2
+    assert runs == [{"CUDA_VISIBLE_DEVICES": "0,1"}]
 
 
 def test_the_environment_is_an_allow_list() -> None:

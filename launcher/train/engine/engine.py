@@ -341,7 +341,7 @@ class Engine(EngineProgress):
         return result
 
     def note_place(self, error: Exception) -> None:
-        """Add to ``error``, which the loop's body raised, the step, and the samples or the number of the micro-batch."""
+        """Add to ``error``, which the loop's body raised, the step, and the micro-batch's samples or number."""
         number = len(self._current.notes)
         if samples := self._samples_text(number):
             which = f", with {samples} of the training data"
@@ -350,7 +350,7 @@ class Engine(EngineProgress):
         error.add_note(f"In step {self.steps + 1} on rank {self.world.rank_in_job}{which}.")
 
     def _samples_text(self, number: int) -> str:
-        """Return which samples the current window's micro-batch ``number``, from 1, has; empty if not known."""
+        """Return a text on the samples of the window's micro-batch ``number``, from 1; empty if they are unknown."""
         notes = self._current.notes
         return self._feed.samples_text(notes[number - 1]) if 0 < number <= len(notes) else ""
 
@@ -416,7 +416,7 @@ class Engine(EngineProgress):
         self.buffers.share(self.parallel.meter, watch=watch)
 
     def measured_as(self) -> dict[str, Any]:
-        """Return as JSON the settings and the hardware that measurements depend on. All ranks call it."""
+        """Return the settings and the hardware that measurements depend on, as JSON values. All ranks call it."""
         return {"hardware": self._hardware, **self.plan.step_settings()}
 
     @functools.cached_property

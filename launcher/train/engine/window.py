@@ -58,7 +58,7 @@ class CurrentWindow:
         forward: the loop's own forward pass, if it was given.
         started: start of the window, by ``time.perf_counter``.
         data_s: seconds waited for data.
-        notes: of the micro-batches handed out so far; None while the next one is waited for.
+        notes: ``MicroBatch.note`` of those handed out so far; the last is None while its micro-batch is waited for.
     """
 
     def __init__(

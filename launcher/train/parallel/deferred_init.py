@@ -194,11 +194,7 @@ def _without_value(leaf: Any) -> Any:
 def _unsuitable(model: nn.Module, full: bool) -> str | None:
     """Return why the values of ``model`` cannot be sent in shards."""
     for names, tensor in _named(model):
-        if (
-            tensor.layout != torch.strided
-            or tensor.is_quantized
-            or type(tensor) not in (Tensor, nn.Parameter, nn.Buffer)
-        ):
+        if tensor.layout != torch.strided or tensor.is_quantized or type(tensor) not in _PLAIN:
             return f"{names[0]} is a {type(tensor).__name__} of layout {tensor.layout}"
         if full and tensor.is_meta:
             return "its constructor makes meta tensors itself"

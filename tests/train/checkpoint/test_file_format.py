@@ -1,4 +1,4 @@
-"""What a checkpoint's files may contain and name, whoever wrote them."""
+"""Content of a checkpoint's files, and files that its index may name, whoever wrote them."""
 
 from __future__ import annotations
 
