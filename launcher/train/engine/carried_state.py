@@ -1,15 +1,17 @@
 """Check of state that forward passes write and later ones read: it depends on how a window is divided into
 micro-batches and over ranks, and a resume loses what no checkpoint has.
 
-In the third window of a run, the first micro-batch runs once, and again for each buffer or attribute that has changed
-so far, with the value that the first pass has left in it. If the loss is another one, the loss reads that state. If the
-value is another one afterwards, it depends on earlier values, as a counter does; a value that each pass computes anew
-is no state. A model and a task without such changes cost no pass.
+In the third window of a run, the first micro-batch runs twice in the same way, and again for each buffer or attribute
+that has changed so far, with the value that the first pass has left in it. If the loss is another one, the loss reads
+that state. If the value is another one afterwards, it depends on earlier values, as a counter does; a value that each
+pass computes anew is no state, and one that differs between the two equal passes, such as a time, shows nothing. A
+model and a task without such changes cost no pass.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import sys
 from collections import deque
@@ -34,7 +36,7 @@ from launcher.train.parallel.base import local
 
 # window in which the check runs: two optimizer steps have been taken, so that averages of parameters differ from them
 WINDOW = 2
-# limits of what is tried, of the elements of a container, and of those of a tensor that are read
+# limits of what is tried, of the elements of a container, and of those of all tensors of a place that are read
 MAX_TRIED, MAX_ELEMENTS, MAX_READ = 8, 1000, 2**22
 GRADIENTS = "the parameters' .grad"
 Digest = tuple[float, ...]
@@ -97,8 +99,10 @@ class CarriedState:
         kept = self._parts.preserve()
         places = self._places()
         changed = [name for name, place in places.items() if self._digest(place.get()) != self._before.get(name)]
-        names = [*dict.fromkeys(name for own in world.of_all(changed) for name in own)][:MAX_TRIED]
-        names += [GRADIENTS] * ("grad" in kept.names_read)
+        # all ranks must run the same passes, though one may have objects of its own, such as a logger
+        changed_on, grad_read_on = zip(*world.of_all((changed, "grad" in kept.names_read)), strict=True)
+        names = [*dict.fromkeys(itertools.chain.from_iterable(changed_on))][:MAX_TRIED]
+        names += [GRADIENTS] * any(grad_read_on)
         if not names:
             return
         try:
@@ -135,17 +139,23 @@ class CarriedState:
         values = [self._digest(place.get()) if place else () for _, place in places]
         held = [self._copied(place) for _, place in places]
         undo()
+        repeats = _alike(first, losses())
+        values_repeat = [place is not None and _alike(self._digest(place.get()), value)
+                         for (_, place), value in zip(places, values, strict=True)]  # fmt: skip
+        undo()
         found: list[Found] = []
-        for (name, place), value, after in zip(places, values, held, strict=True):
+        for (name, place), value, value_repeats, after in zip(places, values, values_repeat, held, strict=True):
             before, now = self._before.get(name, ()), place and place.get()
-            if isinstance(now, int | float) and len(before) == 1 and self._digest(now) == value:
+            written = name == GRADIENTS or self._digest(now) != value
+            if isinstance(now, int | float) and len(before) == 1 and not written:
                 after = type(now)(before[0])  # a number that other code changes
             if place is not None and after is not None:
                 place.set(after)
             other = self._with_gradients(losses) if name == GRADIENTS else losses()
-            carried = place is not None and after is not None and not _alike(self._digest(place.get()), value)
+            differs = repeats and not _alike(first, other)
+            carried = value_repeats and after is not None and not _alike(self._digest(place and place.get()), value)
             undo()
-            found.append(Found(not _alike(first, other), carried or not _alike(first, other), value))
+            found.append(Found(written and differs, carried or differs, value))
         return found
 
     def _with_gradients(self, losses: Callable[[], Digest]) -> Digest:
@@ -182,7 +192,8 @@ class CarriedState:
                 if f"{prefix}.{name}".lstrip(".") in changing
             }
             saved = type(part).get_extra_state is not nn.Module.get_extra_state
-            places |= {above + name: StatePlace(part, name, saved) for name in sorted(vars(part).keys() - OF_TORCH)}
+            own = sorted(vars(part).keys() - OF_TORCH - {"training"})
+            places |= {above + name: StatePlace(part, name, saved) for name in own}
         if task is not None and id(task) not in self._known:
             saved = callable(getattr(task, "state_dict", None))
             own = attributes_of(task)
@@ -198,7 +209,7 @@ class CarriedState:
     def _digest(self, value: Any) -> Digest:
         """Return numbers that differ if numbers or tensors in ``value`` do."""
         numbers: list[float] = []
-        seen = dict[int, object]()
+        seen, room = dict[int, object](), MAX_READ
         waiting = deque([value])
         while waiting and len(seen) <= MAX_ELEMENTS:
             each = waiting.popleft()
@@ -214,16 +225,19 @@ class CarriedState:
             numpy: Any = sys.modules.get("numpy")
             match each:
                 case Tensor():
-                    numbers += _numbers_of(each)
+                    numbers += (found := _numbers_of(each, room))
+                    room -= each.numel() if len(found) > 2 else 0
                 case list() | tuple() | deque() | dict():
                     numbers.append(len(each))
                     if len(each) <= MAX_ELEMENTS:
                         waiting.extend(each.values() if isinstance(each, dict) else each)
                 case nn.Module():
-                    waiting.extend(each.state_dict(keep_vars=True).values())
+                    waiting.extend([*each.parameters(), *each.buffers()])
                     waiting.extend(vars(each)[name] for name in vars(each).keys() - OF_TORCH)
                 case _ if numpy and isinstance(each, numpy.ndarray) and each.dtype.kind in "biuf":
-                    numbers += _numbers_of(torch.from_numpy(each))
+                    copied = numpy.array(each, "float64") if each.size <= room else numpy.zeros(0)
+                    numbers += [each.size, *_numbers_of(torch.from_numpy(copied), room)]
+                    room -= copied.size
                 case _ if self._follows(type(each)) and not isinstance(each, Dataset):
                     waiting.extend(attributes_of(each).values())
                 case _:
@@ -234,12 +248,15 @@ class CarriedState:
         return is_users_package(kind.__module__.partition(".")[0], self._packages)
 
 
-def _numbers_of(tensor: Tensor) -> list[float]:
-    """Return the number of elements, and sums of them; of a large tensor, its version."""
-    data = local(tensor).detach()
-    if data.layout is not torch.strided or data.is_meta or data.numel() > MAX_READ or data.is_complex():
-        return [data.numel(), tensor._version]
-    values = data.double().flatten()
+def _numbers_of(tensor: Tensor, most: int) -> list[float]:
+    """Return the number of elements, and sums of them; of a tensor of more than ``most`` elements, its version; nothing
+    of a tensor of a special kind."""
+    data = local(tensor)
+    if type(data) not in (Tensor, nn.Parameter) or data.is_meta or data.is_quantized or data.is_nested:
+        return []
+    if data.layout is not torch.strided or data.numel() > most or data.is_complex():
+        return [data.numel(), 0 if data.is_inference() else data._version]
+    values = data.detach().double().flatten()
     weighted = values * torch.linspace(0.5, 1.5, len(values), dtype=values.dtype, device=values.device)
     return [len(values), values.sum().item(), weighted.sum().item(), values.abs().sum().item()]
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
@@ -412,6 +413,8 @@ class SavedAttributes:
         return [*saved.values(), *inner]
 
     def _save_tensor(self, value: Tensor) -> None:
+        if is_lazy(value):
+            return  # it has no value yet
         if value.grad_fn is not None or value.layout is not torch.strided or value.is_inference() or value.is_meta:
             return  # nothing changes these in place
         saved = SavedTensor(value, copies=self._has_room(value.nbytes))

@@ -4,16 +4,19 @@ attributes and buffers are not."""
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections import deque
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from launcher import Loss
+from launcher.train.engine.carried_state import MAX_READ
 from launcher.train.trainer import train
 from tests.helpers import make_plan
 
@@ -176,6 +179,35 @@ class Alternates(Counter):
         return Loss((model(batch) - self.calls % 2).square().sum(), len(batch))
 
 
+class Annealed(Plain):
+    """A number that a callback writes once for each step."""
+
+    def __init__(self) -> None:
+        self.alpha = 0.0
+
+    def aim(self, model: Any, rows: Tensor) -> Tensor:  # noqa: ARG002
+        return torch.tensor(self.alpha)
+
+
+class Anneal:
+    def on_step(self, engine: Any, result: Any) -> None:
+        engine.owner.alpha = 0.1 * result.step
+
+
+class Timed(Plain):
+    """A value that differs each time, and tensors and arrays of special kinds."""
+
+    def __init__(self) -> None:
+        self.taken_s, self.critic = 0.0, nn.LazyLinear(3)
+        with torch.inference_mode():
+            self.outputs = torch.zeros(MAX_READ + 1)
+        self.arrays = [np.arange(4)[::-1], np.arange(4).astype(">f4"), np.broadcast_to(1.0, 3)]
+
+    def aim(self, model: Any, rows: Tensor) -> Tensor:  # noqa: ARG002
+        self.taken_s = random.SystemRandom().random()
+        return torch.ones(())
+
+
 # what each micro-batch changes for the next one, and what a resume loses
 CASES: dict[type, tuple[str, str]] = {
     Plain: ("", ""), Recomputed: ("", ""), Logged: ("", "task.calls"), Saved: ("task.calls", ""),
@@ -183,7 +215,7 @@ CASES: dict[type, tuple[str, str]] = {
     Hidden: ("model.out.hidden", "model.out.hidden"), Centre: ("model.centre", ""),
     Teacher: ("task.teacher", "task.teacher"), Momentum: ("model.teacher.weight", ""),
     Spectral: ("model.weight_u", ""), ReadsGradients: ("the parameters' .grad", ""),
-    Alternates: ("task.calls", "task.calls"),
+    Alternates: ("task.calls", "task.calls"), Annealed: ("", "task.alpha"), Timed: ("", ""),
 }  # fmt: skip
 
 
@@ -193,7 +225,9 @@ def run(place: Path, kind: type, *keys: str) -> None:
         "cluster.device=cpu", "cluster.workers_per_node=1", "train.steps=4", "checkpoint.enabled=false", *keys,
         samples=len(DATA), run_dir=str(place),
     )  # fmt: skip
-    train(dataclasses.replace(plan, task=dataclasses.replace(plan.task, target=f"{__name__}.{kind.__name__}")), bool)
+    callbacks = ({"_target_": f"{__name__}.Anneal"},) if kind is Annealed else ()
+    task = dataclasses.replace(plan.task, target=f"{__name__}.{kind.__name__}")
+    train(dataclasses.replace(plan, task=task, callbacks=callbacks), bool)
 
 
 @pytest.mark.usefixtures("alone")
