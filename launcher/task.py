@@ -28,6 +28,11 @@ if TYPE_CHECKING:
     from launcher.loss import Loss
 
 
+# names that the code of a worker_init_fn uses if all it does is to seed generators
+_SEEDS = {
+    "torch", "random", "numpy", "np", "seed", "manual_seed", "manual_seed_all", "cuda", "initial_seed", "set_seed",
+    "seed_everything", "seed_all", "get_state", "get_worker_info", "utils", "data", "id", "int", "SEED",
+}  # fmt: skip
 REQUIRED_METHODS = ("model", "train_data", "loss")
 OPTIONAL_METHODS = (
     "eval_data", "collate", "order", "lengths", "length", "items", "flops_per_sample", "shard_units", "compile_units",
@@ -340,6 +345,14 @@ def _require_samples_of_dataset(loader: Any, where: str, *, own_order: bool) -> 
             f"{name} with batch_size=None: its dataset may hold batches, and the launcher makes up batches itself.\n"
             f"{instead}, one sample for each element."
         )
+    set_up = getattr(loader, "worker_init_fn", None)
+    if set_up is not None and loader.num_workers and not _only_seeds(set_up):
+        raise TaskError(
+            f"{name} with worker_init_fn={getattr(set_up, '__qualname__', type(set_up).__name__)}, which would not be "
+            "called: the launcher starts loader processes of its own (train.loader_workers), or none.\n  Set up what "
+            "the samples need in the dataset, when it reads its first one, and leave worker_init_fn out. Samples have "
+            "random numbers of their own, and a stream is divided by the launcher."
+        )
     if isinstance(loader.dataset, IterableDataset) or own_order:
         return
     if loader.batch_size is None:
@@ -368,6 +381,14 @@ def _require_samples_of_dataset(loader: Any, where: str, *, own_order: bool) -> 
             f"{samples} samples: by default, each sample of the dataset is read once per epoch.\n{order}, or a Subset "
             "of those that belong to it."
         )
+
+
+def _only_seeds(function: Any) -> bool:
+    """Return whether a worker_init_fn does nothing but seed generators, which the launcher does for each sample."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(function, "__code__", None)
+    return code is not None and _SEEDS.issuperset(code.co_names)
 
 
 def _seed(seed: int, part: str) -> None:

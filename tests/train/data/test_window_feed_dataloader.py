@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import random
 import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, get_worker_info
 
 from launcher.errors import ConfigError, DataError, TaskError
 from launcher.plan.task_inspection import describe_task
@@ -98,3 +101,34 @@ def test_a_loop_of_ones_own_is_told_to_give_the_dataset() -> None:
     plan, loader = make_plan(samples=SAMPLES), DataLoader(Numbers(), 4)
     with pytest.raises(DataError, match=r"Give its dataset to engine\.windows"):
         open_feed(loader, plan, World(0, 1, 0), torch.device("cpu"))
+
+
+def seed_generators(worker: int) -> None:
+    seed = torch.initial_seed() % 2**32 + worker
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+def open_files(worker: int) -> None:
+    del worker
+    cast("Any", get_worker_info()).dataset.file = "handle"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_worker_init_fn_that_would_not_be_called_is_refused(stream: bool) -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(8))
+
+    def read(function: Any, workers: int) -> Any:
+        data: Any = Stream() if stream else Numbers()
+        task = cast("Any", SimpleNamespace())
+        task.train_data = lambda: DataLoader(data, 4, num_workers=workers, worker_init_fn=function)
+        return train_data(task, 7)
+
+    for function in (open_files, functools.partial(open_files)):
+        with pytest.raises(TaskError, match=r"worker_init_fn=.*would not be called[\s\S]*leave worker_init_fn out"):
+            read(function, 2)
+    read(open_files, 0)  # nor would torch call it
+    read(seed_generators, 2)
+    read(functools.partial(seed_generators), 2)
