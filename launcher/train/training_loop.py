@@ -18,6 +18,7 @@ from launcher.heartbeat import HEARTBEAT, Phase, Wait
 from launcher.loss import Loss, as_losses
 from launcher.plan.forecast import predicted_metrics
 from launcher.plan.run_plan import RunPlan
+from launcher.plan.sync_policy import SHARDED
 from launcher.rundir.fencing import Fence
 from launcher.rundir.files import write_json
 from launcher.task import Task, is_mapped
@@ -233,8 +234,8 @@ class TrainingLoop:
                 oom.store_micro_size(self.plan, engine.plan.batch)
                 print(f"step {engine.steps + 1}: out of memory. Continuing with {engine.plan.batch.text}", flush=True)
             return
-        if is_direct_use(error):
-            raise TaskError(direct_use("a parameter", engine.plan.strategy.kind)) from error
+        if (kind := engine.plan.strategy.kind) in SHARDED and is_direct_use(error):
+            raise TaskError(direct_use("a parameter", kind)) from error
         if not oom.is_out_of_memory(error):
             if not isinstance(error, LauncherError):  # shown without traceback, hence without notes
                 engine.note_place(error)

@@ -1,4 +1,4 @@
-"""Lines that rank 0 prints between the steps."""
+"""Lines that rank 0 prints between the steps, and errors of the loss."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from launcher.config.schema import StrategyKind
+from launcher.errors import TaskError
 from launcher.train.training_loop import MAX_STRAGGLER_LINES, TrainingLoop
 
 
@@ -40,3 +42,13 @@ def test_ranks_that_take_turns_as_stragglers_do_not_fill_the_screen(capsys: pyte
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == MAX_STRAGGLER_LINES
     assert [("metrics.jsonl" in line) for line in lines] == [False] * (MAX_STRAGGLER_LINES - 1) + [True]
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(StrategyKind.fsdp, TaskError), (StrategyKind.ddp, RuntimeError)])
+def test_only_a_sharded_model_has_parameters_that_are_freed(kind: StrategyKind, expected: type[Exception]) -> None:
+    plan = SimpleNamespace(strategy=SimpleNamespace(kind=kind), batch=None)
+    engine = SimpleNamespace(plan=plan, shrinks=lambda _: False, note_place=lambda _: None)
+    loop: Any = SimpleNamespace(engine=engine, plan=plan)
+    with pytest.raises(expected) as caught:
+        TrainingLoop.shrink_or_raise(loop, RuntimeError("setStorage: out of bounds for storage of size 0"))
+    assert type(caught.value) is expected

@@ -284,7 +284,7 @@ class _Group:
         tensors = [output] if type(output) is Tensor else [*_tensors_in(output, _MAX_DEPTH)]
         if self._number:
             for tensor in tensors:
-                if tensor.is_leaf or tensor._base is not None:
+                if tensor.layout is torch.strided and (tensor.is_leaf or tensor._base is not None):
                     self._require_no_parameter(tensor)
         if torch.is_grad_enabled() and type(output) is not Tensor:
             known = {id(leaf) for leaf in tree_leaves(output)}

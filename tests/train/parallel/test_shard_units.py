@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from launcher import Engine, make_plan
 from launcher.errors import TaskError
 from launcher.tasks.bytes_gpt import BytesGPT
 from launcher.train.parallel.shard_units import find_units, owned
@@ -105,3 +107,41 @@ def test_what_cannot_be_a_unit(make, message: str) -> None:  # type: ignore[no-u
     with pytest.raises(TaskError) as caught:
         find_units(model, units)
     assert message in str(caught.value)
+
+
+class WithEdges(nn.Module):
+    """A unit that returns a sparse tensor beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.edges = nn.Linear(4, 4), torch.eye(4).to_sparse()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x), self.edges
+
+
+class Graph(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(WithEdges() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x, edges = block(x)
+            x = x @ edges.to_dense()
+        return x
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_unit_may_return_a_sparse_tensor() -> None:
+    plan = make_plan(
+        ["batch.global_size=4", "batch.micro_size=2", "train.loader_workers=0", "train.steps=1", "precision=fp32",
+         "strategy=fsdp", "cluster.device=cpu", "cluster.workers_per_node=1", "run.calibrate_s=0"],
+        samples=4,
+    )  # fmt: skip
+    engine = Engine(Graph, lambda parameters: torch.optim.SGD(parameters, 0.1), plan)
+    for window in engine.windows(list(torch.ones(4, 4))):
+        for batch in window:
+            engine.backward(engine.model(batch).sum(), len(batch))
+        engine.step()
+    assert engine.steps == 1
