@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from launcher.loss import Loss
 
 
-# names that the code of a worker_init_fn uses if all it does is to seed generators
+# names, beside those that end in "seed", that the code of a worker_init_fn uses if all it does is to seed generators
 _SEEDS = {
-    "torch", "random", "numpy", "np", "seed", "manual_seed", "manual_seed_all", "cuda", "initial_seed", "set_seed",
-    "seed_everything", "seed_all", "get_state", "get_worker_info", "utils", "data", "id", "int", "SEED",
+    "torch", "random", "numpy", "np", "manual_seed_all", "cuda", "seed_everything", "seed_all", "get_state",
+    "get_worker_info", "utils", "data", "id", "int", "args", "cfg", "config",
 }  # fmt: skip
 REQUIRED_METHODS = ("model", "train_data", "loss")
 OPTIONAL_METHODS = (
@@ -388,7 +388,7 @@ def _only_seeds(function: Any) -> bool:
     while isinstance(function, functools.partial):
         function = function.func
     code = getattr(function, "__code__", None)
-    return code is not None and _SEEDS.issuperset(code.co_names)
+    return code is not None and all(name in _SEEDS or name.lower().endswith("seed") for name in code.co_names)
 
 
 def _seed(seed: int, part: str) -> None:

@@ -196,11 +196,13 @@ class CarriedState:
             places |= {above + name: StatePlace(part, name, saved) for name in own}
         if task is not None and id(task) not in self._known:
             saved = callable(getattr(task, "state_dict", None))
-            own = attributes_of(task)
+            own, buffers = attributes_of(task), dict[str, Any]()
             if isinstance(task, nn.Module):
-                own = {**task._buffers, **{name: own[name] for name in own.keys() - OF_TORCH}}
+                kind, buffers = type(task), task._buffers
+                own = {**buffers, **{name: own[name] for name in sorted(own.keys() - OF_TORCH - {"training"})}}
+                saved = (kind.state_dict, kind.get_extra_state) != (nn.Module.state_dict, nn.Module.get_extra_state)
             places |= {
-                f"task.{name}": StatePlace(task, name, saved)
+                f"task.{name}": StatePlace(task, name, saved or name in buffers)
                 for name, held in own.items()
                 if id(held) not in self._known
             }
@@ -233,7 +235,7 @@ class CarriedState:
                         waiting.extend(each.values() if isinstance(each, dict) else each)
                 case nn.Module():
                     waiting.extend([*each.parameters(), *each.buffers()])
-                    waiting.extend(vars(each)[name] for name in vars(each).keys() - OF_TORCH)
+                    waiting.extend(vars(each)[name] for name in sorted(vars(each).keys() - OF_TORCH))
                 case _ if numpy and isinstance(each, numpy.ndarray) and each.dtype.kind in "biuf":
                     copied = numpy.array(each, "float64") if each.size <= room else numpy.zeros(0)
                     numbers += [each.size, *_numbers_of(torch.from_numpy(copied), room)]

@@ -109,6 +109,13 @@ def seed_generators(worker: int) -> None:
     random.seed(seed)
 
 
+BASE_SEED = 3
+
+
+def seed_from_a_constant(worker: int) -> None:
+    np.random.seed(BASE_SEED + worker)
+
+
 def open_files(worker: int) -> None:
     del worker
     cast("Any", get_worker_info()).dataset.file = "handle"
@@ -131,4 +138,5 @@ def test_a_worker_init_fn_that_would_not_be_called_is_refused(stream: bool) -> N
             read(function, 2)
     read(open_files, 0)  # nor would torch call it
     read(seed_generators, 2)
+    read(seed_from_a_constant, 2)
     read(functools.partial(seed_generators), 2)

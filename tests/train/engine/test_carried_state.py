@@ -91,6 +91,18 @@ class Saved(Counter):
         self.calls = state["calls"]
 
 
+class ModuleCounter(Counter, nn.Module):
+    """Checkpoints have the buffers of a task that is a module, and no attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def aim(self, model: Any, rows: Tensor) -> Tensor:
+        self.seen += 1
+        return super().aim(model, rows)
+
+
 class Running:
     def __init__(self) -> None:
         self.rows = deque([torch.zeros(3)], maxlen=3)
@@ -215,7 +227,8 @@ CASES: dict[type, tuple[str, str]] = {
     Hidden: ("model.out.hidden", "model.out.hidden"), Centre: ("model.centre", ""),
     Teacher: ("task.teacher", "task.teacher"), Momentum: ("model.teacher.weight", ""),
     Spectral: ("model.weight_u", ""), ReadsGradients: ("the parameters' .grad", ""),
-    Alternates: ("task.calls", "task.calls"), Annealed: ("", "task.alpha"), Timed: ("", ""),
+    Alternates: ("task.calls", "task.calls"), Annealed: ("", "task.alpha"),
+    ModuleCounter: ("task.calls", "task.calls"), Timed: ("", ""),
 }  # fmt: skip
 
 
