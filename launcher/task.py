@@ -12,7 +12,7 @@ import itertools
 import random
 import re
 import sys
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -183,12 +183,17 @@ def eval_sets(task: Task, seed: int, notes: list[str] | None = None) -> dict[str
     sets = {name: _dataset_of(task, each, eval_set_text(name), notes) for name, each in sets.items()}
     for name, each in sets.items():
         if is_mapped(each) and not len(each):
-            raise empty_eval_set(name)
+            raise empty_eval_set(name, each)
     return sets
 
 
-def empty_eval_set(name: str) -> TaskError:
+def empty_eval_set(name: str, data: Any) -> TaskError:
     """Return the error for a held-out data set without samples."""
+    if isinstance(data, Iterator):
+        return TaskError(
+            f"{eval_set_text(name)} has no sample left: it is an iterator, which can be read only once, and each "
+            "evaluation reads it.\n  Return an object whose __iter__ starts from the first sample each time, or a list."
+        )
     hint = "Leave it out." if name else "Return None to have no evaluation."
     return TaskError(f"{eval_set_text(name)} has no sample: there is nothing to evaluate on.\n  {hint}")
 

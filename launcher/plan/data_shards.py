@@ -13,9 +13,11 @@ from typing import Self
 from launcher.errors import ConfigError
 from launcher.plan.batch import Batch
 from launcher.plan.run_plan import RunPlan, TaskPlan
+from launcher.plan.windows import StreamInfo
 from launcher.quantities import count
 
 KEY = "train.data_shards"
+START_AGAIN = "Return an object whose __iter__ starts from the first sample each time, such as an IterableDataset"
 # limit of the automatic number: each shard has an iterator and a state of its own
 MOST_SHARDS = 64
 _NEAR = 2
@@ -63,6 +65,19 @@ def require_divisible(asked: int, shards: int, problem: str) -> None:
         raise ConfigError(KEY, asked, problem, f"Leave it out, or use {KEY}=1: every rank reads the stream.")
     if asked > shards:
         raise ConfigError(KEY, asked, f"the stream has {count(shards, 'shard')}.", f"Use {KEY} of {shards} or less.")
+
+
+def require_second_epoch(epochs: int | None, stream: StreamInfo | None) -> None:
+    """Check that a stream can be read ``epochs`` times; None: their number is not known.
+
+    Raises:
+        ConfigError: it is an iterator, and there are several epochs.
+    """
+    if stream is not None and stream.single_pass and epochs is not None and epochs > 1:
+        raise ConfigError(
+            "train.epochs", epochs, "the training data is an iterator or a generator, which can be read only once.",
+            f"{START_AGAIN}, or use train.epochs=1.",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from launcher.errors import ConfigError, TaskError
 from launcher.plan.batch import Batch, batch_notes, solve_batch, solve_largest, solve_smaller
 from launcher.plan.callback_plan import profile_notes, solve_callbacks, solve_notify
 from launcher.plan.checkpoint_plan import best_notes, solve_checkpoint
-from launcher.plan.data_shards import solve_data_shards
+from launcher.plan.data_shards import require_second_epoch, solve_data_shards
 from launcher.plan.float8_support import float8_notes
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import PLAN_FORMAT, ClusterPlan, RunInfo, node_range
@@ -191,6 +191,7 @@ def _on_cluster(
 ) -> RunPlan:
     """Derive everything that follows from the cluster and its batch."""
     require_possible_order(config, task)
+    require_second_epoch(config.train.epochs, task.stream)
     epoch = _epoch(config.batch, batch, task)
     steps = _steps(config.train, epoch, batch, task)
     precision = solve_precision(config.precision, config.strategy.kind, cluster, site.bf16)

@@ -23,17 +23,19 @@ ANY_NUMBER = 2**62
 
 @dataclass(frozen=True, kw_only=True)
 class StreamInfo:
-    """Shards of a stream.
+    """Shards of a stream, and whether it has a second epoch.
 
     Attributes:
         shards: its own number of them; 0 if it cannot be divided.
         automatic: it is known that a division keeps all samples.
         problem: reason why it must not be divided, also if the user asks for it.
+        single_pass: it is an iterator, such as a generator, which is empty after one epoch.
     """
 
     shards: int = 0
     automatic: bool = False
     problem: str = ""
+    single_pass: bool = False
 
 
 class Span(NamedTuple):

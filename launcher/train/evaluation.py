@@ -109,7 +109,7 @@ class Evaluation:
                     with HEARTBEAT.waiting_for(Wait.io):
                         batch = next(batches, None)
                     if batch is None and number == 1:  # the same on all ranks
-                        raise empty_eval_set(name)
+                        raise empty_eval_set(name, self.sets[name])
                     if batch is None:
                         break
                     HEARTBEAT.beat(Phase.evaluating, number)

@@ -7,6 +7,7 @@ A stream can be divided if it has a method ``shard(num_shards, index)`` and the 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,8 +50,19 @@ def own_shards(stream: Any) -> int:
     return shards if known else 0
 
 
+def _is_single_pass(stream: Any) -> bool:
+    """Return whether a stream is an iterator whose __iter__ does not start again: a generator, ``map``, ``zip``, those
+    of itertools. A class with an ``__iter__`` in Python may start again there."""
+    if not isinstance(stream, Iterator):
+        return False
+    start = type(stream).__iter__
+    return start is Iterator.__iter__ or not inspect.isfunction(start)
+
+
 def stream_info(stream: Any) -> StreamInfo:
     """Return what is known about the shards of a stream."""
+    if _is_single_pass(stream):
+        return StreamInfo(problem="the training data is an iterator, which is read once.", single_pass=True)
     shards = own_shards(stream)
     if getattr(stream, "sharded", False):
         return StreamInfo(shards=shards, problem="the stream has sharded = True: each rank has samples of its own.")

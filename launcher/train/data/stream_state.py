@@ -116,7 +116,11 @@ class StreamReader:
         """Return the next ``size`` samples, or fewer at the end, without taking them."""
         if (missing := size - len(self._ahead)) > 0 and not self._ended:
             with self._random.continued(self._epoch):
-                self._ahead += itertools.islice(self._samples, missing)
+                for _ in range(missing):  # not islice: it calls __iter__ again, in which a stream may start again
+                    try:
+                        self._ahead.append(next(self._samples))
+                    except StopIteration:
+                        break
             self._ended = len(self._ahead) < size
         return self._ahead[:size]
 

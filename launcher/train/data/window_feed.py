@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, default_collate
 
 from launcher.config.schema import Balance, ShortWindow
 from launcher.errors import ConfigError, DataError
-from launcher.plan.data_shards import Division
+from launcher.plan.data_shards import START_AGAIN, Division, require_second_epoch
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.windows import Span, Windows, share_of_window
 from launcher.quantities import count, first_names
@@ -29,7 +29,7 @@ from launcher.train.data.loader import Collate, MicroBatch, prefetch, read_sampl
 from launcher.train.data.randomness import SampleRandom, Seed
 from launcher.train.data.sample_order import ArrangedData, SampleOrder, samples_per_epoch
 from launcher.train.data.stream import StreamShare, blocks_of_windows, is_sharded, start_epoch
-from launcher.train.data.stream_shards import own_shards, require_shards
+from launcher.train.data.stream_shards import own_shards, require_shards, stream_info
 from launcher.train.data.stream_state import SavedShards, StreamCheckpoint, StreamState
 from launcher.train.world import World
 
@@ -109,7 +109,7 @@ def open_feed(
 
     Raises:
         ConfigError: ``batch.balance=length``, and the dataset has no lengths; or the stream cannot be divided into
-            ``train.data_shards``.
+            ``train.data_shards``, or read ``train.epochs`` times.
         DataError: the dataset is a DataLoader, its length is not the plan's, or the data differs between ranks.
     """
     if is_loader(dataset):
@@ -122,6 +122,7 @@ def open_feed(
         require_same_data({"The training data": dataset}, plan, world, device)
     if plan.task.samples is None:
         require_shards(dataset, plan.train.data_shards)
+        require_second_epoch(plan.train.epochs, stream_info(dataset))
         return StreamFeed(
             dataset,
             plan,
@@ -392,10 +393,17 @@ class StreamFeed:
             elif self._stand_in is not None:
                 yield self._stand_in
             else:
-                raise DataError(
-                    f"Rank {self._world.rank} got no sample from the stream: it is empty.\n"
-                    "  With `sharded = True` each rank needs samples of its own."
-                )
+                raise self._no_sample()
+
+    def _no_sample(self) -> DataError:
+        start = f"Rank {self._world.rank} got no sample from the stream"
+        if epoch := self._position.epoch:
+            return DataError(
+                f"{start} in epoch {epoch + 1}, after {count(epoch, 'epoch')} with samples: it seems to be read from "
+                f"an iterator, which can be read only once.\n  {START_AGAIN}, or end the run with the samples of one "
+                "epoch (train.epochs=1)."
+            )
+        return DataError(f"{start}: it is empty.\n  With `sharded = True` each rank needs samples of its own.")
 
     def has_next(self) -> bool:
         return bool(self._ahead)

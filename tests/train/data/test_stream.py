@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterator
 from itertools import chain
@@ -12,9 +13,11 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from launcher.errors import DataError
+from launcher.errors import ConfigError, DataError
+from launcher.train.data.stream_shards import stream_info
 from launcher.train.data.window_feed import WindowPosition, open_feed
 from launcher.train.world import World
+from tests.helpers import make_plan
 from tests.train.data.feeds import CPU, Stream, advance, over, plan_for, read
 
 
@@ -86,6 +89,52 @@ def test_a_rank_without_any_sample_of_its_own_is_an_error() -> None:
     for stream in (Own(0), Stream(0)):
         with pytest.raises(DataError, match="Rank 1 got no sample"):
             next(open_feed(stream, plan, World(1, 2, 1), CPU).windows()).micro_batches.__next__()
+
+
+def test_an_iterator_is_refused_for_several_epochs() -> None:
+    several, steps = ("train.epochs=2", "schedule=constant"), ("train.steps=9",)
+    one = ("train.epochs=1", "schedule=constant")
+
+    class Again(Iterator[int]):
+        """One that starts again in ``__iter__``."""
+
+        def __iter__(self) -> Again:
+            self.left = list(range(30))
+            return self
+
+        def __next__(self) -> int:
+            if not self.left:
+                raise StopIteration
+            return self.left.pop(0)
+
+    for make in (lambda: (n for n in range(30)), lambda: map(int, range(30)), lambda: iter([*range(30)])):
+        plan = plan_for(4, 2, *several, samples=None)
+        with pytest.raises(ConfigError, match=r"train.epochs=2: .* only once[\s\S]*__iter__ starts"):
+            open_feed(make(), plan, World(0, 2, 0), CPU)
+        task = dataclasses.replace(plan.task, stream=stream_info(make()))
+        with pytest.raises(ConfigError, match=r"train.epochs=2: .* only once"):
+            make_plan(*several, task=task)
+        for right in (one, steps):
+            make_plan(*right, task=task)
+        assert len(read(plan_for(4, 1, *one, samples=None), make())) == 2
+    for stream in (Again(), Stream(30), [1]):
+        assert not stream_info(stream).single_pass
+    whole = [[*range(24)], [*range(24, 30)]]
+    assert read(plan_for(4, 1, *several, samples=None), Again()) == whole * 2
+
+
+def test_a_second_epoch_without_samples_is_explained() -> None:
+    class Wrapped(IterableDataset[int]):
+        def __init__(self) -> None:
+            self.samples = iter(range(30))
+
+        def __iter__(self) -> Iterator[int]:
+            return self.samples
+
+    for data, options in ((Wrapped(), "train.epochs=2"), (iter(range(30)), "train.steps=9")):
+        plan = plan_for(4, 1, options, "schedule=constant", samples=None)
+        with pytest.raises(DataError, match=r"no sample from the stream in epoch 2, after 1 epoch with samples.*once"):
+            read(plan, data)
 
 
 def test_ranks_of_unequal_length_end_together() -> None:
