@@ -37,6 +37,7 @@ from launcher.train.engine.build import ModelFrom, OptimizerFrom, OtherValues, T
 from launcher.train.engine.calibration import Calibrated, Calibration, hardware_of
 from launcher.train.engine.carried_state import WINDOW, CarriedState
 from launcher.train.engine.foreign_leaves import ForeignLeaves
+from launcher.train.engine.gradient_watch import GradientWatch
 from launcher.train.engine.item_count import ItemCount, Items
 from launcher.train.engine.loss_trial import LossTrial
 from launcher.train.engine.optimizer_step import OptimizerStep
@@ -119,6 +120,7 @@ class Engine(EngineProgress):
         self._optimizer_step = step = OptimizerStep(parts, self._loss, schedule)
         self.schedule = step.schedule
         self.outputs, self._leaves = WindowOutputs(parts), ForeignLeaves(parts)
+        self._gradients = GradientWatch(parts.parallel)
         count = ItemCount(parts, self._loss, step.weight)
         self._current = CurrentWindow(parts, self.buffers, step, count, self.outputs)
         self._calibration, self.preserve = Calibration(parts), parts.preserve
@@ -214,6 +216,7 @@ class Engine(EngineProgress):
             with self.parallel.micro_batch(current.sync, first=current.handed_out == 1, last=current.at_boundary):
                 # the loop's forward and backward run in this context: DDP decides in forward whether to synchronise
                 self._norms.micro_batch(counts=micro.samples > 0)
+                self._gradients.hand_out()
                 with self.precision.autocast():
                     yield micro.data
                 current.require_backward()
@@ -254,15 +257,17 @@ class Engine(EngineProgress):
 
         Raises:
             EngineMisuse: several terms in a window of several micro-batches, whose items cannot be counted ahead.
-            TaskError: the loss is no scalar, ``items`` no number of at least 0, or terms or metrics are not those of
-                other micro-batches.
+            TaskError: the loss is no scalar, ``items`` no number of at least 0, terms or metrics are not those of
+                other micro-batches, or the loss or a hook changes gradients or parameters itself.
         """
         current, totals = self._current, self._totals
         micro = current.take_micro_batch()
         samples = micro.samples
         losses = loss_terms.as_terms(loss, items, metrics)
         current.require_sum(losses)
-        self._leaves.require_none(losses, micro.data)
+        assert current.window is not None  # it has the micro-batch
+        self._leaves.require_none(losses, micro.data, parts=current.window.count * self.world.size)
+        self._gradients.before_backward()
         weight = self._optimizer_step.weight(losses, samples)
         self._loss.require_parts(losses)
         if self._loss.several and current.must_count():
@@ -283,6 +288,7 @@ class Engine(EngineProgress):
         weighted = self._loss.weighted(losses, weight, items_of_terms)
         with self.parallel.backward(weighted, totals.divisor_of_all if last else None):
             self.precision.backward(weighted)
+        self._gradients.after_backward()
 
     def step(self) -> StepResult:
         """Take the window's optimizer step: sum over ranks, check, average exactly, clip, apply, schedule.

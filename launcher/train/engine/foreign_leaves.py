@@ -20,7 +20,7 @@ from launcher.loss import Loss
 from launcher.train.engine.build import EngineParts
 from launcher.train.parallel.base import Parallel
 from launcher.train.parallel.mixed_precision import Narrowed
-from launcher.train.parallel.model_check import SPARSE_GRADIENTS, refuse
+from launcher.train.parallel.model_check import SCALED_GRADIENTS, SPARSE_GRADIENTS, refuse
 
 # the second one shows which tensors are the same in each micro-batch, and not made in it
 LOOKS = 2
@@ -40,18 +40,21 @@ class ForeignLeaves:
         self._before: list[weakref.ref[Tensor]] = []
         _TRAINED.add(parts.parallel)
 
-    def require_none(self, losses: Sequence[Loss], batch: Any) -> None:
+    def require_none(self, losses: Sequence[Loss], batch: Any, parts: int) -> None:
         """Look at the leaves that the losses of a micro-batch depend on, except through its data.
 
+        Args:
+            parts: number of micro-batches in the window, on all ranks.
+
         Raises:
-            TaskError: the gradient of a parameter is sparse; or a leaf is trainable, is the same in several
-                micro-batches, and is no parameter of the model. In a loop of the user's own, which may train it itself,
-                a line is printed instead.
+            TaskError: the gradient of a parameter is sparse, or no sum over micro-batches; or a leaf is trainable, is
+                the same in several micro-batches, and is no parameter of the model. In a loop of the user's own, which
+                may train it itself, a line is printed instead.
         """
         if not self._left:
             return
         self._left -= 1
-        require_dense_gradients(losses, self._parts.parallel.module)
+        require_dense_gradients(losses, self._parts.parallel.module, parts)
         own = {id(leaf) for parallel in _TRAINED for leaf in parallel.leaves()}
         own |= {id(leaf) for leaf in leaves_of([part for part in tree_leaves(batch) if isinstance(part, Tensor)])}
         found = [
@@ -101,13 +104,19 @@ class ForeignLeaves:
         return places
 
 
-def require_dense_gradients(losses: Sequence[Loss], model: nn.Module) -> None:
-    """Raise TaskError if the backward pass of a micro-batch's losses makes a sparse gradient of a parameter."""
+def require_dense_gradients(losses: Sequence[Loss], model: nn.Module, parts: int = 1) -> None:
+    """Raise TaskError if the backward pass of a micro-batch's losses makes a sparse gradient of a parameter, or in a
+    window of several ``parts`` one that the micro-batch's other samples scale."""
     for node in _nodes([loss.total for loss in losses]):
+        found = None
         if getattr(node, "_saved_sparse", False) or getattr(node, "_saved_sparse_grad", False):  # embedding, gather
+            found = SPARSE_GRADIENTS
+        elif parts > 1 and getattr(node, "_saved_scale_grad_by_freq", False):
+            found = SCALED_GRADIENTS
+        if found is not None:
             for leaf in (following.variable for following, _ in node.next_functions if hasattr(following, "variable")):
                 names = (name for name, parameter in model.named_parameters() if parameter is leaf)
-                refuse([next(names, f"a parameter of shape {[*leaf.shape]}")], *SPARSE_GRADIENTS)
+                refuse([next(names, f"a parameter of shape {[*leaf.shape]}")], *found)
 
 
 def leaves_of(totals: Sequence[Tensor]) -> list[Tensor]:

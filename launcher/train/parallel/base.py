@@ -174,6 +174,15 @@ class Parallel:
         two windows."""
         part.train() if training else part.eval()
 
+    def partial_gradients(self) -> list[Tensor | None]:
+        """Return the gradients of the window so far, at fixed places in the list; None where there is none."""
+        return [parameter.grad for parameter in self._parameters]
+
+    def written(self) -> dict[str, int]:
+        """Return how often each trained parameter was written in place, by name."""
+        names = (name for name, parameter in self.module.named_parameters() if parameter.requires_grad)
+        return {name: times_written(p) for name, p in zip(names, self._parameters, strict=False)}
+
     def leaves(self) -> list[Tensor]:
         """Return the parameters as they are in the graph of a loss."""
         return [*self.module.parameters()]
@@ -232,6 +241,12 @@ class WideSums:
 def trained(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that require a gradient."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def times_written(tensor: Tensor) -> int:
+    """Return how often a tensor was written in place: as a whole, or this rank's part of it."""
+    part = local(tensor)
+    return tensor._version if part is tensor else tensor._version + part._version
 
 
 def local(tensor: Tensor) -> Tensor:

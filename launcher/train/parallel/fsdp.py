@@ -207,10 +207,17 @@ class Fsdp(Parallel):
             )
         return whole
 
+    def partial_gradients(self) -> list[Tensor | None]:
+        gathered = [getattr(each, "_unsharded_param", None) for each in self._fsdp_parameters()]
+        wide = [each.unsharded_accumulated_grad for each in self._fsdp_parameters()]
+        return [*super().partial_gradients(), *(None if leaf is None else leaf.grad for leaf in gathered), *wide]
+
     def leaves(self) -> list[Tensor]:
-        groups = [group for module in self._modules for group in groups_of(module)]
-        gathered = [getattr(each, "_unsharded_param", None) for group in groups for each in group.fsdp_params]
+        gathered = (getattr(each, "_unsharded_param", None) for each in self._fsdp_parameters())
         return [*super().leaves(), *(leaf for leaf in gathered if leaf is not None)]
+
+    def _fsdp_parameters(self) -> list[Any]:
+        return [each for module in self._modules for group in groups_of(module) for each in group.fsdp_params]
 
     def _parameters_of_root(self) -> list[Any]:
         return [parameter for group in groups_of(self._modules[0]) for parameter in group.fsdp_params]

@@ -73,6 +73,11 @@ SPARSE_GRADIENTS = (
     "Leave out sparse=True: the gradients have the same values",
 )
 
+SCALED_GRADIENTS = (
+    "gradients that are divided by the frequencies within a micro-batch, not within the window",
+    "Leave out scale_grad_by_freq=True; or use one rank and batch.accumulation=1",
+)
+
 
 def refuse(found: Iterable[str], why: str, remedy: str) -> None:
     """Raise TaskError if names were found. ``why``: what these parts of the model have."""

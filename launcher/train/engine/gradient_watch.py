@@ -1,0 +1,68 @@
+"""Gradients that the loss itself changes, and parameters that a backward pass writes.
+
+A loss that calls ``backward()`` adds gradients which the window divides by its items once more; one that calls
+``zero_grad()`` loses those of earlier micro-batches. An optimizer that steps within the backward pass, in a hook, steps
+with a part of the window's sum.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from launcher.errors import TaskError
+from launcher.quantities import first_names
+from launcher.train.parallel.base import Parallel, times_written
+
+LOOKS = 4  # micro-batches: some of them follow another one of their window
+
+
+class GradientWatch:
+    """Watch on the first micro-batches of this process, from the hand-out to the end of the backward pass."""
+
+    def __init__(self, parallel: Parallel) -> None:
+        self._parallel, self._left = parallel, LOOKS
+        self._gradients: list[tuple[Tensor | None, int]] = []
+        self._written: dict[str, int] = {}
+
+    def hand_out(self) -> None:
+        """Note the gradients before the loss is computed."""
+        if self._left:
+            self._gradients = self._now()
+
+    def before_backward(self) -> None:
+        """Check that the loss has left the gradients alone.
+
+        Raises:
+            TaskError: it has changed them.
+        """
+        if not self._left:
+            return
+        before, self._gradients = self._gradients, []
+        same = all(a is b and m == n for (a, m), (b, n) in zip(before, self._now(), strict=True))
+        if not same:
+            raise TaskError(
+                "The loss changes the gradients of the model's parameters: it calls backward() or zero_grad() itself."
+                "\n  Return all terms as one total, which the launcher runs backward. For gradients of inputs use "
+                "torch.autograd.grad(total, inputs),\n  which leaves those of the parameters alone."
+            )
+        self._written = self._parallel.written()
+
+    def after_backward(self) -> None:
+        """Check that the backward pass has left the parameters alone.
+
+        Raises:
+            TaskError: it has written some.
+        """
+        if not self._left:
+            return
+        self._left -= 1
+        now = self._parallel.written()
+        if names := [name for name, times in self._written.items() if now.get(name, times) != times]:
+            raise TaskError(
+                f"{first_names(names)}: written within the backward pass, by a hook that steps an optimizer or changes "
+                "the value.\n  There the gradient is a part of the window's sum, not yet its mean. Return such "
+                "optimizers from optimizer(model), in a list;\n  and change values in a callback's on_step."
+            )
+
+    def _now(self) -> list[tuple[Tensor | None, int]]:
+        return [(each, 0 if each is None else times_written(each)) for each in self._parallel.partial_gradients()]
