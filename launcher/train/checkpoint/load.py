@@ -247,9 +247,9 @@ def load(engine: Engine, directory: Path) -> Restored:
     stored = Reader(directory).read_metadata()
     origin, saved, plan = state.get("origin", {}), state["engine"], engine.plan
     require_same_run(directory, origin, saved["place"]["index"], plan)
+    _fit_buffers(engine, saved["changing_buffers"], stored)
     buffers = dict(engine.parallel.module.named_buffers())
     changing = [name for name in saved["changing_buffers"] if name in buffers]
-    _resize_buffers(engine, changing, stored)
     tensors = contents.checkpoint_tensors(engine, changing, create_optimizer_state=True)
     unknown = [name for name in saved["changing_buffers"] if name not in buffers]
     require_same_model(directory, tensors["model"], stored, unknown)
@@ -304,19 +304,25 @@ def load(engine: Engine, directory: Path) -> Restored:
     return Restored(directory, state["run"], origin, ranks, comparable, hardware_before, hardware)
 
 
-def _resize_buffers(engine: Engine, changing: list[str], stored: Metadata) -> None:
-    """Give the buffers whose shape training has changed the shape in the checkpoint.
+def _fit_buffers(engine: Engine, changing: list[str], stored: Metadata) -> None:
+    """Give the buffers whose shape training has changed the shape in the checkpoint, and those that were None at first
+    a tensor.
 
     Args:
         changing: names of the buffers that training changes.
     """
+    modules = dict(engine.parallel.module.named_modules())
     for name in changing:
         entries = [stored.state_dict_metadata.get(f"{part}.{name}") for part in ("model", "buffers")]
         owner, _, last = name.rpartition(".")
-        buffers = engine.parallel.module.get_submodule(owner)._buffers
-        buffer = buffers.get(last)
+        buffers = modules[owner]._buffers if owner in modules else {}
         for entry in entries:
-            if isinstance(entry, TensorStorageMetadata) and buffer is not None and entry.size != buffer.shape:
+            if not isinstance(entry, TensorStorageMetadata) or last not in buffers:
+                continue
+            buffer = buffers[last]
+            if buffer is None:
+                buffers[last] = torch.empty(entry.size, dtype=entry.properties.dtype, device=engine.device)
+            elif entry.size != buffer.shape:
                 buffers[last] = buffer.new_empty(entry.size)
 
 

@@ -152,7 +152,9 @@ def require_same_model(directory: Path, model: Mapping[str, Any], stored: Metada
             problems.append(f"{name} is not in the checkpoint")
         elif shapes[name] != shape:
             problems.append(f"{name} has the shape {shape} here, and {shapes[name]} in the checkpoint")
-    problems += [f"{name} is in the checkpoint only" for name in [*shapes, *unknown] if name not in model]
+    problems += [
+        f"{name} is in the checkpoint only" for name in dict.fromkeys([*shapes, *unknown]) if name not in model
+    ]
     if problems:
         head = f"{directory} was saved from another model:"
         remedy = "Resume with the model that the run had, or start a new run: launch train."

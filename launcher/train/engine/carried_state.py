@@ -4,8 +4,9 @@ micro-batches and over ranks, and a resume loses what no checkpoint has.
 In the third window of a run, the first micro-batch runs twice in the same way, and again for each buffer or attribute
 that has changed so far, with the value that the first pass has left in it. If the loss is another one, the loss reads
 that state. If the value is another one afterwards, it depends on earlier values, as a counter does; a value that each
-pass computes anew is no state, and one that differs between the two equal passes, such as a time, shows nothing. A
-model and a task without such changes cost no pass.
+pass computes anew is no state, and one that differs between the two equal passes, such as a time, shows nothing.
+Random generators of the user's code are state if a further pass leaves them in another state, unlike one that each pass
+seeds. A model and a task without such changes cost no pass.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import pickle
+import random
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -84,7 +87,9 @@ class CarriedState:
         self._parts, self._model = parts, parts.parallel.module
         self._known = {id(each): each for each in (*self._model.modules(), *self._model.parameters())}
         self._packages = packages_of([self._model, parts.owner])
-        self._before = {name: self._digest(place.get()) for name, place in self._places().items()}
+        places = self._places()
+        self._before = {name: self._digest(place.get()) for name, place in places.items()}
+        self._drawn_from = {name: self._generators(place.get()) for name, place in places.items()}
 
     @torch.no_grad()
     def examine(self, run: Callable[[MicroBatch], list[Loss]], micro: MicroBatch, micro_batches: int) -> None:
@@ -99,14 +104,24 @@ class CarriedState:
         kept = self._parts.preserve()
         places = self._places()
         changed = [name for name, place in places.items() if self._digest(place.get()) != self._before.get(name)]
+        drawn = [
+            name
+            for name, place in places.items()
+            if not (place.saved or name in changed) and self._generators(place.get()) != self._drawn_from.get(name, [])
+        ]
         # all ranks must run the same passes, though one may have objects of its own, such as a logger
-        changed_on, grad_read_on = zip(*world.of_all((changed, "grad" in kept.names_read)), strict=True)
+        changed_on, drawn_on, grad_read_on = zip(
+            *world.of_all((changed, drawn, "grad" in kept.names_read)), strict=True
+        )
         names = [*dict.fromkeys(itertools.chain.from_iterable(changed_on))][:MAX_TRIED]
         names += [GRADIENTS] * any(grad_read_on)
-        if not names:
+        drawn = [*dict.fromkeys(itertools.chain.from_iterable(drawn_on))][:MAX_TRIED]
+        if not names and not drawn:
             return
+        advanced = list[str]()
         try:
             found = self._found(run, micro, [(name, places.get(name)) for name in names], kept.undo)
+            advanced = self._advanced(run, micro, {name: places.get(name) for name in drawn}) if drawn else []
         except Exception:  # training shows the error, unless it is due to the missing graph
             found = None
         finally:
@@ -122,6 +137,7 @@ class CarriedState:
                 divided.append(name)
             if any(each.carried for each in ranks) and name in places and not places[name].saved:
                 lost.append(name)
+        lost += dict.fromkeys(name for own in world.of_all(advanced) for name in own)
         if world.rank == 0:
             _print(divided, lost, micro_batches, world.size)
 
@@ -157,6 +173,17 @@ class CarriedState:
             undo()
             found.append(Found(written and differs, carried or differs, value))
         return found
+
+    def _advanced(
+        self, run: Callable[[MicroBatch], list[Loss]], micro: MicroBatch, places: dict[str, StatePlace | None]
+    ) -> list[str]:
+        """Return the names of those places whose random generators a second pass leaves in another state than the first
+        one. The caller restores them."""
+        states: list[list[list[str]]] = []
+        for _ in range(2):
+            forward_pass(self._parts, run, micro)
+            states.append([self._generators(place and place.get()) for place in places.values()])
+        return [name for name, one, other in zip(places, *states, strict=True) if one != other]
 
     def _with_gradients(self, losses: Callable[[], Digest]) -> Digest:
         """Run ``losses`` while all trained parameters have a gradient."""
@@ -208,8 +235,15 @@ class CarriedState:
             }
         return places
 
-    def _digest(self, value: Any) -> Digest:
-        """Return numbers that differ if numbers or tensors in ``value`` do."""
+    def _generators(self, value: Any) -> list[str]:
+        """Return the states of the random generators in ``value``."""
+        states: list[str] = []
+        self._digest(value, states)
+        return states
+
+    def _digest(self, value: Any, states: list[str] | None = None) -> Digest:
+        """Return numbers that differ if numbers or tensors in ``value`` do. ``states``: receives those of random
+        generators."""
         numbers: list[float] = []
         seen, room = dict[int, object](), MAX_READ
         waiting = deque([value])
@@ -240,6 +274,9 @@ class CarriedState:
                     copied = numpy.array(each, "float64") if each.size <= room else numpy.zeros(0)
                     numbers += [each.size, *_numbers_of(torch.from_numpy(copied), room)]
                     room -= copied.size
+                case _ if (state := _state_of_generator(each)) is not None:
+                    if states is not None:
+                        states.append(state)
                 case _ if self._follows(type(each)) and not isinstance(each, Dataset):
                     waiting.extend(attributes_of(each).values())
                 case _:
@@ -248,6 +285,24 @@ class CarriedState:
 
     def _follows(self, kind: type) -> bool:
         return is_users_package(kind.__module__.partition(".")[0], self._packages)
+
+
+def _state_of_generator(value: Any) -> str | None:
+    """Return the state of a random generator of torch, Python or NumPy; None if ``value`` is none, or has no state."""
+    numpy: Any = sys.modules.get("numpy")
+    match value:
+        case torch.Generator():
+            return str(value.get_state().tolist())
+        case random.SystemRandom():
+            return None
+        case random.Random():
+            return str(value.getstate())
+        case _ if numpy and isinstance(value, numpy.random.Generator):
+            return str(pickle.dumps(value.bit_generator.state))
+        case _ if numpy and isinstance(value, numpy.random.RandomState):
+            return str(pickle.dumps(value.get_state(legacy=False)))
+        case _:
+            return None
 
 
 def _numbers_of(tensor: Tensor, most: int) -> list[float]:

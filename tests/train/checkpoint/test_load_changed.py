@@ -29,17 +29,20 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 
 class Grows(nn.Module):
-    """With a buffer that gets a row at each call."""
+    """With a buffer that gets a row at each call, and one that is None until the first."""
 
     seen: Tensor
+    first: Tensor | None
 
     def __init__(self) -> None:
         super().__init__()
         self.out = nn.Linear(4, 1)
         self.register_buffer("seen", torch.zeros(0, 4))
+        self.register_buffer("first", None)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
+            self.first = x.detach()[:1].clone() if self.first is None else self.first
             self.seen = torch.cat([self.seen, x.detach().mean(0, keepdim=True)])
         return self.out(x)
 
@@ -158,7 +161,7 @@ def test_averages_of_parameters_that_were_frozen_start_with_their_values(tmp_pat
     assert not averages.averages["1.weight"].equal(model.state_dict()["1.weight"])
 
 
-def test_a_buffer_that_training_has_enlarged(tmp_path: Path) -> None:
+def test_buffers_that_training_has_enlarged_or_filled(tmp_path: Path) -> None:
     first = Grows()
     place = run(engine_of(tmp_path, first), 3)
     second = Grows()
@@ -166,6 +169,9 @@ def test_a_buffer_that_training_has_enlarged(tmp_path: Path) -> None:
     load.load(engine, place)
     assert len(first.seen) == 3
     assert second.seen.equal(first.seen)
+    assert first.first is not None
+    assert second.first is not None
+    assert second.first.equal(first.first)
 
 
 def test_a_forced_argument_keeps_the_optimizers_state(tmp_path: Path) -> None:

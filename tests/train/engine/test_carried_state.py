@@ -183,6 +183,45 @@ class ReadsGradients(Plain):
         return torch.zeros(()) if gradient is None else functional.normalize(gradient, dim=1).sum(1)
 
 
+class Noise(Plain):
+    """A random generator of the task's own."""
+
+    def __init__(self) -> None:
+        self.random = torch.Generator().manual_seed(1)
+
+    def aim(self, model: Any, rows: Tensor) -> Tensor:  # noqa: ARG002
+        return torch.randn(3, generator=self.random)
+
+
+class Shaken(Plain):
+    """Generators of Python and NumPy, in the model and in an object of the task."""
+
+    def __init__(self) -> None:
+        self.past = Running()
+        self.past.random = random.Random(1)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def model(self) -> nn.Module:
+        model = Net()
+        model.out.random = np.random.default_rng(1)  # pyright: ignore
+        return model
+
+    def aim(self, model: Any, rows: Tensor) -> Tensor:  # noqa: ARG002
+        drawn: Any = self.past
+        return torch.full((3,), drawn.random.random() + model.out.random.random())
+
+
+class Reseeded(Noise):
+    """A generator that each pass seeds, and one that nothing draws from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = random.Random(1)
+
+    def aim(self, model: Any, rows: Tensor) -> Tensor:
+        self.random.manual_seed(7)
+        return super().aim(model, rows)
+
+
 class Alternates(Counter):
     """The pattern of a GAN whose two losses take turns."""
 
@@ -229,6 +268,7 @@ CASES: dict[type, tuple[str, str]] = {
     Spectral: ("model.weight_u", ""), ReadsGradients: ("the parameters' .grad", ""),
     Alternates: ("task.calls", "task.calls"), Annealed: ("", "task.alpha"),
     ModuleCounter: ("task.calls", "task.calls"), Timed: ("", ""),
+    Noise: ("", "task.random"), Shaken: ("", "model.out.random, task.past"), Reseeded: ("", ""),
 }  # fmt: skip
 
 
