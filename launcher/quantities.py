@@ -25,9 +25,14 @@ def bytes_text(number: float) -> str:
     return f"{number:,.0f} {unit}" if unit == "B" else f"{number:,.2f} {unit}"
 
 
+def number_text(value: float) -> str:
+    """Return a value with four significant digits, or as a whole number from 1,000 on: 0.1235, 12.35, 12,346."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:,.4g}"
+
+
 def seconds_text(seconds: float) -> str:
     """Return a duration as text, in ms or s."""
-    return f"{seconds * 1e3:,.4g} ms" if seconds < 1 else f"{seconds:,.4g} s"
+    return f"{number_text(seconds * 1e3)} ms" if seconds < 1 else f"{number_text(seconds)} s"
 
 
 def duration_text(seconds: float) -> str:

@@ -17,6 +17,7 @@ from launcher.quantities import (
     exposed_text,
     folded_names,
     interval,
+    number_text,
     prediction_text,
     speedup_text,
 )
@@ -32,6 +33,12 @@ def test_the_interval_holds_the_true_difference_as_often_as_it_says() -> None:
                 draw.expovariate(1) - math.log(2) for _ in range(size)]  # fmt: skip
             hits += not interval(times).excludes(truth)
         assert hits / 2000 > 0.935, size
+
+
+def test_large_figures_have_no_exponent() -> None:
+    """The report's fastest setting was given as 1.575e+04 samples/s beside 15,747.2 in its table."""
+    assert [number_text(each) for each in (15_747.2, 999.96, 1411.4)] == ["15,747", "1,000", "1,411"]
+    assert [number_text(each) for each in (0.123456, 12.3456, -2e4)] == ["0.1235", "12.35", "-20,000"]
 
 
 def test_counts_have_a_plural_and_whole_numbers_no_fraction() -> None:

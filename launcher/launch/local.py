@@ -93,14 +93,23 @@ def make_directory(run: RunInfo) -> None:
         root.parent.mkdir(parents=True, exist_ok=True)
         root.mkdir()
     except FileExistsError:
-        occupied = root if root.exists() else root.parent
-        resumes = f"`launch resume {run.name}` continues that run. " if RunPaths(root).plan.exists() else ""
-        raise SiteError(
-            f"run.name={run.name}: {occupied} exists, and a run never writes into another one's directory.\n"
-            f"  {resumes}For a new run choose another run.name, or leave it out for a name of its own."
-        ) from None
+        raise _occupied(run, root if root.exists() else root.parent) from None
     except OSError as error:
         raise _cannot_be_made(root, error) from None
+
+
+def require_unused(run: RunInfo) -> None:
+    """Raise SiteError if the run's directory exists, before slow work; `make_directory` checks it again."""
+    if os.path.lexists(run.dir):
+        raise _occupied(run, Path(run.dir))
+
+
+def _occupied(run: RunInfo, occupied: Path) -> SiteError:
+    resumes = f"`launch resume {run.name}` continues that run. " if RunPaths(Path(run.dir)).plan.exists() else ""
+    return SiteError(
+        f"run.name={run.name}: {occupied} exists, and a run never writes into another one's directory.\n"
+        f"  {resumes}For a new run choose another run.name, or leave it out for a name of its own."
+    )
 
 
 def _cannot_be_made(root: Path, error: OSError) -> SiteError:

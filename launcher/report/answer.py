@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.quantities import NO_INTERVAL, Interval, bytes_text, count, first_names, interval
+from launcher.quantities import NO_INTERVAL, Interval, bytes_text, count, first_names, interval, number_text
 from launcher.report import compare
 from launcher.report.compare import Row, TaskGroup
 
@@ -73,10 +73,14 @@ def _known(value: Interval) -> bool:
     return math.isfinite(value.high)
 
 
-def _text(value: Interval, form: str = ",.4g") -> str:
+def _text(value: Interval, form: str | None = None) -> str:
     """Return a value with its interval, if that is known."""
-    ends = f" ({value.low:{form}} to {value.high:{form}})" if _known(value) else ""
-    return f"{value.value:{form}}{ends}"
+
+    def text(number: float) -> str:
+        return number_text(number) if form is None else format(number, form)
+
+    ends = f" ({text(value.low)} to {text(value.high)})" if _known(value) else ""
+    return text(value.value) + ends
 
 
 def _estimate(rows: Sequence[Row], figure: str, within: Callable[[Row], tuple[float, float]]) -> Interval | None:

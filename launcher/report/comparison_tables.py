@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
+from launcher.quantities import number_text
 from launcher.record.curves import SMOOTHED_OVER
 from launcher.report.answer import Finding
 from launcher.report.compare import Row, RunComparison
@@ -65,6 +66,7 @@ class Column:
     Attributes:
         short: heading in the terminal; "": only on the page.
         factor: from the figure's unit to the column's.
+        form: format of a number; "": as in `number_text`.
     """
 
     figure: str
@@ -84,7 +86,7 @@ class Column:
             return "not reached" if reachable else ""
         if self.figure == "comm/exposed_s":
             value = max(0.0, value)
-        return format(value * self.factor, self.form)
+        return format(value * self.factor, self.form) if self.form else number_text(value * self.factor)
 
 
 # columns that are left out if no run has a value
@@ -110,10 +112,10 @@ COLUMNS = (
     Column("comm/speedup", "speed-up", "×", "speed-up", 1, ".2f"),
     Column("train/loss_smoothed", "loss, smoothed", "", "loss", 1, ".4f"),
     Column("eval/loss", "held-out loss", "", "", 1, ".4f"),
-    Column("total/hours", "{hours}", "", "", 1, ".4g"),
-    Column("total/cost", "price", "", "", 1, ",.4g"),
-    Column("loss/hours", "{hours} to loss", "", "{hours} to loss", 1, ".4g"),
-    Column("loss/cost", "price to loss", "", "", 1, ",.4g"),
+    Column("total/hours", "{hours}", "", "", 1, ""),
+    Column("total/cost", "price", "", "", 1, ""),
+    Column("loss/hours", "{hours} to loss", "", "{hours} to loss", 1, ""),
+    Column("loss/cost", "price to loss", "", "", 1, ""),
 )
 
 
@@ -121,7 +123,7 @@ def columns_of(comparison: RunComparison) -> list[Column]:
     """Return the columns, those of the tasks' own metrics last. Of the own metrics, the terminal shows the held-out
     ones."""
     shown = [name for name in comparison.metrics if name.startswith("eval/") and "/loss" not in name][:MOST_METRICS]
-    own = [Column(name, name, "", name if name in shown else "", 1, ".4g") for name in comparison.metrics]
+    own = [Column(name, name, "", name if name in shown else "", 1, "") for name in comparison.metrics]
     known = {name for name in _OPTIONAL if any(row[name] is not None for row in comparison.rows)}
     return [*(column for column in COLUMNS if column.figure in known or column.figure not in _OPTIONAL), *own]
 

@@ -171,7 +171,7 @@ class LiveDisplay(MessageDisplay):
             return
         self._announced = True
         whole = duration_text(record["time/total_s"] + left)
-        self.say(f"The {self._steps} steps take about {whole}; {duration_text(left)} left.")
+        self.say(f"The {self._steps:,} steps take about {whole}; {duration_text(left)} left.")
 
     def _seconds_left(self, record: dict[str, Any]) -> float | None:
         """Return the time to the last step at the mean rate since the display started; None if unknown."""

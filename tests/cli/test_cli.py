@@ -139,6 +139,14 @@ def test_unwritable_directory(launch: Launch, tmp_path: Path) -> None:
     assert "cannot be made" in refused(launch, tmp_path, "train", "run.dir=file/runs")
 
 
+def test_a_taken_name_is_refused_before_the_task_is_inspected(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("raise SystemExit('a data set of an hour is read here')\n")
+    make_run(tmp_path / "runs", "own")
+    text = refused(launch, tmp_path, "train", "task._target_=slow.Task", "run.name=own")
+    assert "run.name=own" in text
+    assert "`launch resume own` continues that run." in text
+
+
 def test_unknown_verb(launch: Launch, tmp_path: Path) -> None:
     assert "did you mean 'train'?" in refused(launch, tmp_path, "trian")
 
