@@ -38,6 +38,7 @@ from launcher.train.parallel.batchnorm import (
     sums_of,
     track,
 )
+from launcher.train.parallel.mixed_precision import in_backward
 from launcher.train.precision import Precision
 
 
@@ -49,11 +50,13 @@ class Call:
         statistics: statistics of the window; None before they are computed.
         means: means of the gradient, and of the gradient times the result, [2, channels]; None before they are
             computed.
+        without_gradient: it last ran under ``torch.no_grad``, as a reentrant checkpoint does.
     """
 
     layer: _BatchNorm
     statistics: Statistics | None = None
     means: Tensor | None = None
+    without_gradient: bool = False
 
 
 class Pass(Enum):
@@ -167,6 +170,22 @@ class WindowNorms:
         self._number += 1
         return self._calls[self._number - 1]
 
+    def _recomputed(self, layer: _BatchNorm) -> Call:
+        """Return the call of a layer that a checkpoint computes again in the backward pass, in an order of its own."""
+        calls = [call for call in self._calls if call.layer is layer]
+        if len(calls) != 1:
+            raise TaskError(
+                f"batch.norm=window: a {type(layer).__name__} that a forward pass uses {len(calls)} times is computed "
+                "again in the backward pass (torch.utils.checkpoint), where the uses cannot be told apart.\n"
+                "  Use batch.norm=sync, or leave the layer out of the checkpoint."
+            )
+        if calls[0].without_gradient:  # the means of the gradient, taken from the forward pass, are wrong
+            raise TaskError(
+                "batch.norm=window does not work with torch.utils.checkpoint(use_reentrant=True).\n"
+                "  Use use_reentrant=False, or batch.norm=sync."
+            )
+        return calls[0]
+
     def _other_layers(self, how: str) -> TaskError:
         return TaskError(
             "batch.norm=window: each forward pass must use the same BatchNorm layers in the same order, and of one "
@@ -176,7 +195,11 @@ class WindowNorms:
     def normalised(self, layer: _BatchNorm, x: Tensor) -> Tensor:
         if self._stage is Pass.local:
             return self._with_own_statistics(layer, x)
-        call, number = self._call(layer), self._number - 1
+        recomputed = in_backward()
+        call = self._recomputed(layer) if recomputed else self._call(layer)
+        number = self._number - 1
+        if not recomputed:
+            call.without_gradient = not torch.is_grad_enabled()
         if self._stage is Pass.statistics:
             if number == self._target:
                 self._sums = sums_of(x, counts=self._counts)
@@ -185,7 +208,7 @@ class WindowNorms:
         assert call.statistics is not None
         means = call.means
         y = normalise(layer, x, call.statistics, None if means is None or not self._counts else lambda _: means)
-        if self._stage is Pass.means and number == self._target:
+        if self._stage is Pass.means and number == self._target and not recomputed:
             y = self._tap = y.detach().requires_grad_()  # earlier layers need no gradient in this pass
         return y
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from launcher.config.schema import Norm
 from launcher.errors import ConfigError, TaskError
@@ -161,6 +162,52 @@ class Choosy(nn.Module):
 def test_micro_batches_with_layers_of_their_own_are_refused(second: list[float]) -> None:
     with pytest.raises(TaskError, match="same BatchNorm layers in the same order"):
         look_ahead(Choosy(), [torch.ones(4, 2), torch.tensor([second] * 4)])
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, *, reentrant: bool | None, twice: bool = False) -> None:
+        super().__init__()
+        self.reentrant, self.twice = reentrant, twice
+        self.first = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh())
+        self.last = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in (self.first, self.last, *([self.last] if self.twice else [])):
+            again = self.reentrant is not None
+            x = cast("Tensor", checkpoint(unit, x, use_reentrant=self.reentrant)) if again else unit(x)
+        return x
+
+
+def test_layers_computed_again_use_the_statistics_of_the_window() -> None:
+    torch.manual_seed(0)
+    plain, model = Checkpointed(reentrant=None).double(), Checkpointed(reentrant=False).double()
+    model.load_state_dict(plain.state_dict())
+    x = torch.randn(12, 3, dtype=torch.float64)
+    plain(x).square().sum().backward()
+    norms = look_ahead(model, list(x.split(4)))
+    for part in x.split(4):
+        norms.micro_batch(counts=True)
+        model(part).square().sum().backward()
+    norms.track()
+    wanted = [each.grad for each in plain.parameters()] + list(plain.buffers())
+    for mine, other in zip([each.grad for each in model.parameters()] + list(model.buffers()), wanted, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of the passes without gradient
+@pytest.mark.parametrize(
+    ("reentrant", "twice", "message"), [(False, True, "uses 2 times"), (True, False, "use_reentrant=False, or batch")]
+)
+def test_checkpoints_that_hide_the_order_of_calls_are_refused(reentrant: bool, twice: bool, message: str) -> None:
+    model, x = Checkpointed(reentrant=reentrant, twice=twice), torch.randn(4, 3, requires_grad=True)
+
+    def window() -> None:
+        norms = look_ahead(model, [x, x + 1])
+        norms.micro_batch(counts=True)
+        model(x).square().sum().backward()
+
+    with pytest.raises(TaskError, match=message):
+        window()
 
 
 class Special(nn.BatchNorm1d):
