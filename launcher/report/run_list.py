@@ -110,10 +110,12 @@ def status_table(run: Run, events: Sequence[dict[str, Any]] = ()) -> Table:
         add("step", progress_text(run) + ("" if run.loss is None else f", loss {run.loss:.4f}") + left)
     if run.held_out is not None:
         add("held-out", f"{run.held_out:.4f}")
+    over = run.state is RunState.done or run.state in ACTIVE
     if run.resumes_from is not None:
         hint = resume_hint(run.failure, run.resumes_from, command_name(Path(run.dir))).strip()
-        over = run.state is RunState.done or run.state in ACTIVE
         add("checkpoint", f"of step {run.resumes_from}" + ("" if over or not hint else f": {hint}"))
+    elif run.step is not None and not over:
+        add("checkpoint", "none")
     if run.metrics:
         add("averages", metrics_text(run.metrics))
     if run.best is not None:

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any, cast
 
@@ -226,6 +227,9 @@ def test_where_a_run_stands(tmp_path: Path) -> None:
     assert (over.left_s, over.held_out, over.resumes_from) == (None, 0.75, 30)
     Console(file=out, width=120).print(status_table(over))
     assert "of step 30: `launch resume" in out.getvalue()
+    shutil.rmtree(paths.checkpoints)
+    Console(file=out, width=120).print(status_table(status.statuses_of([paths])[0]))
+    assert "checkpoint  none" in out.getvalue()
 
 
 def test_local_runs(tmp_path: Path) -> None:
