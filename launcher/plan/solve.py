@@ -248,6 +248,7 @@ def _on_cluster(
             *_precision_notes(precision, strategy),
             *float8_notes(precision, task.float8_layers, compiles=config.train.compile),
             *_norm_notes(batch, task),
+            *_single_sample_notes(epoch, batch, task),
             *_loss_notes(batch, task),
             *task.data_notes,
             *_mode_notes(task),
@@ -349,6 +350,22 @@ def _norm_notes(batch: Batch, task: TaskPlan) -> list[str]:
     if note is not None and batch.balance is Balance.length and batch.norm in (Norm.leave, Norm.sync):
         note += " With batch.balance=length these samples have alike lengths."
     return [] if note is None else [note]
+
+
+def _single_sample_notes(epoch: EpochPlan, batch: Batch, task: TaskPlan) -> list[str]:
+    """Return the note on micro-batches of one sample in an epoch's last window. torch's BatchNorm fails on one value a
+    channel, but a sample of an image has many."""
+    short = epoch.short_window
+    if not task.batch_norms or not short or batch.norm is not Norm.leave or batch.micro_size == 1:
+        return []
+    shares = -(-short // (batch.micro_size * batch.world_size)) * batch.world_size
+    if short // shares > 1:
+        return []
+    return [
+        f"The short window of {count(short, 'sample')} has micro-batches of one sample, on which a BatchNorm with one "
+        "value a channel fails (Expected more than 1 value per channel): use batch.short_window=drop, or "
+        "batch.norm=sync."
+    ]
 
 
 def _loss_notes(batch: Batch, task: TaskPlan) -> list[str]:

@@ -53,3 +53,22 @@ def test_a_loss_of_the_whole_window_has_passes_of_its_own() -> None:
         make_plan(*WINDOW, "batch.norm=window", task=task)
     note = make_plan(*WINDOW, "batch.norm=sync", task=task).notes[-1]
     assert "each micro-batch runs forward once more" in note
+
+
+def test_a_short_window_with_micro_batches_of_one_sample_is_said_with_a_way_out() -> None:
+    one, two = "cluster.workers_per_node=1", "cluster.workers_per_node=2"
+
+    def noted(samples: int, *overrides: str, batch_norms: int = 1) -> list[str]:
+        sizes = ("batch.global_size=16", "batch.micro_size=4", "train.epochs=1")
+        plan = make_plan(*sizes, *overrides, samples=samples, batch_norms=batch_norms)
+        return [note for note in plan.notes if "more than 1 value per channel" in note]
+
+    assert "short window of 1 sample" in noted(33, one)[0]
+    assert "batch.short_window=drop, or batch.norm=sync" in noted(33, two)[0]
+    for samples in (35, 34):  # shares of 2 and 1, of 1 and 1
+        assert noted(samples, two)
+    for samples, overrides in (
+        (34, [one]), (32, [two]), (36, [two]), (33, [one, "batch.short_window=drop"]), (33, [two, "batch.norm=sync"]),
+    ):  # fmt: skip
+        assert not noted(samples, *overrides)
+    assert not noted(33, one, batch_norms=0)
