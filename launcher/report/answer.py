@@ -215,7 +215,7 @@ def _best_loss(group: TaskGroup, settings: Sequence[Sequence[Row]]) -> Finding |
     text += f" The highest is {_text(last[1], '.4f')}: {group.describe(last[0][0])}."
     lengths = " The runs have different numbers of steps." if len({row["step"] for row in rows}) > 1 else ""
     claim, _ = _claims(group, ranking, Interval(1, 1, 1), "")
-    return Finding("Lowest loss", text + claim, lengths)
+    return Finding("Lowest loss", text + lengths + claim)
 
 
 def _scaling(group: TaskGroup, rows: Sequence[Row]) -> Finding | None:

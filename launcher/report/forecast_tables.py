@@ -14,7 +14,7 @@ WIRE = "wire a step"  # name of a line
 def forecast_lines(plan: RunPlan) -> Iterator[tuple[str, str]]:
     """Yield name and text of each line, the bytes of a step first; a further line of one subject has no name."""
     strategy = plan.strategy
-    if strategy.wire_bytes is not None and strategy.wire_bytes_every is not None:
+    if strategy.wire_bytes is not None and strategy.wire_bytes_every:  # one rank sends nothing
         every = f"{bytes_text(strategy.wire_bytes_every)} with sync=every"
         yield WIRE, f"{bytes_text(strategy.wire_bytes)} a rank predicted; {every}"
     if any(each.peak_bytes is not None for each in strategy.forecasts):

@@ -56,6 +56,14 @@ def test_what_is_fastest_cheapest_and_saved(tmp_path: Path) -> None:
     assert found["Basis"].startswith("4 of 4 runs finished, on cpu. Not measured: how much a second start")
 
 
+def test_losses_after_different_numbers_of_steps_are_said_to_be_so_in_the_terminal(tmp_path: Path) -> None:
+    for steps, loss in ((30, 3.0), (60, 2.0)):
+        make_run(tmp_path, f"s{steps}", f"train.clip_norm={steps}", steps=steps, loss=loss)
+    (group,) = compare_runs(find(tmp_path), title="runs").groups
+    (text,) = [finding.text for finding in findings(group) if finding.subject == "Lowest loss"]
+    assert "The runs have different numbers of steps." in text
+
+
 def test_no_difference_is_claimed_where_intervals_overlap(tmp_path: Path) -> None:
     for number, clip in enumerate((1, 2, 3)):
         make_run(tmp_path, f"r{number}", workers(1), f"train.clip_norm={clip}", step_s=0.2)
