@@ -18,7 +18,7 @@ import pickle
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -41,6 +41,8 @@ from launcher.train.parallel.base import local
 WINDOW = 2
 # limits of what is tried, of the elements of a container, and of those of all tensors of a place that are read
 MAX_TRIED, MAX_ELEMENTS, MAX_READ = 8, 1000, 2**22
+_SUMS = 3  # of _numbers_of for a tensor that was read
+CONSTANT = 1e-5  # relative difference of a constant that rounding explains
 GRADIENTS = "the parameters' .grad"
 Digest = tuple[float, ...]
 
@@ -303,6 +305,54 @@ def _state_of_generator(value: Any) -> str | None:
             return str(pickle.dumps(value.get_state(legacy=False)))
         case _:
             return None
+
+
+def constants_of(module: nn.Module, task: object) -> dict[str, Digest]:
+    """Return by name numbers that differ if tensors do which a model or task has from its construction, and which no
+    checkpoint has: attributes, and buffers with ``persistent=False``."""
+    numpy: Any = sys.modules.get("numpy")
+    held = {
+        f"model.{prefix}.{name}".replace("..", "."): value
+        for prefix, part in module.named_modules()
+        for names in ({**vars(part), **part._buffers},)
+        for name, value in names.items()
+        if name not in OF_TORCH and (name not in part._buffers or name in part._non_persistent_buffers_set)
+    }
+    if not isinstance(task, nn.Module):
+        held |= {f"task.{name}": value for name, value in attributes_of(task).items()}
+    of_parameters = {p.untyped_storage()._cdata for p in module.parameters()}
+    found: dict[str, Digest] = {}
+    for name, value in held.items():
+        size = 0
+        if numpy and isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf":
+            size, value = value.size, torch.from_numpy(numpy.array(value.reshape(-1)[:MAX_ELEMENTS], "float64"))
+        if type(value) is not Tensor or value.layout is not torch.strided or value.is_quantized or value.is_nested:
+            continue
+        if not value.is_meta and value.untyped_storage()._cdata not in of_parameters:
+            _, *sums = _numbers_of(value.reshape(-1)[:MAX_ELEMENTS], MAX_ELEMENTS)
+            if len(sums) == _SUMS and all(map(math.isfinite, sums)):
+                found[name] = (size or value.numel(), *sums)
+    return found
+
+
+def print_other_constants(before: Mapping[str, Sequence[float]], now: Mapping[str, Digest]) -> None:
+    """Print which constants are not those with which a checkpoint was saved. Rounding and another size are no
+    difference: the processor, and the number of ranks, may have changed."""
+    names = [
+        name
+        for name, (size, *sums) in now.items()
+        if name in before
+        and before[name][0] == size
+        and any(
+            abs(a - b) > CONSTANT * max(sums[-1], before[name][-1]) for a, b in zip(sums, before[name][1:], strict=True)
+        )
+    ]
+    if names:
+        print(
+            f"Other values than before this resume, and no checkpoint has them: {first_names(names)}.\n  Make them "
+            "alike at each start (with train.seed, or from a file), or make them buffers that are saved.",
+            flush=True,
+        )
 
 
 def _numbers_of(tensor: Tensor, most: int) -> list[float]:

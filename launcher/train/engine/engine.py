@@ -35,7 +35,7 @@ from launcher.train.data.window_feed import BEGINNING, Window, WindowPosition, o
 from launcher.train.engine import loss_terms, oom
 from launcher.train.engine.build import ModelFrom, OptimizerFrom, OtherValues, TrainedParameters, build_parts
 from launcher.train.engine.calibration import Calibrated, Calibration, hardware_of
-from launcher.train.engine.carried_state import WINDOW, CarriedState
+from launcher.train.engine.carried_state import WINDOW, CarriedState, constants_of, print_other_constants
 from launcher.train.engine.foreign_leaves import ForeignLeaves
 from launcher.train.engine.gradient_watch import GradientWatch
 from launcher.train.engine.item_count import ItemCount, Items
@@ -116,6 +116,7 @@ class Engine(EngineProgress):
         self.precision, self._norms = parts.precision, parts.norms
         self._trained = TrainedParameters(self.parallel)
         self.buffers = Buffers(self.parallel.module, self.world, self.device)
+        self._constants = constants_of(self.parallel.module, owner) if self.world.rank == 0 else {}
         self._loss = WindowLoss(self.world, self.device, self.parallel.meter)
         self._optimizer_step = step = OptimizerStep(parts, self._loss, schedule)
         self.schedule = step.schedule
@@ -441,6 +442,7 @@ class Engine(EngineProgress):
             "noise": self._noise.state_dict(),
             "gathered_by_every": self.parallel.meter.gathered_by_every,
             "changing_buffers": self.buffers.changing,
+            "constants": self._constants,
             "gradient_order": self.parallel.gradient_order(),
             "frozen": self._trained.frozen,
         }
@@ -459,6 +461,8 @@ class Engine(EngineProgress):
             self.parallel.meter.gathered_by_every = state["gathered_by_every"]
         self._noise.load_state_dict(state["noise"])
         self.buffers.know(state["changing_buffers"])
+        if self.world.rank == 0:
+            print_other_constants(state.get("constants", {}), self._constants)
         self._trained.restore(state.get("frozen", []))
         if same_order:
             self.parallel.take_gradient_order(state["gradient_order"])

@@ -174,6 +174,38 @@ def test_buffers_that_training_has_enlarged_or_filled(tmp_path: Path) -> None:
     assert second.first.equal(first.first)
 
 
+START = [0.0]
+
+
+class Projects(nn.Module):
+    """With constants that no checkpoint has: one is another at each start, another is rounded otherwise, and one
+    has a size of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        START[0] += 1
+        wave = torch.sin(torch.arange(12.0) * START[0]).reshape(3, 4)
+        self.out, self.rounded, self.sized = nn.Linear(4, 1), torch.ones(4) + START[0] * 1e-7, torch.ones(int(START[0]))
+        self.aim = wave.numpy()
+        self.mask = torch.full((2,), -torch.inf)
+        self.register_buffer("basis", wave, persistent=False)
+        self.register_buffer("saved", wave.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x)
+
+
+def test_constants_that_are_others_after_a_resume_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = run(engine_of(tmp_path, Projects()), 3)
+    for same in (True, False):
+        START[0] -= same
+        engine = engine_of(tmp_path, Projects())
+        load.load(engine, place)
+        out = capsys.readouterr().out
+        assert ("no checkpoint has them: model.aim, model.basis.\n" in out) == (not same)
+        assert ("no checkpoint has them" in out) == (not same)
+
+
 def test_a_forced_argument_keeps_the_optimizers_state(tmp_path: Path) -> None:
     models = [nn.Linear(4, 1), nn.Linear(4, 1)]
     optimizers = [Remembers(model.parameters()) for model in models]
