@@ -59,6 +59,10 @@ class StatePlace:
     attribute: str
     saved: bool
 
+    @property
+    def is_buffer(self) -> bool:
+        return isinstance(self.holder, nn.Module) and self.attribute in self.holder._buffers
+
     def get(self) -> Any:
         return getattr(self.holder, self.attribute, None)
 
@@ -74,10 +78,16 @@ class StatePlace:
 
 @dataclass(frozen=True)
 class Found:
-    """Result of one rank for one place. ``value``: after the first pass."""
+    """Result of one rank for one place.
+
+    Attributes:
+        evaluated: a pass in eval mode reads it.
+        value: after the first pass.
+    """
 
     read: bool
     carried: bool
+    evaluated: bool
     value: Digest
 
 
@@ -131,17 +141,18 @@ class CarriedState:
         if found is None and self._parts.plan.strategy.kind in SHARDED:
             return  # see LossTrial
         everyone = [each for each in world.of_all(found) if each is not None]
-        divided, lost = list[str](), list[str]()
+        divided, evaluated, lost = list[str](), list[str](), list[str]()
         for number, name in enumerate(names if everyone else ()):
             ranks = [each[number] for each in everyone]
             differs = name == GRADIENTS or any(not _alike(each.value, ranks[0].value) for each in ranks)
-            if any(each.read for each in ranks) and (micro_batches > 1 or differs):
-                divided.append(name)
+            if micro_batches > 1 or differs:
+                divided += [name] * any(each.read for each in ranks)
+                evaluated += [name] * (any(each.evaluated for each in ranks) and name not in divided)
             if any(each.carried for each in ranks) and name in places and not places[name].saved:
                 lost.append(name)
         lost += dict.fromkeys(name for own in world.of_all(advanced) for name in own)
         if world.rank == 0:
-            _print(divided, lost, micro_batches, world.size)
+            _print(divided, evaluated, lost, micro_batches, world.size)
 
     def _found(
         self,
@@ -173,7 +184,15 @@ class CarriedState:
             differs = repeats and not _alike(first, other)
             carried = value_repeats and after is not None and not _alike(self._digest(place and place.get()), value)
             undo()
-            found.append(Found(written and differs, carried or differs, value))
+            evaluated = False
+            if place is not None and place.is_buffer:  # alike on all ranks
+                one = self._evaluated(losses)
+                undo()
+                place.set(after)
+                other = self._evaluated(losses)
+                evaluated = repeats and carried and not _alike(one, other)
+                undo()
+            found.append(Found(written and differs, carried or differs, evaluated, value))
         return found
 
     def _advanced(
@@ -186,6 +205,20 @@ class CarriedState:
             forward_pass(self._parts, run, micro)
             states.append([self._generators(place and place.get()) for place in places.values()])
         return [name for name, one, other in zip(places, *states, strict=True) if one != other]
+
+    def _evaluated(self, losses: Callable[[], Digest]) -> Digest:
+        """Run ``losses`` in eval mode, without calling ``eval``; empty if they fail, as those of a model that returns
+        predictions do."""
+        training = [module for module in self._model.modules() if module.training]
+        try:
+            for module in training:
+                module.training = False
+            return losses()
+        except Exception:  # of the user's loss
+            return ()
+        finally:
+            for module in training:
+                module.training = True
 
     def _with_gradients(self, losses: Callable[[], Digest]) -> Digest:
         """Run ``losses`` while all trained parameters have a gradient."""
@@ -375,9 +408,18 @@ def _alike(one: Digest, other: Digest) -> bool:
     )
 
 
-def _print(divided: Sequence[str], lost: Sequence[str], micro_batches: int, ranks: int) -> None:
+def _print(
+    divided: Sequence[str], evaluated: Sequence[str], lost: Sequence[str], micro_batches: int, ranks: int
+) -> None:
+    division = f"{count(micro_batches, 'micro-batch', 'micro-batches')} on {count(ranks, 'rank')}"
+    if evaluated:
+        print(
+            f"Evaluations read state that forward passes write: {first_names(evaluated)}.\n  A step has {division}: "
+            "each of them writes it, and rank 0's is kept. Training does not depend on it. For the\n  same evaluation "
+            "whatever the division, write it once for each step, alike on all ranks, in a callback's on_step.",
+            flush=True,
+        )
     if divided:
-        division = f"{count(micro_batches, 'micro-batch', 'micro-batches')} on {count(ranks, 'rank')}"
         print(
             f"The loss reads state that forward passes write: {first_names(divided)}.\n  A step has {division}, and "
             "the result depends on that: `launch verify` measures by how much. Write\n  such state once for each step, "

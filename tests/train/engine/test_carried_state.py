@@ -146,6 +146,19 @@ class Centre(Plain):
         return model.centre.clone()
 
 
+class Whitened(Plain):
+    """Averages that only evaluations read."""
+
+    def model(self) -> nn.Module:
+        model = Net()
+        model.norm = nn.InstanceNorm1d(3, track_running_stats=True)  # pyright: ignore[reportAttributeAccessIssue]
+        return model
+
+    def loss(self, model: Any, batch: Tensor) -> Loss:
+        rows = model.norm(model.out(batch).unsqueeze(2) * torch.tensor([1.0, 2.0]))
+        return Loss((rows - 1).square().sum(), len(batch))
+
+
 class Teacher(Plain):
     """Averages of the parameters in a module of the task."""
 
@@ -293,6 +306,18 @@ def test_state_of_forward_passes_is_named(tmp_path: Path, kind: type, capsys: py
     assert ("The loss reads state" in out) == bool(read)
     assert (f"State that checkpoints do not have: {lost}.\n" in out) == bool(lost), out
     assert ("State that checkpoints" in out) == bool(lost)
+    assert "Evaluations read" not in out
     if read:
         run(tmp_path, kind, "batch.accumulation=1")
         assert ("The loss reads state" in capsys.readouterr().out) == (kind is ReadsGradients)
+
+
+@pytest.mark.usefixtures("alone")
+def test_state_that_only_evaluations_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for micro_batches in (2, 1):
+        run(tmp_path, Whitened, f"batch.accumulation={micro_batches}")
+        out = capsys.readouterr().out
+        named = "Evaluations read state that forward passes write: model.norm.running_mean, model.norm.running_var.\n"
+        assert (named in out) == (micro_batches > 1), out
+        assert ("Evaluations read" in out) == (micro_batches > 1)
+        assert "The loss reads state" not in out
