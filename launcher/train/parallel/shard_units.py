@@ -293,7 +293,8 @@ class _Group:
                     tensor.register_hook(self._module._get_fsdp_state()._pre_backward)  # pyright: ignore
         result = self._return(module, inputs, output)
         order, indices = self._group.comm_ctx.post_forward_order, self._group._post_forward_indices
-        if in_backward() and indices and order[-1] is self._group:  # torch would gather those before it again
+        # torch would gather those before it again; and after an evaluation, which has no backward pass, its last one
+        if (in_backward() or not self._uses.in_loss) and indices and order[-1] is self._group:
             order.pop()
             indices.pop()
         return result

@@ -91,11 +91,21 @@ ACCEPTED = [a_sum, penalty_times_items, contrastive, pairs, noisy, by_the_clock,
 STRATEGIES = {"ddp": ["strategy=ddp"], "fsdp": ["strategy=fsdp"], "bf16": ["strategy=fsdp", "precision=bf16"]}
 
 
+IN_ONE_MICRO_BATCH = ["strategy=fsdp", "batch.micro_size=8", "strategy.sync=gather_once"]
+
+
+def in_units() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+
 def collate(samples: list[Any]) -> Any:
     return {"x": torch.stack([x for x, _ in samples]), "y": (torch.stack([y for _, y in samples]), None)}
 
 
-def train(loss: Callable[..., Any], settings: list[str], *, tries: bool) -> dict[str, Tensor]:
+def train(
+    loss: Callable[..., Any], settings: list[str], *, tries: bool, model: Callable[[], nn.Module] = Net
+) -> dict[str, Tensor]:
     plan = make_plan(
         ["precision=fp32", "run.calibrate_s=0", "train.loader_workers=0", "batch.global_size=16", "batch.micro_size=4",
          "train.steps=2", "cluster.device=cpu", "schedule=constant", "schedule.warmup_steps=0", *settings],
@@ -105,7 +115,7 @@ def train(loss: Callable[..., Any], settings: list[str], *, tries: bool) -> dict
     data = [
         (torch.randn(WIDTH, generator=generator), torch.randint(CLASSES, (), generator=generator)) for _ in range(32)
     ]
-    engine = Engine(Net(), lambda parameters: torch.optim.SGD(parameters, 0.01), plan)
+    engine = Engine(model(), lambda parameters: torch.optim.SGD(parameters, 0.01), plan)
     engine.tries_loss = tries
     torch.manual_seed(1)
     for window in engine.windows(data, collate, loss):
@@ -117,14 +127,14 @@ def train(loss: Callable[..., Any], settings: list[str], *, tries: bool) -> dict
     }
 
 
-def outcome(loss: Callable[..., Any], settings: list[str]) -> str:
+def outcome(loss: Callable[..., Any], settings: list[str], model: Callable[[], nn.Module] = Net) -> str:
     try:
-        tried = train(loss, settings, tries=True)
+        tried = train(loss, settings, tries=True, model=model)
     except LauncherError as error:
         return f"{type(error).__name__}: {error}"
     if loss is by_the_clock:
         return ""
-    plain = train(loss, settings, tries=False)
+    plain = train(loss, settings, tries=False, model=model)
     return "" if all(torch.equal(value, plain[name]) for name, value in tried.items()) else "another run"
 
 
@@ -135,6 +145,7 @@ def main() -> None:
             for strategy, settings in STRATEGIES.items()
             for loss in (*REFUSED, *ACCEPTED)
         }
+        | {"fsdp in_one_micro_batch": outcome(a_sum, IN_ONE_MICRO_BATCH, in_units)}
     )
     leave_group()
 
