@@ -177,16 +177,19 @@ class TrainingLoop:
     def finish_step(self, result: StepResult) -> None:
         """Save, evaluate and record what is due. The save comes first: an error in the evaluation must not lose the
         steps so far."""
+        # to read the state of outer steps receives what is under way: only a save may
+        reads_state = self.plan.checkpoint.enabled and self.plan.outer is None
         if self.windows == 1 and self.plan.checkpoint.enabled:
             # errors of the first step, not of the first checkpoint
             optimizer_state(self.engine)
-            self.engine.callbacks.state_dict()
+            if reads_state:
+                self.engine.callbacks.state_dict()
         values, saves, evaluates = self.step_metrics(result), self.save_due(result), self.eval_due(result)
         if records := self.log_due(result, extra=evaluates or saves):
             values |= self.engine.context.take_scalars() | self.engine.sites.take_metrics()
         try:
             if self.windows == EARLY_CHECK or result.last:  # saves and evaluations check, too
-                self.require_same_replicas(callbacks=self.plan.checkpoint.enabled)
+                self.require_same_replicas(callbacks=reads_state)
             if saves:
                 values |= self.save(result, values)
             if evaluates:
