@@ -26,8 +26,10 @@ def mean_of_means(engine: Engine) -> None:
 def _with_items(engine: Engine, items: Callable[[ReducedTotals], int]) -> None:
     apply = engine._optimizer_step.apply
 
-    def wrong(gradients: list[Tensor], agreed: ReducedTotals, totals: WindowTotals) -> float:
-        return apply(gradients, dataclasses.replace(agreed, items=items(agreed)), totals)
+    def wrong(
+        gradients: list[Tensor], agreed: ReducedTotals, totals: WindowTotals, samples: Callable[[int], str]
+    ) -> float:
+        return apply(gradients, dataclasses.replace(agreed, items=items(agreed)), totals, samples)
 
     engine._optimizer_step.apply = wrong
 

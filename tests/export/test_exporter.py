@@ -222,7 +222,8 @@ def test_an_untied_model_gets_both_names_of_a_checkpoint(place: Path, tmp_path: 
     started = torch.load(place / "start.pt")
     assert started["head.weight"].equal(wanted["embed.weight"])
     export(place, tmp_path / "out")
-    refused = launch("train", *words, f"checkpoint.init_from={tmp_path / 'out'}", *FSDP, cwd=place)
+    again = [*words, "run.name=untied-again", f"checkpoint.init_from={tmp_path / 'out'}"]
+    refused = launch("train", *again, *FSDP, cwd=place)
     assert refused.returncode == 2
     assert "head.weight is not among them" in refused.stderr
     back = launch("train", *JOB, *FSDP, "run.name=tied", "checkpoint.init_from=untied", cwd=place)
