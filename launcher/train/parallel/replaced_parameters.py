@@ -130,7 +130,10 @@ def _places(names: Mapping[int, str], memory: Mapping[int, tuple[_Span, str]]) -
         kind = type(owner)
         if not kind.__dictoffset__ or issubclass(kind, (type, ModuleType, Optimizer, InitialShards)):
             continue
-        attributes = object.__getattribute__(owner, "__dict__")  # runs no code of the object
+        try:
+            attributes = object.__getattribute__(owner, "__dict__")  # runs no code of the object
+        except AttributeError:  # an extension's object, such as a library of cffi
+            continue
         for key, value in [*attributes.items()]:
             if (reference := _first(value, names, memory, depth=2)) is not None:
                 name, within = reference
