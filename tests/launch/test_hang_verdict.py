@@ -129,7 +129,7 @@ def resumes_on_a_dead_disk():
     from launcher.train import metrics
     record = Path(sys.argv[0]).with_name("metrics.jsonl")
     record.touch()
-    metrics.shutil.copyfile = hung_disk
+    metrics.shutil.copyfileobj = hung_disk
     plan = SimpleNamespace(paths=SimpleNamespace(metrics=record))
     heartbeat.HEARTBEAT.beat(heartbeat.Phase.evaluating)  # the evaluation that is tried before the first step
     print("here", flush=True)
