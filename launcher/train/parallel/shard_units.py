@@ -51,7 +51,7 @@ def find_units(model: nn.Module, named: Iterable[nn.Module] | None = None) -> li
 
     Raises:
         TaskError: a unit is not part of the model, is the model itself, has no parameters or no forward of its own, has
-            two parents, or shares a parameter with another unit.
+            two parents, or shares a parameter with another unit or with the rest of the model.
     """
     units = _repeated_blocks(model) if named is None else list(named)
     names = _all_names(model)
@@ -80,7 +80,7 @@ def find_units(model: nn.Module, named: Iterable[nn.Module] | None = None) -> li
         if next(unit.parameters(), None) is None:
             raise TaskError(f"shard_units(model): {names[unit][0]} has no parameters to shard.\n  Leave it out.")
     units = sorted(set(units), key=lambda unit: (-names[unit][0].count("."), _order(names, unit)))
-    _require_own_parameters(units, names)
+    _require_own_parameters(model, units, names)
     return units
 
 
@@ -105,7 +105,7 @@ def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
         kinds = [type(child) for child in children]
         # a module with two parents cannot be a unit: it belongs to the root
         blocks += [child for child in children if kinds.count(type(child)) > 1 and len(names[child]) == 1]
-    shared = _shared_parameters(blocks)
+    shared = _shared_parameters(blocks) | _parameters_outside(model, blocks)
     return [block for block in blocks if not any(parameter in shared for parameter in block.parameters())]
 
 
@@ -145,10 +145,23 @@ def _shared_parameters(units: Sequence[nn.Module]) -> set[nn.Parameter]:
     return shared
 
 
-def _require_own_parameters(units: Sequence[nn.Module], names: dict[nn.Module, list[str]]) -> None:
+def _parameters_outside(model: nn.Module, units: Sequence[nn.Module]) -> set[nn.Parameter]:
+    """Return the parameters of the modules that are in no unit."""
+    inside = {module for unit in units for module in unit.modules()}
+    others = (module for module in model.modules() if module not in inside)
+    return {parameter for module in others for parameter in module.parameters(recurse=False)}
+
+
+def _require_own_parameters(model: nn.Module, units: Sequence[nn.Module], names: dict[nn.Module, list[str]]) -> None:
+    outside = _parameters_outside(model, units)
     holder: dict[nn.Parameter, nn.Module] = {}
     for unit in units:
         for name, parameter in unit.named_parameters():
+            if parameter in outside:
+                raise TaskError(
+                    f"shard_units(model): {names[unit][0]} shares the parameter {name} with a module that is in no "
+                    "unit: it cannot be sharded with both.\n  Leave the unit out, or name a module that holds both."
+                )
             other = holder.setdefault(parameter, unit)
             if other is not unit and not _nested(other, unit):
                 raise TaskError(

@@ -45,6 +45,18 @@ def test_blocks_that_share_a_parameter_stay_with_the_root() -> None:
     assert find_units(model) == [model[2]]
 
 
+def tied_to_the_root() -> tuple[nn.Module, list[nn.Module]]:
+    model = nn.Module()
+    model.embed, model.blocks = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    model.blocks[1].weight = model.embed.weight
+    return model, [*model.blocks]
+
+
+def test_a_block_that_shares_a_parameter_with_the_root_stays_with_it() -> None:
+    model, blocks = tied_to_the_root()
+    assert find_units(model) == [blocks[0], blocks[2]]
+
+
 def test_lists_in_lists_are_looked_into() -> None:
     """A list has no forward that could be hooked; its elements have."""
     model = nn.ModuleList(nn.ModuleList([nn.Linear(2, 2), nn.LayerNorm(2)]) for _ in range(2))
@@ -100,6 +112,7 @@ def container() -> tuple[nn.Module, list[nn.Module]]:
         (container, "layers is a ModuleList, which has no forward of its own"),
         (whole, "the model itself is among them"),
         (empty, "1 has no parameters to shard"),
+        (tied_to_the_root, "blocks.1 shares the parameter weight with a module that is in no unit"),
     ],
 )
 def test_what_cannot_be_a_unit(make, message: str) -> None:  # type: ignore[no-untyped-def]
