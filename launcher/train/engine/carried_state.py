@@ -3,8 +3,9 @@ micro-batches and over ranks, and a resume loses what no checkpoint has.
 
 In the third window of a run, the first micro-batch runs twice in the same way, and again for each buffer or attribute
 that has changed so far, with the value that the first pass has left in it. If the loss is another one, the loss reads
-that state. If the value is another one afterwards, it depends on earlier values, as a counter does; a value that each
-pass computes anew is no state, and one that differs between the two equal passes, such as a time, shows nothing.
+that state. If the value is another one afterwards, it depends on earlier values, as a counter does. A value that each
+pass computes from its inputs alone is no state. A value that differs between the two equal passes, such as a time, is
+not examined.
 Random generators of the user's code are state if a further pass leaves them in another state, unlike one that each pass
 seeds. A model and a task without such changes cost no pass.
 """

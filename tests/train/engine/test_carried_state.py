@@ -55,7 +55,7 @@ class Plain:
 
 
 class Recomputed(Plain):
-    """Attributes that each pass computes anew, that are logged, or that are a cache."""
+    """Attributes that each pass computes from its inputs alone, attributes that are only logged, and a cache."""
 
     def __init__(self) -> None:
         self.last, self.weights, self.scale, self.kept = None, None, 1.0, dict[int, Tensor]()
