@@ -16,7 +16,6 @@ import copy
 import itertools
 import math
 import pickle
-import random
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +34,13 @@ from launcher.quantities import count, first_names
 from launcher.train.data.loader import MicroBatch
 from launcher.train.engine.build import EngineParts
 from launcher.train.engine.loss_trial import SAME, forward_pass
-from launcher.train.engine.preserved_state import OF_TORCH, attributes_of, is_users_package, packages_of
+from launcher.train.engine.preserved_state import (
+    OF_TORCH,
+    attributes_of,
+    generator_state,
+    is_users_package,
+    packages_of,
+)
 from launcher.train.parallel.base import local
 
 # window in which the check runs: two optimizer steps have been taken, so that averages of parameters differ from them
@@ -310,9 +315,10 @@ class CarriedState:
                     copied = numpy.array(each, "float64") if each.size <= room else numpy.zeros(0)
                     numbers += [each.size, *_numbers_of(torch.from_numpy(copied), room)]
                     room -= copied.size
-                case _ if (state := _state_of_generator(each)) is not None:
+                case _ if (generator := generator_state(each)) is not None:
                     if states is not None:
-                        states.append(state)
+                        _, state = generator
+                        states.append(str(pickle.dumps(state.tolist() if isinstance(state, Tensor) else state)))
                 case _ if self._follows(type(each)) and not isinstance(each, Dataset):
                     waiting.extend(attributes_of(each).values())
                 case _:
@@ -321,24 +327,6 @@ class CarriedState:
 
     def _follows(self, kind: type) -> bool:
         return is_users_package(kind.__module__.partition(".")[0], self._packages)
-
-
-def _state_of_generator(value: Any) -> str | None:
-    """Return the state of a random generator of torch, Python or NumPy; None if ``value`` is none, or has no state."""
-    numpy: Any = sys.modules.get("numpy")
-    match value:
-        case torch.Generator():
-            return str(value.get_state().tolist())
-        case random.SystemRandom():
-            return None
-        case random.Random():
-            return str(value.getstate())
-        case _ if numpy and isinstance(value, numpy.random.Generator):
-            return str(pickle.dumps(value.bit_generator.state))
-        case _ if numpy and isinstance(value, numpy.random.RandomState):
-            return str(pickle.dumps(value.get_state(legacy=False)))
-        case _:
-            return None
 
 
 def constants_of(module: nn.Module, task: object) -> dict[str, Digest]:

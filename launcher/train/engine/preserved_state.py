@@ -298,10 +298,6 @@ class SavedAttributes:
                 return [value.state, *value.param_groups]
             case Tensor():
                 self._save_tensor(value)
-            case torch.Generator():
-                self._keep(value.set_state, value.get_state())
-            case random.Random():
-                self._keep(value.setstate, value.getstate())
             case list():
                 self._keep(functools.partial(_restore_list, value), [*value])
                 return value
@@ -325,10 +321,8 @@ class SavedAttributes:
                 return [value.func, *value.args, *value.keywords.values()]
             case _ if numpy and isinstance(value, numpy.ndarray):
                 self._save_array(value)
-            case _ if numpy and isinstance(value, numpy.random.Generator):
-                self._keep(lambda state: setattr(value.bit_generator, "state", state), value.bit_generator.state)
-            case _ if numpy and isinstance(value, numpy.random.RandomState):
-                self._keep(value.set_state, value.get_state(legacy=False))
+            case _ if (generator := generator_state(value)) is not None:
+                self._keep(*generator)
             case _:
                 return self._save_object(value)
         return ()
@@ -463,6 +457,26 @@ def _restore_dict(value: dict[Any, Any], saved: dict[Any, Any]) -> None:
     if not same:
         value.clear()
         value.update(saved)
+
+
+def generator_state(value: Any) -> tuple[Callable[[Any], object], Any] | None:
+    """Return a function that restores the state of a random generator of torch, Python or NumPy, and the state; None if
+    ``value`` is none, or has no state."""
+    numpy: Any = sys.modules.get("numpy")
+    match value:
+        case random.SystemRandom():
+            return None
+        case torch.Generator():
+            return value.set_state, value.get_state()
+        case random.Random():
+            return value.setstate, value.getstate()
+        case _ if numpy and isinstance(value, numpy.random.Generator):
+            bits = value.bit_generator
+            return functools.partial(setattr, bits, "state"), bits.state
+        case _ if numpy and isinstance(value, numpy.random.RandomState):
+            return value.set_state, value.get_state(legacy=False)
+        case _:
+            return None
 
 
 def attributes_of(value: Any) -> dict[str, Any]:

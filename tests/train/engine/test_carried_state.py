@@ -159,16 +159,21 @@ class Whitened(Plain):
         return Loss((rows - 1).square().sum(), len(batch))
 
 
+def followed(teacher: Any, model: Any) -> Tensor:
+    """Average the parameters into a teacher, and return its aim."""
+    with torch.no_grad():
+        teacher.weight.lerp_(model.out.weight, 0.1)
+        return teacher.weight.sum(1)
+
+
 class Teacher(Plain):
     """Averages of the parameters in a module of the task."""
 
     def __init__(self) -> None:
         self.teacher = nn.Linear(4, 3).requires_grad_(False)
 
-    @torch.no_grad()
     def aim(self, model: Any, rows: Tensor) -> Tensor:  # noqa: ARG002
-        self.teacher.weight.lerp_(model.out.weight, 0.1)
-        return self.teacher.weight.sum(1)
+        return followed(self.teacher, model)
 
 
 class Momentum(Plain):
@@ -179,10 +184,8 @@ class Momentum(Plain):
         model.teacher = nn.Linear(4, 3).requires_grad_(False)
         return model
 
-    @torch.no_grad()
     def aim(self, model: Any, rows: Tensor) -> Tensor:  # noqa: ARG002
-        model.teacher.weight.lerp_(model.out.weight, 0.1)
-        return model.teacher.weight.sum(1)
+        return followed(model.teacher, model)
 
 
 class Spectral(Plain):
