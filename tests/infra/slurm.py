@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import pytest
 
@@ -204,6 +204,27 @@ class Cluster:
         return process
 
 
+C = TypeVar("C", bound=Cluster)
+
+
+@contextmanager
+def in_service(kind: type[C], shape: Shape, network: Hosts) -> Iterator[C]:
+    """One whose nodes are idle, gone afterwards. An error that leaves it carries the end of the daemons' logs."""
+    # not TMPDIR: the path of a unix socket has to be short
+    root = Path(tempfile.mkdtemp(prefix=f"{network.stem}-", dir="/tmp"))
+    root.chmod(0o755)  # munged's socket is for everyone
+    there = kind(root, shape, network)
+    try:
+        there.up()
+        yield there
+    except (Exception, pytest.fail.Exception) as error:
+        error.add_note(there.logs())
+        raise
+    finally:
+        there.down()
+        shutil.rmtree(root)
+
+
 @contextmanager
 def cluster(
     nodes: int = 2,
@@ -216,26 +237,14 @@ def cluster(
     rate: str = "1gbit",
     min_job_age_s: int = 3600,
 ) -> Iterator[Cluster]:
-    """One whose nodes are idle. An error that leaves it carries the end of the daemons' logs.
+    """See ``in_service``.
 
     ``proctrack``: None is the better one that works here. ``accounting``: with "none" `sacct` says that it is disabled.
     ``rate``: of each node's link. ``min_job_age_s``: for how long an ended job is remembered.
     """
     shape = Shape(nodes, cpus, gpus, memory_mb, proctrack or best_proctrack(), accounting, min_job_age_s)
-    with hosts(nodes, rate) as network:
-        # not TMPDIR: the path of a unix socket has to be short
-        root = Path(tempfile.mkdtemp(prefix=f"{network.stem}-", dir="/tmp"))
-        root.chmod(0o755)  # munged's socket is for everyone
-        there = Cluster(root, shape, network)
-        try:
-            there.up()
-            yield there
-        except (Exception, pytest.fail.Exception) as error:
-            error.add_note(there.logs())
-            raise
-        finally:
-            there.down()
-            shutil.rmtree(root)
+    with hosts(nodes, rate) as network, in_service(Cluster, shape, network) as there:
+        yield there
 
 
 def what_is_missing() -> str | None:

@@ -10,22 +10,17 @@ that import torch need more memory than a developer's machine has, 512 forks of 
 from __future__ import annotations
 
 import argparse
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.infra import slurm_conf, slurm_warm, warm
 from tests.infra.hosts import NET, hosts, ip
 from tests.infra.runs import wait_for
-from tests.infra.slurm import Cluster, what_is_missing
+from tests.infra.slurm import Cluster, in_service, what_is_missing
 from tests.infra.slurm_conf import LOGIN, Shape
 
 # starts a slurmd for each node; a node whose slurmd ends is down
@@ -64,20 +59,8 @@ class VirtualCluster(Cluster):
 def virtual_cluster(nodes: int, *, cpus: int = 8) -> Iterator[VirtualCluster]:
     """One whose nodes are idle; all gone afterwards."""
     shape = Shape(nodes, cpus, 0, 64000, "pgid", "none", 3600, virtual=True)
-    with hosts(0) as network:
-        # not TMPDIR: the path of a unix socket has to be short
-        root = Path(tempfile.mkdtemp(prefix=f"{network.stem}-", dir="/tmp"))
-        root.chmod(0o755)  # munged's socket is for everyone
-        there = VirtualCluster(root, shape, network)
-        try:
-            there.up()
-            yield there
-        except (Exception, pytest.fail.Exception) as error:
-            error.add_note(there.logs())
-            raise
-        finally:
-            there.down()
-            shutil.rmtree(root)
+    with hosts(0) as network, in_service(VirtualCluster, shape, network) as there:
+        yield there
 
 
 def main() -> None:

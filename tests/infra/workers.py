@@ -7,6 +7,20 @@ from typing import Any
 
 import torch.distributed as dist
 
+# kind, sync policy and options of the sharded and replicated jobs of four ranks
+OF_FOUR_RANKS: list[tuple[str, ...]] = [
+    ("ddp", "every"),
+    ("ddp", "boundary", "strategy.recompute=blocks"),
+    ("fsdp", "every"),
+    ("fsdp", "boundary"),
+    ("fsdp", "boundary", "strategy.recompute=blocks"),
+    ("fsdp", "gather_once"),
+    ("hsdp", "every"),
+    ("hsdp", "boundary"),
+    ("hsdp", "gather_once", "strategy.recompute=blocks"),
+    ("hsdp", "replicas_at_boundary"),
+]
+
 
 def print_on_rank_0(results: Any) -> None:
     """Print ``results`` as one line of JSON, on rank 0 only."""

@@ -84,13 +84,10 @@ class Exchanger:
         return ExchangeWork(self._waiter.submit(finish), self)
 
 
-class Gather:
-    """All-gather of one unit's parameters. On CPUs it is asynchronous, too: torch waits for it when the parameters are
-    needed."""
+class _Exchanged:
+    """Base of all-gather and reduce-scatter. ``_exchanger``: None where the process group's own collective runs."""
 
-    def __init__(self, meter: Meter, *, exchanges: bool) -> None:
-        self._meter = meter
-        self._exchanger = Exchanger(1, meter) if exchanges else None
+    _exchanger: Exchanger | None
 
     def watch_stalls(self, stalled: Callable[[int | None], None]) -> None:
         """See ``Exchanger``."""
@@ -99,6 +96,15 @@ class Gather:
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class Gather(_Exchanged):
+    """All-gather of one unit's parameters. On CPUs it is asynchronous, too: torch waits for it when the parameters are
+    needed."""
+
+    def __init__(self, meter: Meter, *, exchanges: bool) -> None:
+        self._meter = meter
+        self._exchanger = Exchanger(1, meter) if exchanges else None
 
     def __call__(
         self,
@@ -122,7 +128,7 @@ class Gather:
         return work
 
 
-class Scatter:
+class Scatter(_Exchanged):
     """Reduce-scatter of one unit's gradients. On CPUs one is in progress at a time: this keeps the network busy, and
     the memory for received parts small and constant."""
 
@@ -133,14 +139,6 @@ class Scatter:
         self._between_replicas: Timer | None = None
         self.defers = False  # the sum may be computed later, by `finish`
         self.sends_on = False  # an all-reduce between replicas follows
-
-    def watch_stalls(self, stalled: Callable[[int | None], None]) -> None:
-        """See ``Exchanger``."""
-        if self._exchanger is not None:
-            self._exchanger.stalled = stalled
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

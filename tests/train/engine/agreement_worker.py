@@ -22,24 +22,13 @@ from torch.nn import functional
 from launcher import Engine, make_plan
 from launcher.train.data.randomness import Permutation
 from launcher.train.world import World, device_of, join
-from tests.infra.workers import leave_group, print_on_rank_0
+from tests.infra.workers import OF_FOUR_RANKS, leave_group, print_on_rank_0
 
 DEVICE, RANKS = torch.device(sys.argv[1]), int(sys.argv[2])
 VOCABULARY, WIDTH, LENGTH, SAMPLES = 32, 16, 6, 48
 POLICIES: dict[int, list[tuple[str, ...]]] = {
     1: [("single",), ("fsdp", "boundary"), ("fsdp", "gather_once", "strategy.recompute=blocks")],
-    4: [
-        ("ddp", "every"),
-        ("ddp", "boundary", "strategy.recompute=blocks"),
-        ("fsdp", "every"),
-        ("fsdp", "boundary"),
-        ("fsdp", "boundary", "strategy.recompute=blocks"),
-        ("fsdp", "gather_once"),
-        ("hsdp", "every"),
-        ("hsdp", "boundary"),
-        ("hsdp", "gather_once", "strategy.recompute=blocks"),
-        ("hsdp", "replicas_at_boundary"),
-    ],
+    4: OF_FOUR_RANKS,
 }
 # of the other precisions than bf16, unless argv[3] is "all"
 FEW = [POLICIES[4][number] for number in (0, 4, 8)]

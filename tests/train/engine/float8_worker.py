@@ -18,22 +18,10 @@ from torch.nn import functional
 from launcher import Engine, make_plan
 from launcher.train.data.randomness import Permutation
 from launcher.train.world import World, device_of, join
-from tests.infra.workers import leave_group, print_on_rank_0
+from tests.infra.workers import OF_FOUR_RANKS, leave_group, print_on_rank_0
 
 DEVICE, RANKS = torch.device("cpu"), 4
 VOCABULARY, WIDTH, LENGTH, SAMPLES = 48, 32, 8, 32
-POLICIES: list[tuple[str, ...]] = [
-    ("ddp", "every"),
-    ("ddp", "boundary", "strategy.recompute=blocks"),
-    ("fsdp", "every"),
-    ("fsdp", "boundary"),
-    ("fsdp", "boundary", "strategy.recompute=blocks"),
-    ("fsdp", "gather_once"),
-    ("hsdp", "every"),
-    ("hsdp", "boundary"),
-    ("hsdp", "gather_once", "strategy.recompute=blocks"),
-    ("hsdp", "replicas_at_boundary"),
-]
 OPTIONS = ["run.calibrate_s=0", "train.loader_workers=0", "train.clip_norm=null", "cluster.device=cpu"]
 SIZES = [f"batch.global_size={SAMPLES}", "train.steps=1", f"cluster.workers_per_node={RANKS}"]
 
@@ -139,7 +127,7 @@ def main() -> None:
     recipe = "rowwise_with_gw_hp"
     wanted, wanted_outputs = by_hand(recipe, whole)
     results: dict[str, Any] = {"bf16": distance(by_hand(None, whole)[0], wanted)}
-    for policy in POLICIES:
+    for policy in OF_FOUR_RANKS:
         gradient, outputs, dtypes = window(policy, 2)
         results[" ".join(policy)] = {
             "error": distance(gradient, wanted), "outputs": torch.equal(outputs, wanted_outputs), "dtypes": dtypes
