@@ -471,8 +471,7 @@ def generator_state(value: Any) -> tuple[Callable[[Any], object], Any] | None:
         case random.Random():
             return value.setstate, value.getstate()
         case _ if numpy and isinstance(value, numpy.random.Generator):
-            bits = value.bit_generator
-            return functools.partial(setattr, bits, "state"), bits.state
+            return functools.partial(setattr, value.bit_generator, "state"), value.bit_generator.state
         case _ if numpy and isinstance(value, numpy.random.RandomState):
             return value.set_state, value.get_state(legacy=False)
         case _:
