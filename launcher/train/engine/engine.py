@@ -121,7 +121,7 @@ class Engine(EngineProgress):
         self._optimizer_step = step = OptimizerStep(parts, self._loss, schedule)
         self.schedule = step.schedule
         self.outputs, self._leaves = WindowOutputs(parts), ForeignLeaves(parts)
-        self._gradients = GradientWatch(parts.parallel)
+        self._gradients = GradientWatch(parts.parallel, tells=self.world.rank == 0)
         count = ItemCount(parts, self._loss, step.weight)
         self._current = CurrentWindow(parts, self.buffers, step, count, self.outputs)
         self._calibration, self.preserve = Calibration(parts), parts.preserve
@@ -217,7 +217,7 @@ class Engine(EngineProgress):
             with self.parallel.micro_batch(current.sync, first=current.handed_out == 1, last=current.at_boundary):
                 # the loop's forward and backward run in this context: DDP decides in forward whether to synchronise
                 self._norms.micro_batch(counts=micro.samples > 0)
-                self._gradients.hand_out()
+                self._gradients.hand_out(current.handed_out)
                 with self.precision.autocast():
                     yield micro.data
                 current.require_backward()

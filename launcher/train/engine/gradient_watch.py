@@ -1,8 +1,8 @@
-"""Gradients that the loss itself changes, and parameters that a backward pass writes.
+"""Gradients that the loss itself changes, and parameters that a backward pass or the first forward pass alone writes.
 
 A loss that calls ``backward()`` adds gradients which the window divides by its items once more; one that calls
 ``zero_grad()`` loses those of earlier micro-batches. An optimizer that steps within the backward pass, in a hook, steps
-with a part of the window's sum.
+with a part of the window's sum. A forward pass that initialises parameters from its first batch sees one micro-batch.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ LOOKS = 4  # micro-batches: some of them follow another one of their window
 class GradientWatch:
     """Watch on the first micro-batches of this process, from the hand-out to the end of the backward pass."""
 
-    def __init__(self, parallel: Parallel) -> None:
-        self._parallel, self._left = parallel, LOOKS
+    def __init__(self, parallel: Parallel, *, tells: bool) -> None:
+        self._parallel, self._left, self._tells = parallel, LOOKS, tells
         self._gradients: list[tuple[Tensor | None, int]] = []
         self._written: dict[str, int] = {}
+        self._first: set[str] = set()  # parameters that the first forward pass has written
 
-    def hand_out(self) -> None:
-        """Note the gradients before the loss is computed."""
+    def hand_out(self, number: int) -> None:
+        """Note gradients and parameters before the loss of the window's micro-batch ``number`` is computed."""
         if self._left:
-            self._gradients = self._now()
+            self._number, self._gradients, self._written = number, self._now(), self._parallel.written()
 
     def before_backward(self) -> None:
-        """Check that the loss has left the gradients alone.
+        """Check that the loss has left the gradients alone, and name parameters that only the first of several
+        micro-batches has written.
 
         Raises:
             TaskError: it has changed them.
@@ -45,7 +47,17 @@ class GradientWatch:
                 "\n  Return all terms as one total, which the launcher runs backward. For gradients of inputs use "
                 "torch.autograd.grad(total, inputs),\n  which leaves those of the parameters alone."
             )
-        self._written = self._parallel.written()
+        before_loss, self._written = self._written, self._parallel.written()
+        written = {name for name, times in before_loss.items() if self._written.get(name, times) != times}
+        if self._left == LOOKS:
+            self._first = written
+        elif self._left == LOOKS - 1 and self._number > 1 and self._tells and (once := self._first - written):
+            print(
+                f"{first_names(sorted(once))}: written by the first forward pass, from one micro-batch, and not by the "
+                "second. If the values depend on the batch,\n  the result depends on how a window is divided: set them "
+                "in model(), or use batch.accumulation=1 on one rank.",
+                flush=True,
+            )
 
     def after_backward(self) -> None:
         """Check that the backward pass has left the parameters alone.
