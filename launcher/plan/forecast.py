@@ -9,8 +9,7 @@ from launcher.config.schema import Sync
 # fields of StrategyPlan that say why a strategy and a policy were chosen, or what they are expected to need, and do
 # not affect what a step does
 PREDICTIONS = (
-    "kind_reason", "sync_reason", "rehearses", "forecasts", "memory_bytes", "payload_bytes", "payload_bytes_every",
-    "wire_bytes", "wire_bytes_every",
+    "kind_reason", "sync_reason", "rehearses", "forecasts", "memory_bytes",
 )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ class Candidate:
     @property
     def wire_bytes(self) -> int | None:
         """Bytes that a rank sends in a step; 0 for one rank, None if they are not known."""
-        return 0 if self.plan.batch.world_size == 1 else self.plan.strategy.wire_bytes
+        return 0 if self.plan.batch.world_size == 1 else self.forecast and self.forecast.wire_bytes
 
     @property
     def missing_bytes(self) -> int:

@@ -23,6 +23,7 @@ from launcher.config.schema import (
     PrecisionKind,
     ShortWindow,
     StrategyConfig,
+    Sync,
     TensorboardConfig,
     Tracker,
     TrainConfig,
@@ -142,7 +143,6 @@ class StrategyPlan(StrategyConfig):
         rehearses: whether calibration may hold the whole model, which a window without communication needs.
         forecasts: one for each policy of the strategy.
         memory_bytes: memory of a rank's device; None if it was not queried.
-        payload_bytes_every, wire_bytes_every: bytes under sync=every, for comparison.
     """
 
     shard_size: int = 1
@@ -154,15 +154,15 @@ class StrategyPlan(StrategyConfig):
     rehearses: bool
     forecasts: tuple[Forecast, ...] = ()
     memory_bytes: int | None = None
-    payload_bytes: int | None = None
-    payload_bytes_every: int | None = None
-    wire_bytes: int | None = None
-    wire_bytes_every: int | None = None
 
     @property
     def forecast(self) -> Forecast | None:
         """Forecast of the chosen policy; None if there is none."""
-        return next((forecast for forecast in self.forecasts if forecast.sync is self.sync), None)
+        return self.forecast_of(self.sync)
+
+    def forecast_of(self, sync: Sync) -> Forecast | None:
+        """Return the forecast of the policy ``sync``; None if there is none."""
+        return next((forecast for forecast in self.forecasts if forecast.sync is sync), None)
 
 
 @dataclass(frozen=True, kw_only=True)

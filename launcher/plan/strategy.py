@@ -98,21 +98,7 @@ def solve_strategy(
     )
     # savings of low-rank factors depend on every parameter's shape: measured by the meter, not predicted
     predictable = task.parameters is not None and config.compress is not Compress.powersgd
-    return with_forecasts(plan, forecasts) if predictable else plan
-
-
-def with_forecasts(plan: StrategyPlan, forecasts: Sequence[Forecast]) -> StrategyPlan:
-    """Return ``plan`` with ``forecasts`` and the predicted bytes of its policy and of sync=every."""
-    own = next(forecast for forecast in forecasts if forecast.sync is plan.sync)
-    every = next(forecast for forecast in forecasts if forecast.sync is Sync.every)
-    return dataclasses.replace(
-        plan,
-        forecasts=tuple(forecasts),
-        payload_bytes=own.payload_bytes,
-        payload_bytes_every=every.payload_bytes,
-        wire_bytes=own.wire_bytes,
-        wire_bytes_every=every.wire_bytes,
-    )
+    return dataclasses.replace(plan, forecasts=forecasts) if predictable else plan
 
 
 def with_memory(plan: StrategyPlan, forecasts: Sequence[Forecast], memory_bytes: int) -> StrategyPlan:
@@ -134,7 +120,7 @@ def with_memory(plan: StrategyPlan, forecasts: Sequence[Forecast], memory_bytes:
         memory_bytes=memory_bytes,
         rehearses=len(fitting) == len(forecasts),
     )
-    return with_forecasts(plan, forecasts)
+    return dataclasses.replace(plan, forecasts=tuple(forecasts))
 
 
 def fewest_bytes(forecasts: Sequence[Forecast]) -> Forecast:

@@ -36,7 +36,7 @@ from launcher.plan.initial_weights import InitialWeights
 from launcher.plan.memory_limit import excess_notes, least_note
 from launcher.plan.optimizer_plan import TARGET, parameter_groups
 from launcher.plan.run_plan import Forecast, PrecisionPlan, RunPlan, TaskPlan, extended
-from launcher.plan.strategy import with_forecasts, with_memory
+from launcher.plan.strategy import with_memory
 from launcher.plan.sync_policy import SHARDED
 from launcher.rundir.files import value_from_json
 from launcher.task import load_task
@@ -367,7 +367,7 @@ def weigh_memory(plan: RunPlan, *, choose: bool, recall: bool = False) -> RunPla
     if choose and not problem and memory is not None:
         plan = dataclasses.replace(plan, strategy=with_memory(plan.strategy, forecasts, memory))
     else:
-        strategy = with_forecasts(dataclasses.replace(plan.strategy, memory_bytes=memory), forecasts)
+        strategy = dataclasses.replace(plan.strategy, memory_bytes=memory, forecasts=tuple(forecasts))
         plan = dataclasses.replace(plan, strategy=strategy)
     return plan.with_notes(excess_notes(plan))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from launcher.config.schema import Sync
 from launcher.plan.memory_limit import least_note
 from launcher.plan.run_plan import Forecast, RunPlan
 from launcher.quantities import bytes_text
@@ -14,9 +15,9 @@ WIRE = "wire a step"  # name of a line
 def forecast_lines(plan: RunPlan) -> Iterator[tuple[str, str]]:
     """Yield name and text of each line, the bytes of a step first; a further line of one subject has no name."""
     strategy = plan.strategy
-    if strategy.wire_bytes is not None and strategy.wire_bytes_every:  # one rank sends nothing
-        every = f"{bytes_text(strategy.wire_bytes_every)} with sync=every"
-        yield WIRE, f"{bytes_text(strategy.wire_bytes)} a rank predicted; {every}"
+    own, every = strategy.forecast, strategy.forecast_of(Sync.every)
+    if own and every and every.wire_bytes:  # one rank sends nothing
+        yield WIRE, f"{bytes_text(own.wire_bytes)} a rank predicted; {bytes_text(every.wire_bytes)} with sync=every"
     if any(each.peak_bytes is not None for each in strategy.forecasts):
         for number, each in enumerate(strategy.forecasts):
             yield "" if number else "policies", _policy(each)

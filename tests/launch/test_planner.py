@@ -66,7 +66,8 @@ def test_a_batch_that_the_ranks_can_share_is_assumed_where_none_is_given() -> No
 def test_too_few_samples_for_the_world() -> None:
     words = ("cluster.nodes=2048", "cluster.workers_per_node=8", "batch.micro_size=1", "batch.accumulation=1")
     plan = planned(*words)
-    assert plan.strategy.payload_bytes
+    assert plan.strategy.forecast is not None
+    assert plan.strategy.forecast.payload_bytes
     (note,) = [note for note in plan.notes if "cannot start" in note]
     assert note.startswith("The task has 1,438 samples, fewer than one window of 16384")
     with pytest.raises(ConfigError, match="the task has 1,438 samples, fewer than one window"):

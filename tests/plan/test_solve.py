@@ -50,10 +50,12 @@ def test_the_file_holds_the_whole_plan(
     task = dataclasses.replace(BASE.task, samples=samples, gradient_bytes=gradient_bytes)
     solved = solve(config, Site(gpus=0, cores=2, cwd="/"), task, BASE.run)
     assert RunPlan.from_json(solved.to_json()) == solved
-    strategy = solved.strategy
-    assert strategy.payload_bytes_every == (gradient_bytes * accumulation if workers > 1 else 0)
-    assert strategy.payload_bytes == (gradient_bytes if workers > 1 else 0)
-    assert strategy.wire_bytes == round((strategy.payload_bytes or 0) * 2 * (workers - 1) / workers)
+    own, every = solved.strategy.forecast, solved.strategy.forecast_of(Sync.every)
+    assert own is not None
+    assert every is not None
+    assert every.payload_bytes == (gradient_bytes * accumulation if workers > 1 else 0)
+    assert own.payload_bytes == (gradient_bytes if workers > 1 else 0)
+    assert own.wire_bytes == round(own.payload_bytes * 2 * (workers - 1) / workers)
 
 
 def test_a_plan_is_frozen() -> None:
@@ -228,7 +230,7 @@ def test_the_plan_says_what_becomes_of_bf16_parameters() -> None:
     kept = solve(compose(["strategy.sync=boundary", "precision.parameters=keep"]), site, task, run)
     assert any("800 trained parameters" in note and "trained in fp32" in note for note in wide.notes)
     assert any("800 trained parameters" in note and "stay so" in note for note in kept.notes)
-    assert (wide.strategy.payload_bytes, kept.strategy.payload_bytes) == (4000, 2400)
+    assert [each.strategy.forecast and each.strategy.forecast.payload_bytes for each in (wide, kept)] == [4000, 2400]
     assert RunPlan.from_json(kept.to_json()) == kept
 
 

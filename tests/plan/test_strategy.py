@@ -6,14 +6,20 @@ import pytest
 
 from launcher.config.hydra import compose
 from launcher.config.schema import StrategyKind, Sync
+from launcher.plan.forecast import Forecast
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import RunInfo
-from launcher.plan.run_plan import TaskPlan
+from launcher.plan.run_plan import StrategyPlan, TaskPlan
 from launcher.plan.solve import solve
 from launcher.plan.sync_policy import POLICIES
 from tests.helpers import make_plan
 
 CLUSTER = make_plan().cluster
+
+
+def own(strategy: StrategyPlan) -> Forecast:
+    assert strategy.forecast is not None
+    return strategy.forecast
 
 
 def test_auto_takes_the_fewest_bytes_that_the_strategy_has() -> None:
@@ -38,7 +44,7 @@ def test_predicted_bytes_of_each_policy() -> None:
     }
     assert {forecast.sync: forecast.payload_bytes for forecast in solved.forecasts} == expected
     # half of what is gathered and scattered by two, and all of what two reduce
-    assert solved.wire_bytes == (2000 + scatter) // 2 + reduce
+    assert own(solved).wire_bytes == (2000 + scatter) // 2 + reduce
 
 
 def test_only_matrix_products_are_predicted_to_be_gathered_narrow() -> None:
@@ -49,7 +55,7 @@ def test_only_matrix_products_are_predicted_to_be_gathered_narrow() -> None:
     run = RunInfo(name="run", id="abcd1234", dir="/nowhere/run", created="2024-01-01T00:00:00+00:00", version="0")
     overrides = ["strategy=fsdp", "strategy.sync=gather_once", "precision=bf16"]
     plan = solve(compose(overrides), Site(gpus=0, cores=2, cwd="/nowhere"), task, run)
-    assert plan.strategy.payload_bytes == 2 * 750 + 4 * 250 + 4000
+    assert own(plan.strategy).payload_bytes == 2 * 750 + 4 * 250 + 4000
 
 
 @pytest.mark.parametrize(
@@ -72,7 +78,7 @@ def test_parameters_are_predicted_to_be_gathered_in_their_own_format(
     run = RunInfo(name="run", id="abcd1234", dir="/nowhere/run", created="2024-01-01T00:00:00+00:00", version="0")
     overrides = ["strategy=fsdp", "strategy.sync=gather_once", "precision=bf16", f"precision.parameters={formats}"]
     plan = solve(compose(overrides), Site(gpus=0, cores=2, cwd="/nowhere"), task, run)
-    assert plan.strategy.payload_bytes == gathered + 4000
+    assert own(plan.strategy).payload_bytes == gathered + 4000
 
 
 def test_auto_sync_keeps_away_from_what_is_not_safe() -> None:

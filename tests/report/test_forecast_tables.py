@@ -26,5 +26,5 @@ def test_memory_is_that_of_each_policy_or_at_least_what_a_rank_holds() -> None:
 
 def test_one_rank_has_no_line_on_bytes_that_it_does_not_send() -> None:
     plan = make_plan("cluster.workers_per_node=1", "batch.accumulation=4", "precision=fp32")
-    assert plan.strategy.wire_bytes_every == 0
+    assert {each.wire_bytes for each in plan.strategy.forecasts} == {0}
     assert "wire a step" not in dict(forecast_lines(plan))

@@ -53,7 +53,8 @@ def test_the_fewest_bytes_of_those_that_fit(memory: int, chosen: str, why: str) 
     decided = with_memory(plan, forecasts(every=600, boundary=900, gather_once=1000), memory)
     assert (decided.sync.value, decided.sync_reason) == (chosen, why)
     assert decided.memory_bytes == memory
-    assert decided.wire_bytes_every == 300
+    assert (every := decided.forecast_of(Sync.every)) is not None
+    assert every.wire_bytes == 300
 
 
 @pytest.mark.parametrize(
