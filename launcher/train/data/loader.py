@@ -112,9 +112,10 @@ def prefetch(
     workers = plan.train.loader_workers if order is not None else min(readers, plan.train.loader_workers)
     packs, pins = workers > 0 and device.type == "cpu", device.type == "cuda"  # batches for a GPU use pinned memory
     if not workers and not pins:  # DataLoader would only add overhead
-        # a generator expression: StopIteration from a dataset is an error in it, and would end a `map` silently
-        for data, *rest in source if order is None else (source[spec] for spec in order):
-            yield MicroBatch(to_device(data, device), *rest)
+        # a generator: StopIteration from a dataset is an error in it, and would end a `map` silently
+        for spec in source if order is None else order:
+            data, *rest = spec if order is None else source[spec]
+            yield MicroBatch(data if device.type == "cpu" else to_device(data, device), *rest)
         return
     if workers:
         source = _Guarded(source, packs) if order is not None else _GuardedStream(source, packs)
@@ -299,12 +300,17 @@ def read_samples(dataset: Any, indices: Sequence[Any]) -> list[Any]:
     """Return the samples ``indices``, read at once if the dataset can do that, as torch's DataLoader does."""
     if type(dataset) is Subset:
         return read_samples(dataset.dataset, [dataset.indices[index] for index in indices])
-    methods = (name for cls in type(dataset).__mro__ for name in ("__getitems__", "__getitem__") if name in vars(cls))
-    if next(methods, "") == "__getitems__":  # a subclass that redefines only __getitem__ is read by it
+    if reads_several(dataset):
         samples = dataset.__getitems__(list(indices))
         if isinstance(samples, list | tuple) and len(samples) == len(indices):
             return list(samples)
     return [dataset[index] for index in indices]
+
+
+def reads_several(dataset: Any) -> bool:
+    """Return whether samples are read by ``__getitems__``; a subclass that redefines only ``__getitem__`` is not."""
+    methods = (name for cls in type(dataset).__mro__ for name in ("__getitems__", "__getitem__") if name in vars(cls))
+    return next(methods, "") == "__getitems__"
 
 
 def read_tensors(dataset: Any, indices: Sequence[Any]) -> list[Tensor] | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import _random
 import ctypes
+import functools
 import hashlib
 import math
 import random
@@ -58,34 +59,27 @@ def restore_random_state(state: dict[str, Tensor], device: torch.device) -> None
         np.random.set_state(legacy)
 
 
-class _PythonGenerator:
-    """Direct access to the memory of Python's global generator, which is far faster than ``random.getstate``."""
-
-    def __init__(self) -> None:
-        self._generator = cast("Any", random.random).__self__
-        head, end = object.__basicsize__, _random.Random.__basicsize__  # bounds of the C struct's own fields
-        self._words = (ctypes.c_char * (end - head)).from_address(id(self._generator) + head)
-
-    @property
-    def state(self) -> tuple[bytes, float | None]:
-        """Memory of the generator, which every draw and every seed changes, and the number cached by ``gauss``."""
-        return self._words.raw, self._generator.gauss_next
-
-    @state.setter
-    def state(self, state: tuple[bytes, float | None]) -> None:
-        self._words.raw, self._generator.gauss_next = state
+def _words_of_python() -> tuple[Any, Any]:
+    """Return Python's global generator and a view of its memory, which every draw and every seed changes: far faster
+    than ``random.getstate``. The number cached by ``gauss`` is not part of it."""
+    generator = cast("Any", random.random).__self__
+    head, end = object.__basicsize__, _random.Random.__basicsize__  # bounds of the C struct's own fields
+    return generator, (ctypes.c_char * (end - head)).from_address(id(generator) + head)
 
 
 class _NumpyGenerator:
     """Replacement generator for NumPy's global functions.
 
     Installing it takes a hundredth of the time that NumPy needs to return its state.
+
+    Attributes:
+        words: memory of the replacement, which changes with every draw and every seed.
     """
 
     def __init__(self, numpy: Any) -> None:
         self._random, self._legacy = numpy.random, numpy.random.MT19937
         self._inner, self._outer = self._legacy(0), self._random.get_bit_generator()
-        self._words, self._outer_words = self._words_of(self._inner), self._words_of(self._outer)
+        self.words, self._outer_words = self._words_of(self._inner), self._words_of(self._outer)
         self._state_after = b""
         self._outer_state: Any = None
 
@@ -111,11 +105,6 @@ class _NumpyGenerator:
             self._state_after = self._outer_words.raw
         self._outer_state = None
 
-    @property
-    def state(self) -> bytes:
-        """The replacement's words, which change with every draw and every seed."""
-        return self._words.raw
-
 
 def _cuda_state() -> Tensor | None:
     """Return the GPU generator's state, which torch.manual_seed() in a dataset sets too; None without a GPU in use."""
@@ -140,7 +129,8 @@ class _Watch:
     """
 
     def __init__(self, install_numpy: Callable[[], _NumpyGenerator | None]) -> None:
-        self._generator, self._python, self._install_numpy = torch.default_generator, _PythonGenerator(), install_numpy
+        self._generator, self._install_numpy = torch.default_generator, install_numpy
+        self._python, self._words = _words_of_python()
         self.used = False
 
     def __getattr__(self, name: str) -> Any:
@@ -148,14 +138,16 @@ class _Watch:
         return getattr(self._generator, name)
 
     def __enter__(self) -> None:
-        self._numpy, self._cuda_state = self._install_numpy(), _cuda_state()
+        self._numpy, self._cuda_state = self._install_numpy(), None
+        if torch.cuda.is_initialized():
+            self._cuda_state = _cuda_state()
         self._before = self._states()
         numpy = sys.modules.get("numpy")
         self._functions: list[tuple[Any, str, Any]] = [(random, "getstate", random.getstate)]
         if numpy is not None:
             self._functions.append((numpy.random, "get_state", numpy.random.get_state))
         for module, name, function in self._functions:
-            setattr(module, name, self._wrapped(function))
+            setattr(module, name, functools.partial(self._call, function))
         torch.random.default_generator = self  # pyright: ignore[reportAttributeAccessIssue]
         self.used = False
 
@@ -169,23 +161,21 @@ class _Watch:
             self._numpy.uninstall()
         if self.used:
             _restore_cuda(self._cuda_state)
-            torch_state, self._python.state, _ = self._before
+            torch_state, self._words.raw, self._python.gauss_next, _ = self._before
             self._generator.set_state(torch.frombuffer(bytearray(torch_state), dtype=torch.uint8))
         return self.used and not interrupted
 
     def _states(self) -> tuple[Any, ...]:
         state = self._generator.get_state()
         # the code in the context may be the first to import NumPy, and draw from it
-        numpy_state = "numpy" in sys.modules if self._numpy is None else self._numpy.state
+        numpy_state = "numpy" in sys.modules if self._numpy is None else self._numpy.words.raw
         # bytes, because torch.equal takes longer than reading a small sample
-        return ctypes.string_at(state.data_ptr(), state.nbytes), self._python.state, numpy_state
+        torch_state = ctypes.string_at(state.data_ptr(), state.nbytes)
+        return torch_state, self._words.raw, self._python.gauss_next, numpy_state
 
-    def _wrapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            self.used = True
-            return function(*args, **kwargs)
-
-        return wrapper
+    def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.used = True
+        return function(*args, **kwargs)
 
 
 # odd, so that no two samples of an epoch have the same seed, even in the lower 32 bits, which is all that torch and

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from launcher.config.schema import Balance, ShortWindow
 from launcher.errors import ConfigError, DataError
@@ -25,7 +25,7 @@ from launcher.quantities import count, first_names
 from launcher.task import is_loader, is_mapped
 from launcher.train.data.fingerprint import Outline, require_same_data, require_same_stream
 from launcher.train.data.length_balance import BalancedWindow, balanced
-from launcher.train.data.loader import Collate, MicroBatch, prefetch, read_samples, read_tensors
+from launcher.train.data.loader import Collate, MicroBatch, prefetch, read_samples, read_tensors, reads_several
 from launcher.train.data.randomness import SampleRandom, Seed
 from launcher.train.data.sample_order import ArrangedData, SampleOrder, samples_per_epoch
 from launcher.train.data.stream import StreamShare, blocks_of_windows, is_sharded, start_epoch
@@ -247,11 +247,14 @@ class Samples(Dataset[tuple[Any, ...]]):
     def __init__(self, dataset: Any, collate: Collate, seed: int) -> None:
         self._dataset, self._collate, self._seed = dataset, collate, seed
         self._random = SampleRandom(seed)
+        self._one_by_one = type(dataset) not in (Subset, TensorDataset) and not reads_several(dataset)
 
-    def batch(self, indices: Sequence[int], epoch: int, positions: Sequence[int]) -> Any:
+    def batch(self, indices: Sequence[int], epoch: int, positions: Iterable[int]) -> Any:
         """Return the batch of the samples ``indices``, whose random numbers depend on their positions in the epoch."""
 
         def read(seed: Seed | None) -> Any:
+            if seed is None and self._one_by_one:
+                return self._collate([self._dataset[index] for index in indices])
             if seed is None:
                 batch = read_tensors(self._dataset, indices) if self._collate is default_collate else None
                 return batch or self._collate(read_samples(self._dataset, indices))
@@ -278,8 +281,8 @@ class _Ordered(Samples):
 
     def __getitem__(self, spec: _Spec) -> tuple[Any, int, _Spec]:
         indices = self._order.take(spec.epoch, spec.first, spec.size)
-        positions = [spec.first + offset for offset in spec.offsets]
-        return self.batch([indices[offset] for offset in spec.offsets], spec.epoch, positions), spec.samples, spec
+        positions = map(spec.first.__add__, spec.offsets)
+        return self.batch([*map(indices.__getitem__, spec.offsets)], spec.epoch, positions), spec.samples, spec
 
 
 class StreamFeed:
