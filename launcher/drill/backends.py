@@ -18,7 +18,7 @@ from launcher.launch import local
 from launcher.launch.slurm import client, submit
 from launcher.plan.run_plan import RunPlan
 from launcher.process import RUN_ID, die_with_parent, wait_until
-from launcher.rundir.fencing import Attempt, Fence
+from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import last_lines, read_json
 from launcher.rundir.paths import RunPaths
 from launcher.runs import control
@@ -175,7 +175,7 @@ class SlurmBackend:
                 return "scontrol requeue"
 
     def _nodes(self) -> list[str]:
-        return Fence(self._plan.paths, Attempt()).newest().get("nodes", [])
+        return Fence(self._plan.paths, Incarnation()).newest().get("nodes", [])
 
     def _kill(self, target: str, nodes: list[str]) -> bool:
         """Kill processes from a second job step. Return True if there were any. ``target``: a rank, or "all".

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -41,7 +41,7 @@ from launcher.process import (
     raise_open_files,
 )
 from launcher.rundir import history
-from launcher.rundir.fencing import ATTEMPT, Attempt, Fence
+from launcher.rundir.fencing import INCARNATION, Fence, Incarnation
 from launcher.rundir.files import clear_torn, object_from_json, read_json, write_json
 from launcher.rundir.history import HANG, LOST_PEER, Failure, failure_record
 from launcher.rundir.paths import RunPaths
@@ -49,7 +49,8 @@ from launcher.tracebacks import lost_connection, users_traceback
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsSpecs
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.multiprocessing.api import PContext
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def main(run_dir: str, plan_name: str, parent: str, attempt: str) -> int:
     die_with_parent(int(parent), signal.SIGTERM)
     paths = RunPaths(Path(run_dir))
     plan_file = paths.root / plan_name
-    plan, fence = load_plan(plan_file), Fence(paths, Attempt.parse(attempt))
+    plan, fence = load_plan(plan_file), Fence(paths, Incarnation.parse(attempt))
     with StopShield() as shield:
         ended = serve(plan, plan_file, fence.own, shield)
     if ended.fields:
@@ -79,17 +80,19 @@ def main(run_dir: str, plan_name: str, parent: str, attempt: str) -> int:
     return ended.status
 
 
-def open_attempt(fence: Fence, **fields: Any) -> None:
-    """Open a new attempt and delete the verdicts of earlier ones. ``fields``: values for the other nodes."""
+def open_attempt(fence: Fence, **fields: Any) -> int:
+    """Open a new attempt, delete the verdicts of earlier ones, and return its number. ``fields``: for other nodes."""
     paths = fence.paths
-    fence.claim(attempt=paths.next_start(), **fields)
+    attempt = max(paths.next_attempt(), fence.newest().get("attempt", -1) + 1)  # one that failed early has no logs
+    fence.claim(attempt=attempt, **fields)
     for directory in (paths.root, paths.checkpoints):
         clear_torn(directory)
     for file in (paths.summary, *paths.root.glob("summary.node*.json"), *paths.root.glob("failure.node*.json")):
         file.unlink(missing_ok=True)
+    return attempt
 
 
-def serve(plan: LaunchPlan, plan_file: Path, own: Attempt, shield: StopShield) -> NodeOutcome:
+def serve(plan: LaunchPlan, plan_file: Path, own: Incarnation, shield: StopShield) -> NodeOutcome:
     """Run this node's workers, and on node 0 the trackers, until they end.
 
     Replaces ``os.environ`` by the workers' environment during the call. Must be called from the main thread, inside
@@ -98,14 +101,14 @@ def serve(plan: LaunchPlan, plan_file: Path, own: Attempt, shield: StopShield) -
     raise_open_files()
     # only a tracker's process may see its key
     inherited = plan.env.default | allowed_env(os.environ, plan.env.allow) | plan.env.set
-    of_run = {AGENT_PID: str(os.getpid()), ATTEMPT: str(own), RUN_ID: plan.run.id, RUN_DIR: plan.run.dir}
+    of_run = {AGENT_PID: str(os.getpid()), INCARNATION: str(own), RUN_ID: plan.run.id, RUN_DIR: plan.run.dir}
     trackers = TrackerProcesses(plan, own)
     trackers.start()
     try:
         with environment(inherited | of_run):
             watch = _watch(plan, shield)
-            start = Fence(plan.paths, own).newest().get("attempt", 0)
-            ended = _run_workers(plan, plan_file, start, shield, watch)
+            first = Fence(plan.paths, own).newest().get("attempt", 0)
+            ended = _run_workers(plan, plan_file, first, shield, watch)
         if watch.last is not None and plan.node == 0:
             ended = dataclasses.replace(ended, fields=ended.fields | {"hang": watch.last.entry})
         return ended
@@ -132,11 +135,11 @@ def _watch(plan: LaunchPlan, shield: StopShield) -> HangWatch | NoWatch:
 def _run_workers(
     plan: LaunchPlan,
     plan_file: Path,
-    first_start: int,
+    first_attempt: int,
     shield: StopShield,
     watch: HangWatch | NoWatch,
 ) -> NodeOutcome:
-    """Run torchrun's elastic agent until the workers end. ``first_start``: number of their first logs."""
+    """Run torchrun's elastic agent until the workers end, perhaps after several attempts."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousClosedError
@@ -145,7 +148,7 @@ def _run_workers(
     place = plan.cluster.place or rendezvous.ALONE
     leave = rendezvous.register(plan, place, lambda: shield.received)
     arguments = (*plan.command, str(plan_file)) if isinstance(plan, RunPlan) else plan.command
-    error_files: dict[int, Path] = {}
+    failures = _Failures(plan, watch, DeathWatch())
     config = LaunchConfig(
         min_nodes=plan.cluster.nodes,
         max_nodes=plan.cluster.nodes,
@@ -156,21 +159,20 @@ def _run_workers(
         local_addr=place.address,
         max_restarts=plan.cluster.max_restarts,
         signals_to_handle="SIGHUP",  # the shield takes the stop signals; the agent sees them in its monitoring loop
-        logs_specs=_logs(plan.paths, first_start, watch, error_files),
+        logs_specs=_logs(plan, first_attempt, watch, failures),
     )
-    deaths = DeathWatch()
 
     def grace_s() -> int:
         return plan.cluster.grace_s if shield.received is not None else min(plan.cluster.grace_s, AFTER_FAILURE_S)
 
     try:
-        with deaths, watch, _workers_end_within(grace_s):
+        with failures.deaths, watch, _workers_end_within(grace_s, failures.end):
             elastic_launch(config, sys.executable)(*arguments)
     except SignalException as stop:
         leave()
         return _outcome_of_stop(plan, stop.sigval)
     except ChildFailedError as failed:
-        return _outcome_of_failure(plan, failed, error_files, deaths, watch, shield)
+        return _outcome_of_failure(plan, failed, failures, shield)
     except RendezvousClosedError as closed:
         return _outcome_without_rendezvous(plan, str(closed))
     if shield.received is not None:  # the workers stopped before the agent saw the signal
@@ -187,32 +189,31 @@ def _outcome_of_stop(plan: LaunchPlan, by: int) -> NodeOutcome:
     return NodeOutcome(EXIT_INTERRUPTED, {"stopped_by": signal.Signals(by).name})
 
 
-def _logs(paths: RunPaths, first: int, watch: HangWatch | NoWatch, error_files: dict[int, Path]) -> LogsSpecs:
-    """Return torch's log specification.
-
-    ``first``: number of the first start; torch counts from 0 in each attempt. ``error_files``: filled with each global
-    rank's file for its exception.
-    """
+def _logs(plan: LaunchPlan, first: int, watch: HangWatch | NoWatch, failures: _Failures) -> LogsSpecs:
+    """Return torch's log specification, which torch asks at each start of the workers. ``first``: first attempt."""
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+
+    paths = plan.paths
 
     class RankLogs(LogsSpecs):
         """One log file per global rank; the worker redirects its standard error there too."""
 
         def __init__(self) -> None:
-            self._start = -1
+            self._attempt = first - 1
 
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
             logs: dict[int, str] = {}
-            # torch's counter only counts failures of this host, not restarts caused by another host
-            self._start = start = self._start + 1
-            if start and any(env["RANK"] == "0" for env in envs.values()):
-                history.note_event(paths, "restarted", attempt=first + start)
+            # torch's counter only counts failures of this host, in this attempt, not restarts caused by another host
+            self._attempt = attempt = self._attempt + 1
+            if attempt > first and any(env["RANK"] == "0" for env in envs.values()):
+                history.note_event(paths, "restarted", attempt=attempt, why=failures.cause_of_restart())
+            ranks: dict[int, tuple[int, Path]] = {}
             for local_rank, env in envs.items():
-                rank, env["TORCHELASTIC_RESTART_COUNT"] = int(env["RANK"]), str(start)
-                logs[local_rank] = str(paths.rank_log(rank, first + start))
-                error_files[rank] = paths.rank_error(rank, first + start)
-                env["TORCHELASTIC_ERROR_FILE"] = str(error_files[rank])
-            ranks = {local_rank: (int(env["RANK"]), Path(logs[local_rank])) for local_rank, env in envs.items()}
+                rank, env["TORCHELASTIC_RESTART_COUNT"] = int(env["RANK"]), str(attempt)
+                ranks[local_rank] = rank, paths.rank_log(rank, attempt)
+                logs[local_rank] = str(paths.rank_log(rank, attempt))
+                env["TORCHELASTIC_ERROR_FILE"] = str(paths.rank_error(rank, attempt))
+            failures.begin({local_rank: rank for local_rank, (rank, _) in ranks.items()}, attempt)
             for local_rank, address in watch.begin(ranks).items():
                 envs[local_rank][PROGRESS] = address
             # torch's agent raises if a worker was killed while it wrote its error file: name none, read them here
@@ -230,50 +231,78 @@ def _failed(record: Failure) -> NodeOutcome:
 
 
 def _outcome_of_failure(
-    plan: LaunchPlan,
-    error: ChildFailedError,
-    error_files: dict[int, Path],
-    deaths: DeathWatch,
-    watch: HangWatch | NoWatch,
-    shield: StopShield,
+    plan: LaunchPlan, error: ChildFailedError, failures: _Failures, shield: StopShield
 ) -> NodeOutcome:
-    """Return the outcome for the earliest failure: later ones lost their peer, or were ended by torch itself.
-
-    A worker writes its report before its connections close, so before any peer can notice. A killed worker writes none:
-    the last time at which it was seen alive counts.
-    """
-    reports = {rank: _report(error_files[rank]) for rank in error.failures}
-    times = {
-        rank: report.at if (report := reports[rank]) else deaths.time(error.failures[rank].pid) for rank in reports
-    }
-    rank = min(times, key=times.__getitem__)
-    first, at, report = error.failures[rank], times[rank], reports[rank]
+    """Return the outcome for the earliest failure."""
+    ended = {rank: (failure.pid, failure.exitcode) for rank, failure in error.failures.items()}
+    record = failures.first(ended)
     # a scheduler may signal every process of a job, which kills a script that has no handler
-    if shield.received is not None and first.exitcode == -shield.received:
+    if shield.received is not None and record["exit_code"] == -shield.received:
         return _outcome_of_stop(plan, shield.received)
-    if (hang := watch.hang_of(first.pid)) is not None:
-        log = plan.paths.newest_rank_log(rank)
-        return _failed(failure_record(hang.text, log, rank=hang.rank, kind=HANG, traceback=hang.stack or None, at=at))
-    message, trace = (report.message, report.traceback) if report else (_how_it_ended(first.exitcode), None)
-    kind, _, text = message.partition(": ")
-    if trace and isinstance(plan, RunPlan):  # a script's own frames may be few: it gets the whole traceback
-        trace = users_traceback(trace)
-    # compare the qualified name: a user's class may have the same short name
-    own_class = class_named(kind) if trace and f"\n{errors.__name__}.{kind}: " in trace else None
-    lost = lost_connection(message) if isinstance(plan, RunPlan) and own_class is None else ""
-    if lost:  # the log has torch's text, and the stack of C++
-        log = plan.paths.newest_rank_log(rank)
-        return _failed(failure_record(lost, log, rank=rank, exit_code=first.exitcode, kind=LOST_PEER, at=at))
-    record = failure_record(
-        text if own_class else message,
-        plan.paths.newest_rank_log(rank),
-        rank=rank,
-        exit_code=first.exitcode,
-        kind=kind if own_class else None,
-        traceback=None if own_class else trace,  # messages of the launcher's own errors need no traceback
-        at=at,
-    )
     return _failed(record)
+
+
+class _Failures:
+    """Failures of this node's workers."""
+
+    def __init__(self, plan: LaunchPlan, watch: HangWatch | NoWatch, deaths: DeathWatch) -> None:
+        self.deaths = deaths
+        self._plan, self._watch = plan, watch
+        self._attempt = 0
+        self._ranks: dict[int, int] = {}
+        self._ended: dict[int, tuple[int, int]] = {}
+
+    def begin(self, ranks: dict[int, int], attempt: int) -> None:
+        """Forget the failures of earlier attempts. ``ranks``: rank by local rank."""
+        self._ranks, self._attempt, self._ended = ranks, attempt, {}
+
+    def end(self, workers: PContext) -> None:
+        """Store which workers have failed. Torch calls it before it ends the others."""
+        failed: Iterable[ProcessFailure] = () if self._ended else getattr(workers, "_failures", {}).values()
+        self._ended |= {self._ranks[each.local_rank]: (each.pid, each.exitcode) for each in failed}
+
+    def first(self, ended: Mapping[int, tuple[int, int]]) -> Failure:
+        """Return the earliest of some failures: later ones lost their peer, or were ended by torch itself.
+
+        A worker writes its report before its connections close, so before any peer can notice. A killed worker writes
+        none: the last time at which it was seen alive counts.
+
+        Args:
+            ended: process id and exit status by rank.
+        """
+        plan = self._plan
+        reports = {rank: _report(plan.paths.rank_error(rank, self._attempt)) for rank in ended}
+        times = {rank: report.at if (report := reports[rank]) else self.deaths.time(ended[rank][0]) for rank in reports}
+        rank = min(times, key=times.__getitem__)
+        (pid, exit_code), at, report = ended[rank], times[rank], reports[rank]
+        log = plan.paths.rank_log(rank, self._attempt)
+        if (hang := self._watch.hang_of(pid)) is not None:
+            return failure_record(hang.text, log, rank=hang.rank, kind=HANG, traceback=hang.stack or None, at=at)
+        message, trace = (report.message, report.traceback) if report else (_how_it_ended(exit_code), None)
+        kind, _, text = message.partition(": ")
+        if trace and isinstance(plan, RunPlan):  # a script's own frames may be few: it gets the whole traceback
+            trace = users_traceback(trace)
+        # compare the qualified name: a user's class may have the same short name
+        own_class = class_named(kind) if trace and f"\n{errors.__name__}.{kind}: " in trace else None
+        lost = lost_connection(message) if isinstance(plan, RunPlan) and own_class is None else ""
+        if lost:  # the log has torch's text, and the stack of C++
+            return failure_record(lost, log, rank=rank, exit_code=exit_code, kind=LOST_PEER, at=at)
+        return failure_record(
+            text if own_class else message,
+            log,
+            rank=rank,
+            exit_code=exit_code,
+            kind=kind if own_class else None,
+            traceback=None if own_class else trace,  # messages of the launcher's own errors need no traceback
+            at=at,
+        )
+
+    def cause_of_restart(self) -> str:
+        """Return in one line why the workers start again."""
+        record = self.first(self._ended) if self._ended else None
+        if record is None or (record["kind"] == LOST_PEER and self._plan.cluster.nodes > 1):
+            return "a worker on another node failed: see its log"
+        return history.error_of(record).partition("\n")[0]
 
 
 def _outcome_without_rendezvous(plan: LaunchPlan, why: str) -> NodeOutcome:
@@ -321,16 +350,18 @@ AFTER_FAILURE_S = 3
 
 
 @contextmanager
-def _workers_end_within(grace_s: Callable[[], int]) -> Generator[None]:
+def _workers_end_within(grace_s: Callable[[], int], before: Callable[[PContext], None]) -> Generator[None]:
     """Have torch's agent send SIGKILL ``grace_s()`` seconds after SIGTERM, in every way in which workers are ended.
 
-    torch's own time, 30 s, has no setting after a failure or at a restart, and in torch 2.11 none at all.
+    ``before`` is called first. torch's own time, 30 s, has no setting after a failure or at a restart, and in torch
+    2.11 none at all.
     """
     from torch.distributed.elastic.multiprocessing.api import PContext
 
     close = PContext.close
 
     def close_within(self: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:  # noqa: ARG001
+        before(self)
         close(self, death_sig, grace_s())
 
     PContext.close = close_within

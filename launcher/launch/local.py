@@ -36,7 +36,7 @@ from launcher.plan.run_plan import RunPlan
 from launcher.process import RUN_ID, STOP_SIGNALS, signal_handler
 from launcher.quantities import count
 from launcher.rundir import history
-from launcher.rundir.fencing import Attempt, Fence
+from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import read_json, write_json, write_text
 from launcher.rundir.history import Submission, failure_record
 from launcher.rundir.paths import RunPaths
@@ -137,16 +137,14 @@ def run_job(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
             signals.append(number)
 
     submission = history.add_submission(plan.paths, Submission.now().by_this_process()) if _writes(plan) else 0
-    fence = Fence(plan.paths, Attempt(submission))
+    fence = Fence(plan.paths, Incarnation(submission))
     with signal_handler(STOP_SIGNALS, stop), closing(display):
         if _writes(plan):
-            open_attempt(fence, ranks=plan.cluster.world_size)
+            attempt = open_attempt(fence, ranks=plan.cluster.world_size)
             if submission:
-                history.note_event(
-                    plan.paths, "started", ranks=plan.cluster.world_size, from_step=plan.paths.newest_step()
-                )
+                history.note_event(plan.paths, "started", attempt=attempt, ranks=plan.cluster.world_size)
         _run_once(plan, plan.paths.plan_of(plan.node), fence, display, peers, signals)
-        while len(signals) < 2 and (regrouping := peers.regroup(plan.paths.newest_step())) is not None:
+        while len(signals) < 2 and (regrouping := peers.regroup()) is not None:
             plan, plan_file, fence = regroup(plan, regrouping, fence)
             display.say(describe_regrouping(plan, regrouping))
             peers.start_regrouped()
@@ -244,7 +242,7 @@ class _StopForwarder:
         received = len(signals)
         if received > self._forwarded:
             if not self._forwarded:
-                self._peers.stop()
+                self._peers.stop(_name_of_stop(signals))
                 if not self._asked_to_stop:
                     again = " Ctrl-C now kills the workers at once." if signals[0] == signal.SIGINT else ""
                     self._display.say(f"Stopping at the end of this window.{again}{self._then}")
@@ -277,7 +275,7 @@ class _StopForwarder:
             self._agent.send_signal(number)
 
 
-def _start_agent(plan: LaunchPlan, plan_file: Path, own: Attempt) -> subprocess.Popen[bytes]:
+def _start_agent(plan: LaunchPlan, plan_file: Path, own: Incarnation) -> subprocess.Popen[bytes]:
     with plan.paths.node_log(plan.node).open("ab") as log:
         return subprocess.Popen(
             [*AGENT, plan.run.dir, plan_file.name, str(os.getpid()), str(own)],
@@ -364,14 +362,11 @@ def regroup(plan: P, regrouping: Regrouping, fence: Fence) -> tuple[P, Path, Fen
     assert plan.cluster.place is not None
     place = dataclasses.replace(plan.cluster.place, node=regrouping.node, store=regrouping.store)
     plan = plan.on(regrouping.nodes).at(place)
-    own = dataclasses.replace(fence.own, restart=fence.own.restart + 1)
-    fence = Fence(fence.paths, own)
+    fence = Fence(fence.paths, dataclasses.replace(fence.own, restart=fence.own.restart + 1))
     ranks = plan.cluster.world_size
     if regrouping.node == 0:
-        open_attempt(fence, ranks=ranks, from_step=regrouping.step)
-        history.note_event(
-            fence.paths, "lost", host=regrouping.lost, incarnation=str(own), ranks=ranks, from_step=regrouping.step
-        )
+        attempt = open_attempt(fence, ranks=ranks)
+        history.note_event(fence.paths, "lost", host=regrouping.lost, attempt=attempt, ranks=ranks)
     file = fence.paths.plan_for(regrouping.nodes, regrouping.node)
     write_text(file, plan.to_json() + "\n")
     return plan, file, fence
@@ -381,6 +376,6 @@ def describe_regrouping(plan: LaunchPlan, regrouping: Regrouping) -> str:
     """Return the line for the display. ``plan``: the new plan of this host."""
     lost, hosts, ranks = regrouping.lost, count(regrouping.nodes, "host"), count(plan.cluster.world_size, "rank")
     return (
-        f"{lost[0].upper()}{lost[1:]} is gone: continuing with {hosts}, {ranks}, from step {regrouping.step}. "
+        f"{lost[0].upper()}{lost[1:]} is gone: continuing with {hosts}, {ranks}, from the newest checkpoint. "
         f"This is node {regrouping.node} now."
     )

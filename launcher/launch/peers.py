@@ -43,14 +43,12 @@ class Regrouping:
         nodes: number of hosts left.
         store: HOST:PORT of the agents' new store.
         lost: hosts that are gone, by their old numbers.
-        step: optimizer steps in the newest checkpoint.
     """
 
     node: int
     nodes: int
     store: str
     lost: str
-    step: int
 
 
 def first_failure(
@@ -116,8 +114,8 @@ class Peers:
         """Receive messages for at most ``seconds``."""
         time.sleep(seconds)
 
-    def stop(self) -> None:
-        """Report that the job was stopped on this host."""
+    def stop(self, by: str) -> None:
+        """Report that the job was stopped on this host. ``by``: Ctrl-C, or the name of a signal."""
 
     def ended(self, status: int, summary: Summary) -> None:
         """Report that this host's agent has ended."""
@@ -127,10 +125,10 @@ class Peers:
         """Return True if the verdict of the whole job is known."""
         return True
 
-    def regroup(self, step: int) -> Regrouping | None:  # noqa: ARG002
+    def regroup(self) -> Regrouping | None:
         """Return how this host continues after the loss of another one; None if the job is over.
 
-        Call it once ``complete`` is true. ``step``: optimizer steps in the newest checkpoint, for the other hosts.
+        Call it once ``complete`` is true.
         """
         return None
 
@@ -169,9 +167,9 @@ class OtherHost(Peers):
         if not self._first.open and self._verdict is None:
             self.trouble, self.lost = f"node 0 ({self._first.peer}) is gone", True
 
-    def stop(self) -> None:
+    def stop(self, by: str) -> None:
         self._stopped = True
-        self._first.send(stop=True)
+        self._first.send(stop=by)
 
     def ended(self, status: int, summary: Summary) -> None:
         self._first.send(ended=True, status=status, summary=summary, ago_s=seconds_since_failure(summary))
@@ -179,7 +177,7 @@ class OtherHost(Peers):
     def complete(self) -> bool:
         return self._verdict is not None or self._regrouping is not None or not self._first.open
 
-    def regroup(self, step: int) -> Regrouping | None:  # noqa: ARG002
+    def regroup(self) -> Regrouping | None:
         regrouping, self._regrouping = self._regrouping, None
         return regrouping
 
@@ -217,6 +215,7 @@ class FirstHost(Peers):
         self._results: dict[int, Result] = {}
         self._gone: dict[int, float] = {}
         self._regrouping: Regrouping | None = None
+        self._cause = ""
 
     def listen(self, seconds: float) -> None:
         wait([*self._listener.sources(), *(channel for channel in self._channels.values() if channel.open)], seconds)
@@ -233,7 +232,7 @@ class FirstHost(Peers):
 
     def _handle(self, node: int, message: Message) -> None:
         if "stop" in message:
-            self._stopped = True
+            self._stopped, self._cause = True, message["stop"]
             self.stopped_by = self._name(node)
             self._send_all_but(node, stop=self.stopped_by)
         elif "ended" in message:
@@ -257,8 +256,8 @@ class FirstHost(Peers):
     def _name(self, node: int) -> str:
         return f"node {node} ({self._addresses[node]})"
 
-    def stop(self) -> None:
-        self._stopped = True
+    def stop(self, by: str) -> None:
+        self._stopped, self._cause = True, by
         self._send_all_but(0, stop=self._name(0))
 
     def ended(self, status: int, summary: Summary) -> None:
@@ -280,6 +279,8 @@ class FirstHost(Peers):
         if self._stopped or first is None:
             if own.pop("failure", None) is not None:
                 own["verdict"] = "killed"
+            if self._stopped and own.get("verdict") != "done":  # the workers here know only the SIGTERM of their agent
+                own["stopped_by"] = self._cause
             return EXIT_INTERRUPTED if self._stopped else max(r.status for r in self._results.values()), own
         own.pop("stopped_by", None)  # this launcher stopped the workers because of ``first``
         if first["node"] in self._gone and self._least is not None:  # with enough hosts the job would have continued
@@ -295,14 +296,14 @@ class FirstHost(Peers):
         """Return the hosts that can still be reached; one may have gone after its workers had ended."""
         return [node for node in self._addresses if not node or self._channels[node].open]
 
-    def regroup(self, step: int) -> Regrouping | None:
+    def regroup(self) -> Regrouping | None:
         first, left = self._first_failure(), self._left()
         if self._least is None or self._stopped or len(left) < self._least:
             return None
         if first is None or first["node"] not in self._gone:  # the job itself failed, and would fail again
             return None
         lost = " and ".join(self._name(node) for node in self._addresses if node not in left)
-        self._regrouping = Regrouping(0, len(left), f"{self._address}:{free_port(self._address)}", lost, step)
+        self._regrouping = Regrouping(0, len(left), f"{self._address}:{free_port(self._address)}", lost)
         return self._regrouping
 
     def start_regrouped(self) -> None:

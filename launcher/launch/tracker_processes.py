@@ -21,7 +21,7 @@ from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.tracker_plan import TRACKER_KINDS, mirrors_of
 from launcher.process import RUN_ID
-from launcher.rundir.fencing import Attempt, Fence
+from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import read_json, write_json, write_line
 from launcher.rundir.paths import RunPaths
 
@@ -60,7 +60,7 @@ class TrackerProcesses(threading.Thread):
     closes, which also happens if this process is killed. They get the environment that this process has now.
     """
 
-    def __init__(self, plan: LaunchPlan, own: Attempt) -> None:
+    def __init__(self, plan: LaunchPlan, own: Incarnation) -> None:
         super().__init__(daemon=True)
         self._plan, self._own = plan, own
         self._env = dict(os.environ)

@@ -281,7 +281,7 @@ class LogSource:
 
 
 def rank_logs(paths: RunPaths, rank: int) -> LogSource:
-    logs = lambda: (paths.rank_log(rank, start) for start in range(paths.next_start()))  # noqa: E731
+    logs = lambda: (paths.rank_log(rank, attempt) for attempt in range(paths.next_attempt()))  # noqa: E731
     return LogSource(f"rank {rank}", paths, logs)
 
 

@@ -16,8 +16,9 @@ from launcher.quantities import count, duration_text
 from launcher.report.summary_table import best_text
 from launcher.report.tables import failure_text, named_lines, near, resume_hint, tracker_lines
 from launcher.rundir.files import last_lines, object_from_json
+from launcher.rundir.history import error_of
 from launcher.rundir.paths import RunPaths, SweepPaths
-from launcher.runs.status import ACTIVE, Run, RunState, error_of, metrics_text
+from launcher.runs.status import ACTIVE, Run, RunState, metrics_text
 
 COLOURS: dict[str, str] = {
     RunState.done: "green", RunState.running: "cyan", RunState.failed: "red", RunState.lost: "red",
@@ -146,10 +147,11 @@ def _event_text(event: dict[str, Any]) -> str:
     if isinstance(fields.get("nodes"), list):
         fields["nodes"] = " ".join(map(str, fields["nodes"]))
     keys = event["event"] == "changed"  # config keys, which are shown as they are written
+    why = "" if keys else fields.pop("why", "")
     text = fields.get("what") or ", ".join(
         f"{name if keys else name.replace('_', ' ')} {value}" for name, value in fields.items()
     )
-    return f"{event['event']}{f': {text}' if text else ''}"
+    return f"{event['event']}{f': {text}' if text else ''}{f' ({why})' if why else ''}"
 
 
 def last_event(paths: RunPaths) -> str:

@@ -26,8 +26,9 @@ from launcher.report.live import LogSource, rank_logs
 from launcher.report.run_list import COLOURS, LISTED, progress_text, states_text
 from launcher.report.run_progress import ProgressReader, RunProgress, device_use, sparkline
 from launcher.rundir.files import last_lines
+from launcher.rundir.history import error_of
 from launcher.rundir.paths import RunPaths
-from launcher.runs.status import ACTIVE, Run, RunState, error_of
+from launcher.runs.status import ACTIVE, Run, RunState
 
 # seconds between two updates; a Slurm controller is asked less often than a directory
 _LOOK_S, _LOOK_AT_SLURM_S, _LOG_S = 2.0, 5.0, 0.5

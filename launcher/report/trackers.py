@@ -1,6 +1,6 @@
 """Tracker process: copies metrics.jsonl to one tracker, line by line, beside the job.
 
-    python -m launcher.report.trackers RUN_DIR ATTEMPT TRACKER        end of standard input: no further records
+    python -m launcher.report.trackers RUN_DIR INCARNATION TRACKER        end of standard input: no further records
 
 Each start of a run has its own process for each tracker. It continues after the last step that the tracker's store has,
 so that each step arrives once, however often this process is killed and whatever the run repeats after a resume.
@@ -34,7 +34,7 @@ from launcher.plan.run_plan import RunPlan
 from launcher.plan.tracker_plan import TRACKER_KINDS, mirrors_of, mlflow_uri
 from launcher.report import file_trackers, server_trackers
 from launcher.report.tracker_entry import StepEntry, entries_of
-from launcher.rundir.fencing import Attempt, Fence
+from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import Tail, read_json, write_json, write_line
 from launcher.rundir.paths import RunPaths
 
@@ -117,7 +117,7 @@ def main(run_dir: str, attempt: str, tracker: str, trial: str = "0") -> int:
         trial: how often this failed in succession.
     """
     paths = RunPaths(Path(run_dir).resolve())
-    fence = Fence(paths, Attempt.parse(attempt))
+    fence = Fence(paths, Incarnation.parse(attempt))
     while (plan := RunPlan.of_record(paths)) is None:  # a script of `launch run` has yet to make its engine
         if _ended():
             return EXIT_DONE

@@ -173,8 +173,8 @@ def note_event(paths: RunPaths, event: str, **fields: Any) -> None:
     """Append an event.
 
     Args:
-        event: submitted, changed, started, restarted, stopped, killed, requeued, not requeued, hang, disconnected,
-            lost, failed, done, cancelled.
+        event: submitted, changed, started, resumed, not resumed, restarted, stopped, killed, requeued, not requeued,
+            hang, disconnected, lost, failed, done, cancelled.
     """
     line = json.dumps({"at": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **fields})
     with paths.events.open("a", encoding="utf-8") as file:
@@ -210,6 +210,12 @@ def failed_rank(failure: Mapping[str, Any]) -> int | None:
     package that all ranks have raised and that says on which of them it arose."""
     named = class_named(str(failure.get("kind"))) is not None and re.search(r"\branks? \d", str(failure.get("error")))
     return None if named else failure.get("rank")
+
+
+def error_of(failure: Mapping[str, Any]) -> str:
+    """Return the rank that failed, if it was one, and its error, of one or more lines."""
+    rank = failed_rank(failure)
+    return ("" if rank is None else f"rank {rank}: ") + str(failure.get("error", ""))
 
 
 def failure_record(

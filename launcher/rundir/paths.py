@@ -44,7 +44,7 @@ class RunPaths:
     certificate = _Path("certificate.json")  # result of `launch verify`
     job = _Path("job.json")  # list of submissions: who, when, as which job
     events = _Path("events.jsonl")  # one JSON object per start, stop, requeue, ...
-    newest_attempt = _Path("incarnation.json")  # the newest start: only that start may write
+    newest_attempt = _Path("incarnation.json")  # the newest start of the agents: only that start may write
     report_entry = _Path("report_entry.jsonl")  # the run's part of a report, written when it ends
     code = _Path("code")  # directory of the code snapshot taken at submission
     slurm = _Path("slurm")  # submitit's folder: batch scripts, and output from before the agent's log starts
@@ -116,39 +116,37 @@ class RunPaths:
     def node_log(self, node: int) -> Path:
         return self.logs / f"node{node}.log"
 
-    def rank_log(self, rank: int, start: int = 0) -> Path:
+    def rank_log(self, rank: int, attempt: int = 0) -> Path:
         """Return the log of one rank's standard output and error; a restarted rank writes a new file."""
-        return self.logs / (f"rank{rank}.log" if start == 0 else f"rank{rank}.attempt{start}.log")
+        return self.logs / (f"rank{rank}.log" if attempt == 0 else f"rank{rank}.attempt{attempt}.log")
 
     def newest_rank_log(self, rank: int) -> Path:
-        """Return the log of the rank's latest start."""
-        start = 0
-        while self.rank_log(rank, start + 1).exists():
-            start += 1
-        return self.rank_log(rank, start)
+        """Return the log of the rank's latest attempt; not all ranks have one of each, nor have all attempts logs."""
+        logs = (self.rank_log(rank, attempt) for attempt in reversed(range(self.next_attempt())))
+        return next((log for log in logs if log.exists()), self.rank_log(rank))
 
-    def next_start(self) -> int:
-        """Return the number after that of the latest start of the workers that left a log."""
+    def next_attempt(self) -> int:
+        """Return the number after that of the latest attempt that left a log."""
         numbers = [re.fullmatch(r"rank\d+(?:\.attempt(\d+))?\.log", path.name) for path in self.logs.glob("rank*.log")]
         return max((int(number[1] or 0) + 1 for number in numbers if number), default=0)
 
-    def rank_error(self, rank: int, start: int = 0) -> Path:
+    def rank_error(self, rank: int, attempt: int = 0) -> Path:
         """Return the file in which torch's ``@record`` stores a rank's exception."""
-        return self.logs / f"rank{rank}.attempt{start}.error.json"
+        return self.logs / f"rank{rank}.attempt{attempt}.error.json"
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:06d}"
 
-    def partial_checkpoint(self, step: int, attempt: object) -> Path:
-        """Return the directory of a checkpoint being written. Two attempts never share one."""
-        return self.checkpoints / f".step_{step:06d}.{attempt}.partial"
+    def partial_checkpoint(self, step: int, incarnation: object) -> Path:
+        """Return the directory of a checkpoint being written. Two incarnations never share one."""
+        return self.checkpoints / f".step_{step:06d}.{incarnation}.partial"
 
-    def discarded_checkpoint(self, step: int, attempt: object) -> Path:
+    def discarded_checkpoint(self, step: int, incarnation: object) -> Path:
         """Return a new directory for a checkpoint being deleted; an earlier one may still exist."""
-        return self.checkpoints / f".step_{step:06d}-{secrets.token_hex(4)}.{attempt}.partial"
+        return self.checkpoints / f".step_{step:06d}-{secrets.token_hex(4)}.{incarnation}.partial"
 
     def partial_checkpoints(self) -> list[tuple[str, Path]]:
-        """Return all directories of both kinds, each with its attempt."""
+        """Return all directories of both kinds, each with its incarnation."""
         return [
             (path.name.split(".", 2)[2].removesuffix(".partial"), path)
             for path in self.checkpoints.glob(".step_*.*.partial")

@@ -23,7 +23,7 @@ from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.tracker_plan import TRACKER_KINDS, mirrors_of
 from launcher.rundir import history
-from launcher.rundir.fencing import Attempt, Fence
+from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import read_config, read_json, write_json
 from launcher.rundir.history import Submission
 from launcher.rundir.paths import RunPaths
@@ -241,8 +241,8 @@ def mirror_again(run: Run) -> list[tuple[str, str]]:
         raise UserError(
             f"{run.name}: has no tracker that stores it.\n  `launch resume {run.name} trackers=[wandb]` adds one."
         )
-    fields = Fence(paths, Attempt()).newest()
-    newest = Attempt.parse(fields.pop("incarnation", "0.0"))
+    fields = Fence(paths, Incarnation()).newest()
+    newest = Incarnation.parse(fields.pop("incarnation", "0.0"))
     # a process of the last start may still be delivering: it stops
     fence = Fence(paths, dataclasses.replace(newest, restart=newest.restart + 1))
     fence.claim(**fields)

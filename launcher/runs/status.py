@@ -406,10 +406,4 @@ def _last_records(metrics: Path) -> tuple[list[dict[str, Any]], float | None]:
 
 
 def _first_line(summary: dict[str, Any]) -> str:
-    return error_of(summary.get("failure") or {}).partition("\n")[0]
-
-
-def error_of(failure: dict[str, Any]) -> str:
-    """Return the rank that failed, if it was one, and its error, of one or more lines."""
-    rank = history.failed_rank(failure)
-    return ("" if rank is None else f"rank {rank}: ") + str(failure.get("error", ""))
+    return history.error_of(summary.get("failure") or {}).partition("\n")[0]

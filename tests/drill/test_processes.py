@@ -23,7 +23,7 @@ from launcher.drill.processes import describe_survivors, kill_all, kill_rank, ma
 from launcher.launch import local
 from launcher.launch.tracker_processes import TrackerProcesses
 from launcher.process import AGENT_PID, RUN_ID
-from launcher.rundir.fencing import Attempt
+from launcher.rundir.fencing import Incarnation
 from tests.helpers import make_plan
 from tests.infra.runs import wait_for
 
@@ -99,8 +99,8 @@ def test_what_outlives_the_workers_is_found(tmp_path: Path, monkeypatch: pytest.
     drill = LocalBackend()
     drill.plan = plan
     try:
-        local._start_agent(plan, plan.paths.plan, Attempt())
-        TrackerProcesses(plan, Attempt()).keep_running()
+        local._start_agent(plan, plan.paths.plan, Incarnation())
+        TrackerProcesses(plan, Incarnation()).keep_running()
         drill.resume()
         pids = {process.pid for process in sleepers}
         wait_for(lambda: {process.pid for process in processes_of(plan.run.id)} == pids, "agent, mirror and `launch`")

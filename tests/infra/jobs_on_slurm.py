@@ -59,6 +59,9 @@ class Project:
     def wait_for_start(self, number: int) -> None:
         self.there.wait(lambda: self.count("started") >= number, f"start {number}", 90)
 
+    def newest(self, event: str) -> dict[str, Any]:
+        return [known for known in self.events() if known["event"] == event][-1]
+
     def count(self, event: str) -> int:
         return sum(known["event"] == event for known in self.events())
 

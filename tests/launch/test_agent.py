@@ -18,7 +18,7 @@ def test_workers_are_killed_after_the_given_time_on_every_path(
     waits = list[int]()
     monkeypatch.setattr(api.PContext, "close", lambda *arguments: waits.append(arguments[-1]))
     before = api.PContext.close
-    with _workers_end_within(lambda: 3):
+    with _workers_end_within(lambda: 3, lambda _: None):
         api.PContext.close(object(), *arguments)  # type: ignore[arg-type]
     assert waits == [3]
     assert api.PContext.close is before

@@ -29,16 +29,17 @@ def test_the_first_failure_is_everyones_verdict() -> None:
 
 def test_a_stop_reaches_every_host_and_is_no_failure() -> None:
     first, (one, two), _ = star()
-    one.stop()
+    one.stop("Ctrl-C")
     wait_until(lambda: first.listen(0.01) or first.stopped_by)
     assert first.stopped_by == "node 1 (127.0.0.1)"
     wait_until(lambda: two.listen(0.01) or two.stopped_by)
     for peers in (one, first, two):
-        peers.ended(130, {"verdict": "stopped"})
+        peers.ended(130, {"verdict": "stopped", "stopped_by": "SIGTERM"})
     wait_until(lambda: first.listen(0.01) or first.complete())
-    assert first.conclude() == (130, {"verdict": "stopped"})
+    stopped = (130, {"verdict": "stopped", "stopped_by": "Ctrl-C"})
+    assert first.conclude() == stopped
     wait_until(lambda: two.listen(0.01) or two.complete())
-    assert two.conclude() == (130, {"verdict": "stopped"})
+    assert two.conclude() == stopped
 
 
 def test_a_host_that_is_gone_comes_before_those_who_lost_it() -> None:
@@ -73,6 +74,6 @@ def test_without_node_0_a_host_ends_by_itself() -> None:
     wait_until(lambda: one.listen(0.01) or one.complete())
     assert one.lost
     assert one.conclude()[1]["failure"]["node"] == 0
-    two.stop()
+    two.stop("Ctrl-C")
     wait_until(lambda: two.listen(0.01) or two.complete())
     assert two.conclude() == (130, {"verdict": "killed"})

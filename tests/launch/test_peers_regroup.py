@@ -16,7 +16,7 @@ from launcher.launch.peers import FirstHost, OtherHost, Regrouping
 from launcher.plan.launch_plan import HostPosition
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir import history
-from launcher.rundir.fencing import Attempt, Fence
+from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import read_json, write_json
 from tests.helpers import make_plan
 from tests.infra.meeting import TWO, free_port, star, wait_until
@@ -87,20 +87,20 @@ def lose(first: FirstHost, gone: Channel, left: list[OtherHost]) -> None:
 def test_those_that_are_left_go_on_under_new_numbers_until_they_are_too_few() -> None:
     first, (one, two), ends = star(least=2)
     lose(first, ends[0], [two])
-    here = first.regroup(6)
+    here = first.regroup()
     assert here is not None
-    assert (here.node, here.nodes, here.lost, here.step) == (0, 2, "node 1 (127.0.0.1)", 6)
+    assert (here.node, here.nodes, here.lost) == (0, 2, "node 1 (127.0.0.1)")
     assert not two.complete(), "node 0 is not ready yet"
     first.start_regrouped()
     wait_until(lambda: two.listen(0.01) or two.complete())
-    there = two.regroup(0)
+    there = two.regroup()
     assert there == dataclasses.replace(here, node=1)
     for peers in (first, two):
         assert (peers.lost, peers.trouble, peers.complete()) == (False, None, False)
     assert not one._first.open
 
     lose(first, ends[1], [])
-    assert first.regroup(8) is None
+    assert first.regroup() is None
     status, summary = first.conclude()
     assert (status, summary["failure"]["node"]) == (1, 1)
     assert summary["failure"]["error"].endswith("; 1 host is left, and cluster.nodes has 2 at least")
@@ -109,7 +109,7 @@ def test_those_that_are_left_go_on_under_new_numbers_until_they_are_too_few() ->
 def test_a_job_with_a_fixed_number_of_hosts_ends() -> None:
     first, (_, two), ends = star()
     lose(first, ends[0], [two])
-    assert first.regroup(6) is None
+    assert first.regroup() is None
     assert "at least" not in first.conclude()[1]["failure"]["error"]
 
 
@@ -121,26 +121,26 @@ def test_a_rank_that_raised_is_no_lost_host() -> None:
     ends[0].close()
     two.ended(1, failed(2, ago))
     wait_until(lambda: first.listen(0.01) or first.complete())
-    assert first.regroup(6) is None
+    assert first.regroup() is None
 
 
 def test_a_stop_is_no_lost_host() -> None:
     first, (_, two), ends = star(least=2)
-    two.stop()
+    two.stop("Ctrl-C")
     wait_until(lambda: first.listen(0.01) or first.stopped_by)
     lose(first, ends[0], [two])
-    assert first.regroup(6) is None
+    assert first.regroup() is None
     assert first.conclude()[0] == 130
 
 
 def test_a_stop_that_comes_with_the_news_is_one_of_the_new_start() -> None:
     first, (_, two), ends = star(least=2)
     lose(first, ends[0], [two])
-    assert first.regroup(6) is not None
+    assert first.regroup() is not None
     first.start_regrouped()
-    first.stop()
+    first.stop("Ctrl-C")
     wait_until(lambda: two.listen(0.01) or two.stopped_by)
-    assert two.regroup(0) is not None
+    assert two.regroup() is not None
     assert two.stopped_by == "node 0 (127.0.0.1)"
 
 
@@ -152,10 +152,10 @@ def placed(plan: RunPlan, node: int) -> RunPlan:
 def test_going_on_is_a_new_attempt_with_a_plan_of_its_own(tmp_path: Path) -> None:
     whole = plan_in(tmp_path)
     Path(whole.run.dir, "logs").mkdir(parents=True)
-    fence = Fence(whole.paths, Attempt())
-    fence.claim(ranks=3)
+    fence = Fence(whole.paths, Incarnation())
+    fence.claim(ranks=3, attempt=0)
     write_json(whole.paths.summary, {"verdict": "stopped"})
-    again = Regrouping(0, 2, "10.0.0.1:2", "node 1 (10.0.0.2)", 6)
+    again = Regrouping(0, 2, "10.0.0.1:2", "node 1 (10.0.0.2)")
     first, _, new = local.regroup(placed(whole, 0), again, fence)
     plan, file, same = local.regroup(placed(whole, 2), dataclasses.replace(again, node=1), fence)
     assert (plan.node, plan.cluster.nodes, plan.batch) == (1, 2, whole.fewer[0].batch)
@@ -163,21 +163,21 @@ def test_going_on_is_a_new_attempt_with_a_plan_of_its_own(tmp_path: Path) -> Non
     assert (plan.cluster.place.store, plan.cluster.place.address) == ("10.0.0.1:2", "10.0.0.3")
     assert RunPlan.load(file) == plan
     assert RunPlan.load(whole.paths.plan_for(2)) == first != plan
-    assert new.own == same.own == Attempt(0, 1)
+    assert new.own == same.own == Incarnation(0, 1)
     assert (fence.superseded, new.superseded) == (True, False)
     assert not whole.paths.summary.exists(), "what the last start said of its end is over"
     (event,) = history.read_events(whole.paths)
-    assert (event["event"], event["host"], event["from_step"]) == ("lost", "node 1 (10.0.0.2)", 6)
+    assert (event["event"], event["host"], event["attempt"]) == ("lost", "node 1 (10.0.0.2)", 1)
     assert new.newest()["ranks"] == event["ranks"] == 2
     assert local.describe_regrouping(plan, again).startswith(
-        "Node 1 (10.0.0.2) is gone: continuing with 2 hosts, 2 ranks, from step 6."
+        "Node 1 (10.0.0.2) is gone: continuing with 2 hosts, 2 ranks, from the newest checkpoint."
     )
 
 
 def test_a_host_that_was_cut_off_leaves_no_verdict(tmp_path: Path) -> None:
     plan = placed(plan_in(tmp_path), 1)
     Path(plan.run.dir).mkdir(parents=True)
-    old, new = (Fence(plan.paths, Attempt(0, restart)) for restart in (0, 1))
+    old, new = (Fence(plan.paths, Incarnation(0, restart)) for restart in (0, 1))
     new.claim()
     gone: dict[str, Any] = {"verdict": "failed"}
     local._write_summary(plan, old, gone)

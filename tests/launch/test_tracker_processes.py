@@ -19,7 +19,7 @@ from launcher.launch import tracker_processes
 from launcher.launch.tracker_processes import TrackerProcesses, wait_after_stop
 from launcher.plan.run_plan import RunPlan
 from launcher.report.tables import tracker_lines
-from launcher.rundir.fencing import Attempt
+from launcher.rundir.fencing import Incarnation
 from tests.helpers import make_plan
 from tests.infra.runs import wait_for
 
@@ -63,7 +63,7 @@ def test_each_has_a_process_with_its_own_secrets(
     for key in keys.values():
         monkeypatch.setenv(key, "secret")
     plan = plan_in(tmp_path, *ALL)
-    trackers = TrackerProcesses(plan, Attempt(1, 2))
+    trackers = TrackerProcesses(plan, Incarnation(1, 2))
     monkeypatch.delenv("MLFLOW_TRACKING_PASSWORD")  # the workers' environment replaces this one later
     trackers.start()
     found = of_run(plan)
@@ -79,7 +79,7 @@ def test_each_has_a_process_with_its_own_secrets(
 
 def test_one_that_is_killed_starts_again_until_the_end(tmp_path: Path, started: list[list[str]]) -> None:
     plan = plan_in(tmp_path, "trackers=[tensorboard]")
-    trackers = TrackerProcesses(plan, Attempt())
+    trackers = TrackerProcesses(plan, Incarnation())
     trackers.start()
     first = of_run(plan)["tensorboard"]
     first.kill()
@@ -99,7 +99,7 @@ def test_those_of_a_script_start_when_its_engine_has_a_plan(tmp_path: Path, star
     plan.paths.plan.write_text(json.dumps(script))
     from launcher.plan.launch_plan import LaunchPlan
 
-    trackers = TrackerProcesses(LaunchPlan.load(plan.paths.plan), Attempt())
+    trackers = TrackerProcesses(LaunchPlan.load(plan.paths.plan), Incarnation())
     trackers.start()
     assert started == []
     plan.paths.loop_plan.write_text(plan.to_json())
@@ -109,7 +109,7 @@ def test_those_of_a_script_start_when_its_engine_has_a_plan(tmp_path: Path, star
 
 def test_one_without_a_log_starts_nevertheless(tmp_path: Path, started: list[list[str]]) -> None:
     plan = make_plan("trackers=[tensorboard]", run_dir=str(tmp_path))  # logs/ does not exist
-    trackers = TrackerProcesses(plan, Attempt())
+    trackers = TrackerProcesses(plan, Incarnation())
     trackers.start()
     trackers.finish(30)
     assert len(started) == 1, "its output is lost; its store may be on another disk"
@@ -125,13 +125,13 @@ def test_no_failure_of_the_system_reaches_the_job(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(tracker_processes, "write_json", full)
     monkeypatch.setattr("builtins.print", full)
     monkeypatch.setattr(os, "write", full)
-    hanging = TrackerProcesses(plan, Attempt())
+    hanging = TrackerProcesses(plan, Incarnation())
     hanging.start()
     for process in of_run(plan).values():
         process.suspend()
     hanging.finish(0.1)
     monkeypatch.setattr(subprocess, "Popen", full)
-    without = TrackerProcesses(plan, Attempt())
+    without = TrackerProcesses(plan, Incarnation())
     without.start()
     without.finish(1)
     assert of_run(plan) == {}
@@ -149,7 +149,7 @@ def test_one_that_is_killed_again_and_again_is_given_up(
     now = [1000.0]
     monkeypatch.setattr(tracker_processes.time, "monotonic", lambda: now[0])
     plan = plan_in(tmp_path, "trackers=[tensorboard]")
-    trackers = TrackerProcesses(plan, Attempt())
+    trackers = TrackerProcesses(plan, Incarnation())
 
     def kill_and_wait(seconds: float) -> int:
         for process in of_run(plan).values():

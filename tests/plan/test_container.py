@@ -305,7 +305,7 @@ def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Situation:
 
 def task_of(situation: Situation) -> SlurmTask:
     task = SlurmTask(job="7", node=0, nodes=2, node_list="node[1-2]", restart=0, can_ask=False)
-    situation.fence = fencing.Fence(situation.paths, fencing.Attempt())
+    situation.fence = fencing.Fence(situation.paths, fencing.Incarnation())
     node._open_attempt(situation.plan, task, situation.fence)
     return task
 

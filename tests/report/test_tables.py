@@ -17,8 +17,7 @@ from launcher.quantities import count
 from launcher.report.summary_table import summary_table
 from launcher.report.tables import failure_text, plan_table, resume_hint
 from launcher.report.verdicts import _window, drill_parts
-from launcher.rundir.history import HANG, failure_record
-from launcher.runs.status import error_of
+from launcher.rundir.history import HANG, error_of, failure_record
 from tests.helpers import make_plan
 
 

@@ -14,7 +14,7 @@ import pytest
 from launcher.report import trackers
 from launcher.report.tables import tracker_lines
 from launcher.report.tracker_entry import StepEntry, entries_of, settings_of
-from launcher.rundir.fencing import Attempt, Fence
+from launcher.rundir.fencing import Fence, Incarnation
 from tests.helpers import make_plan
 from tests.infra.runs import wait_for
 from tests.report.mirrored import (
@@ -89,7 +89,7 @@ def test_a_newer_attempt_owns_the_tracker(tmp_path: Path) -> None:
     growing.add(3)
     old = mirror(plan, "tensorboard")
     wait_for(lambda: len(in_tensorboard(tmp_path / "tensorboard")) == 3, "three steps")
-    Fence(plan.paths, Attempt(0, 1)).claim()
+    Fence(plan.paths, Incarnation(0, 1)).claim()
     growing.add(3)
     assert old.wait(30) == 0
     old.communicate()
@@ -267,7 +267,7 @@ def test_what_the_commands_show_of_trackers(tmp_path: Path) -> None:
 
 def test_a_tracker_that_does_not_return_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = saved_plan(tmp_path, TENSORBOARD)
-    status = trackers.Status(Fence(plan.paths, Attempt()), trackers.Tracker.tensorboard)
+    status = trackers.Status(Fence(plan.paths, Incarnation()), trackers.Tracker.tensorboard)
     monkeypatch.setattr(trackers, "SILENT_AFTER_S", 0.01)
     with trackers._Watch(trackers.Tracker.tensorboard, status):
         wait_for(lambda: status.fields.get("problem"), "the report")

@@ -14,7 +14,7 @@ import pytest
 
 from launcher.launch.agent import open_attempt
 from launcher.rundir import files
-from launcher.rundir.fencing import Attempt, Fence
+from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import last_lines, read_json, write_json, write_text
 from launcher.rundir.paths import RunPaths
 
@@ -94,7 +94,7 @@ def test_what_a_killed_process_was_writing_goes_when_the_run_begins_again(tmp_pa
     of_the_living.touch()
     start = psutil.Process().create_time() + 0.01
     os.utime(of_the_living, (start, start))
-    open_attempt(Fence(RunPaths(tmp_path), Attempt()))
+    open_attempt(Fence(RunPaths(tmp_path), Incarnation()))
     assert not left.exists()
     assert not of_a_checkpoint.exists()
     assert {path.name for path in tmp_path.glob(".*")} == {of_the_living.name, of_another_host.name, ".submission.0"}

@@ -48,12 +48,11 @@ def test_a_job_that_is_preempted_and_killed_is_the_undisturbed_run(
         "sbatch", "--parsable", "--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
     ).stdout.strip()
     by_cgroup.wait(lambda: mine.count("requeued") == 1, "the preemption", 60)
-    stopped, requeued = ([e for e in mine.events() if e["event"] == event][-1] for event in ("stopped", "requeued"))
-    assert requeued["why"] == "preempted", "asked from inside"
+    assert mine.newest("requeued")["why"] == "preempted", "asked from inside"
     by_cgroup.wait(lambda: urgent not in by_cgroup.jobs(), "the urgent job")
     mine.wait_for_start(2)
-    assert [e for e in mine.events() if e["event"] == "started"][-1]["from_step"] == stopped["step"] >= 3
     mine.wait_for_step(30)
+    assert mine.newest("resumed")["from_step"] == mine.newest("stopped")["step"] >= 3
     by_cgroup.login("scontrol", "requeue", job)  # without a signal to the job before
     mine.wait_for_start(3)
     mine.wait_for_step(40)

@@ -37,24 +37,26 @@ def test_a_job_goes_on_with_the_nodes_that_are_left(by_cgroup: Cluster, project:
     lost = random.choice(mine.events()[-1]["nodes"])
     three.fail(lost, "power")
     mine.wait_for_start(2)
-    begun = mine.events()[-1]
+    begun = mine.newest("started")
     assert (len(begun["nodes"]), begun["ranks"]) == (2, 2)
     assert lost not in begun["nodes"]
-    assert begun["from_step"] >= 4
     three.heal(lost)
     three.wait(lambda: lost in three.idle(), "the node to come back", 60)
-    mine.wait_for_step(begun["from_step"] + 3)
+    three.wait(lambda: mine.count("resumed") == 1, "the checkpoint to be loaded", 90)
+    step = mine.newest("resumed")["from_step"]
+    assert step >= 4
+    mine.wait_for_step(step + 3)
     assert json.loads(mine.launch("status", "own", "--json").stdout)["ranks"] == 2
     three.login("scancel", "--signal=USR2", job)
     mine.wait_for_start(3)
-    assert mine.events()[-1]["nodes"] == three.nodes
+    assert mine.newest("started")["nodes"] == three.nodes
     mine.finish()
 
     mine_now, wanted = records(mine.run), records(undisturbed)
     assert [record["step"] for record in mine_now] == list(range(1, STEPS + 1))
     worlds = [record["batch/world_size"] for record in mine_now]
-    starts = [event["from_step"] for event in mine.events() if event["event"] == "started"]
-    assert worlds == [3] * starts[1] + [2] * (starts[2] - starts[1]) + [3] * (STEPS - starts[2])
+    fewer, more = (event["from_step"] for event in mine.events() if event["event"] == "resumed")
+    assert worlds == [3] * fewer + [2] * (more - fewer) + [3] * (STEPS - more)
     for ours, theirs in zip(mine_now, wanted, strict=True):
         for key in ("batch/samples", "batch/items", "progress/samples", "progress/items", "train/lr"):
             assert ours[key] == theirs[key], key

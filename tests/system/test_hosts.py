@@ -160,12 +160,12 @@ def test_a_job_goes_on_with_the_hosts_that_are_left(tmp_path: Path, launch: Laun
             os.kill(pid, signal.SIGKILL)
         outputs = finish(processes, *(-signal.SIGKILL if host == lost else 0 for host in range(3)))
         wait_for(lambda: not [pid for host in range(3) for pid in three.pids(host)], "every process to end")
-    (event,) = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    step = event["from_step"]
-    assert (event["event"], event["host"], event["ranks"]) == ("lost", f"node 1 ({lost_address})", 2)
-    line = f"Node 1 ({lost_address}) is gone: continuing with 2 hosts, 2 ranks, from step {step}. This is node"
-    assert f"{line} 0 now." in outputs[0]
-    assert f"{line} 1 now." in outputs[3 - lost]
+    event, resumed = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    step = resumed["from_step"]
+    assert [event[key] for key in ("event", "host", "ranks", "attempt")] == ["lost", f"node 1 ({lost_address})", 2, 1]
+    line = f"Node 1 ({lost_address}) is gone: continuing with 2 hosts, 2 ranks, from the newest checkpoint."
+    assert f"{line} This is node 0 now." in outputs[0]
+    assert f"{line} This is node 1 now." in outputs[3 - lost]
     assert outputs[3 - lost].splitlines()[-1] == "Run job: done"
     done = launch("train", *SMALL, *RANGE, "cluster.nodes=1", "cluster.workers_per_node=1")
     assert done.returncode == 0, done.stderr
@@ -200,6 +200,8 @@ def test_a_script_is_started_again_on_all_hosts_and_the_one_who_raised_is_named(
     first, other = finish([pair.start(host, command, tmp_path) for host in (0, 1)], 1, 1)
     run = tmp_path / "runs/job"
     address = pair.address(0)
+    (event,) = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert (event["event"], event["attempt"], "another node" in event["why"]) == ("restarted", 1, True)
     for rank in range(4):
         for attempt, name in enumerate((f"rank{rank}.log", f"rank{rank}.attempt1.log")):
             assert f"rank {rank} attempt {attempt} {address}" in (run / "logs" / name).read_text()

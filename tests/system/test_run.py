@@ -107,15 +107,17 @@ def test_a_folder_called_launcher_does_not_get_in_the_way(launch: Launch, tmp_pa
 
 def test_restarts(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "flaky.py").write_text(
-        "import os, sys\nimport torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\n"
-        "print('attempt', os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
-        "sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')\n"
+        "import os, time\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\nprint('attempt', attempt)\ndist.barrier()\n"
+        "if attempt == '0':\n    os.kill(os.getpid(), 9) if dist.get_rank() else time.sleep(600)\n"
     )
-    done = launch("run", "cluster.max_restarts=1", "run.name=r", "--", "flaky.py")
+    job = ("cluster.workers_per_node=2", "cluster.max_restarts=1", "cluster.grace_s=1")
+    done = launch("run", *job, "run.name=r", "--", "flaky.py")
     assert done.returncode == 0, done.stderr
     logs = tmp_path / "runs" / "r" / "logs"
     assert "attempt 0" in (logs / "rank0.log").read_text()
     assert "attempt 1" in (logs / "rank0.attempt1.log").read_text()
+    assert "restarted: attempt 1 (rank 1: killed by SIGKILL)" in " ".join(launch("status", "r").stdout.split())
 
 
 def test_your_own_loop(launch: Launch) -> None:

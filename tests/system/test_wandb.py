@@ -13,7 +13,7 @@ import pytest
 
 from launcher.plan.run_plan import RunPlan
 from launcher.report.summary_table import summary_table
-from launcher.rundir.fencing import Attempt, Fence
+from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import write_text
 from tests.conftest import Launch
 from tests.helpers import make_plan
@@ -131,7 +131,7 @@ def test_a_mirror_whose_run_goes_on_elsewhere_goes_without_a_word(tmp_path: Path
     record_until(plan, 3)
     old = mirror(tmp_path)
     wait_for(plan.paths.tracker_status("wandb").exists, "the first mirror to open its run")
-    Fence(plan.paths, Attempt(0, 1)).claim()
+    Fence(plan.paths, Incarnation(0, 1)).claim()
     record_until(plan, 8)
     newer = json.dumps({"dir": "the newer one's"})
     write_text(plan.paths.tracker_status("wandb"), newer)

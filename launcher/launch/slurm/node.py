@@ -32,7 +32,7 @@ from launcher.plan.launch_plan import HostPosition, LaunchPlan
 from launcher.process import StopShield, die_with_parent, shared_interval, wait_until
 from launcher.record.report_entry import leave_entry
 from launcher.rundir import history
-from launcher.rundir.fencing import Attempt, Fence
+from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import read_json, write_text
 from launcher.rundir.history import failure_record
 from launcher.rundir.paths import RunPaths
@@ -54,7 +54,7 @@ def run_node(run_dir: str, submission: int) -> NoReturn:
     with StopShield() as shield:
         task, paths = SlurmTask.here(), RunPaths(Path(run_dir))
         _write_to(paths, task.node)
-        fence = Fence(paths, Attempt(submission, task.restart))
+        fence = Fence(paths, Incarnation(submission, task.restart))
         task = dataclasses.replace(task, can_ask=_can_ask(load_plan(paths.plan), task))
         status = EXIT_FAILED
         try:
@@ -115,11 +115,12 @@ def _write_to(paths: RunPaths, node: int) -> None:
 
 def _run(task: SlurmTask, fence: Fence, shield: StopShield) -> int:
     paths = fence.paths
-    print(f"--- {datetime.now():%Y-%m-%d %H:%M:%S} attempt {fence.own} on {socket.gethostname()}", flush=True)
+    print(f"--- {datetime.now():%Y-%m-%d %H:%M:%S} job {task.job} on {socket.gethostname()}", flush=True)
     if cancelled(paths):
         return EXIT_RESUMABLE
     plan, plan_file = _plan_for(task, fence)
     plan = _join_nodes(plan, task, fence)
+    print(f"--- attempt {fence.newest().get('attempt')}", flush=True)
     # a signal that came before there were handlers is lost, but Slurm still knows its cause
     if task.node == 0 and shield.received is None and reason_to_requeue(plan, task):
         shield.received = signal.SIGUSR2
@@ -193,12 +194,10 @@ def _open_attempt(plan: LaunchPlan, task: SlurmTask, fence: Fence) -> None:
     restarted = before.get("incarnation", "").partition(".")[0] == str(fence.own.submission)
     fruitless = before.get("fruitless", 0) + 1 if restarted and before.get("from_step") == steps else 0
     ranks = plan.cluster.world_size
-    open_attempt(fence, job=task.job, from_step=steps, fruitless=fruitless, ranks=ranks)
+    attempt = open_attempt(fence, job=task.job, from_step=steps, fruitless=fruitless, ranks=ranks)
     names = client.host_names(task.node_list) if task.can_ask else [task.node_list]
     fence.add(nodes=names, output_from=job_log.output_size(paths, task.job))
-    history.note_event(
-        paths, "started", incarnation=str(fence.own), job=task.job, nodes=names, ranks=ranks, from_step=steps
-    )
+    history.note_event(paths, "started", attempt=attempt, job=task.job, nodes=names, ranks=ranks)
 
 
 def _wait_for_node_0(fence: Fence, every_s: float) -> dict[str, Any]:
@@ -209,7 +208,7 @@ def _wait_for_node_0(fence: Fence, every_s: float) -> dict[str, Any]:
 
     newest = wait_until(started, _MEET_WITHIN_S, every_s)
     if newest is None:
-        raise SiteError(f"node 0 has not started attempt {fence.own} within {_MEET_WITHIN_S} s.")
+        raise SiteError(f"node 0 has not opened this attempt within {_MEET_WITHIN_S} s.")
     return newest
 
 

@@ -13,7 +13,7 @@ With the same world size, every rank's state is restored bit by bit. With anothe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from launcher.config.schema import Compress
 from launcher.errors import NoGoodCheckpoint, WrongCheckpoint
 from launcher.quantities import count
+from launcher.rundir import history
 from launcher.rundir.fencing import Fence
 from launcher.rundir.files import read_json
 from launcher.rundir.paths import STATE, RunPaths
@@ -107,11 +108,14 @@ def load_newest(
         restored = load(engine, directory)
         if world.rank == 0:
             _move_aside(paths, fence, damaged if engine.sites.count == 1 else _after(paths, engine.steps))
+            _note_resume(engine, paths, "resumed", damaged, from_step=engine.steps)
             print(f"Resuming from {directory}: {_describe(engine, restored)}", flush=True)
             if (saved_by := restored.other_commit(commit)) is not None:
                 print(f"The code has changed: it is {commit}; the checkpoint was saved by {saved_by}.", flush=True)
         return restored
     if damaged:
+        if world.rank == 0:
+            _note_resume(engine, paths, "not resumed", damaged)
         raise NoGoodCheckpoint(
             f"None of the {len(damaged)} checkpoints in {paths.checkpoints} can be used: all are damaged.\n"
             "  The log of rank 0 says how. Restore one from a copy; or start a new run, from step 0."
@@ -119,6 +123,13 @@ def load_newest(
     if world.rank == 0 and paths.metrics.exists() and paths.metrics.stat().st_size:
         print(f"{paths.checkpoints} has no checkpoint: the run and its record restart at step 0.", flush=True)
     return None
+
+
+def _note_resume(engine: Engine, paths: RunPaths, event: str, damaged: Sequence[Path], **fields: int) -> None:
+    """Note from which step the run resumes, and which checkpoints are damaged; of several sites the first one does."""
+    if engine.sites.site == 0:
+        why = f"damaged: {', '.join(path.name for path in damaged)}" if damaged else None
+        history.note_event(paths, event, **fields, why=why)
 
 
 def _of_all_sites(engine: Engine, paths: RunPaths, candidates: list[Path]) -> list[Path]:

@@ -28,7 +28,7 @@ import torch.distributed.checkpoint as dcp
 from launcher.config.schema import CheckpointConfig, Compress, OnError, OptimizerKind
 from launcher.errors import CheckpointFailed, Superseded
 from launcher.quantities import bytes_text
-from launcher.rundir.fencing import Attempt, Fence
+from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import sync_directory, write_text
 from launcher.rundir.paths import STATE, RunPaths
 from launcher.train.checkpoint import contents, file_format
@@ -356,7 +356,7 @@ def delete_partial(paths: RunPaths, fence: Fence) -> None:
     """Delete partial and discarded checkpoints of this attempt and older ones. Only rank 0 calls it. On NFS a file that
     a process has open remains, and is deleted by a later call."""
     for attempt, partial in paths.partial_checkpoints():
-        if Attempt.parse(attempt) <= fence.own:
+        if Incarnation.parse(attempt) <= fence.own:
             shutil.rmtree(partial, ignore_errors=True)
 
 

@@ -18,7 +18,7 @@ from launcher.launch.slurm.client import SlurmJob, SlurmSilent, SlurmTask
 from launcher.launch.slurm.outcome import Reports, lost_its_peers
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir import history
-from launcher.rundir.fencing import Attempt, Fence
+from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import read_json, write_json
 from launcher.rundir.history import LOST_PEER, Failure, Submission, failure_record
 from launcher.rundir.paths import RunPaths
@@ -61,7 +61,7 @@ class Situation:
     def begin(self, submission: int = 0, restart: int = 0, step: int | None = None) -> None:
         if step is not None:
             self.paths.checkpoint(step).mkdir(exist_ok=True)
-        self.fence = Fence(self.paths, Attempt(submission, restart))
+        self.fence = Fence(self.paths, Incarnation(submission, restart))
         node._open_attempt(self.plan, self.task(0, restart), self.fence)
 
     def task(self, number: int = 0, restart: int = 0) -> SlurmTask:
@@ -346,7 +346,7 @@ def test_a_node_without_a_way_says_so_in_the_runs_verdict(tmp_path: Path, monkey
     def no_way(*_: object) -> None:
         raise SiteError("no interface leads there")
 
-    now.fence = Fence(now.paths, Attempt())
+    now.fence = Fence(now.paths, Incarnation())
     monkeypatch.setattr(client, "node_address", no_way)
     monkeypatch.setattr(client, "controller_address", no_way)
     monkeypatch.setenv("SLURMD_NODENAME", "node1")
@@ -367,7 +367,7 @@ def test_a_start_takes_the_plan_for_as_many_nodes_as_it_has(tmp_path: Path, monk
         return NodeOutcome(EXIT_DONE, {})
 
     monkeypatch.setattr(node, "serve", serve)
-    now.fence = Fence(now.paths, Attempt())
+    now.fence = Fence(now.paths, Incarnation())
     alone = dataclasses.replace(now.task(), nodes=1)
     assert node._run(alone, now.fence, SimpleNamespace(received=None)) == EXIT_DONE  # pyright: ignore
     ((plan, plan_file),) = served

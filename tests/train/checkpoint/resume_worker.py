@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from launcher.errors import LauncherError
 from launcher.plan.run_plan import RunPlan
-from launcher.rundir.fencing import ATTEMPT, Attempt, Fence
+from launcher.rundir.fencing import INCARNATION, Fence, Incarnation
 from launcher.rundir.paths import RunPaths
 from launcher.train.checkpoint import file_format
 from launcher.train.engine import calibration
@@ -70,10 +70,10 @@ def main() -> None:
             nonlocal asked
             asked += 1
             if asked == job.get("superseded"):
-                Fence(RunPaths(Path(job["run"])), Attempt(0, 7)).claim()
+                Fence(RunPaths(Path(job["run"])), Incarnation(0, 7)).claim()
             return asked == job.get("stop") and World.here().rank == rank
 
-        os.environ[ATTEMPT] = job.get("incarnation", "0.0")
+        os.environ[INCARNATION] = job.get("incarnation", "0.0")
         if "dies" in job:
             die_while_saving(job["dies"])
         try:

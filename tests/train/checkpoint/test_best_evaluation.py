@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from launcher.errors import ConfigError
-from launcher.rundir.fencing import Attempt, Fence
+from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.paths import RunPaths
 from launcher.train.checkpoint.best_evaluation import BestEvaluation
 from launcher.train.checkpoint.save import Retention, delete_old
@@ -219,5 +219,5 @@ def test_what_is_deleted(retention: Retention, left: list[int], tmp_path: Path) 
     paths = RunPaths(tmp_path)
     for step in range(1, 6):
         paths.checkpoint(step).mkdir(parents=True)
-    delete_old(paths, Fence(paths, Attempt(0, 1)), retention)
+    delete_old(paths, Fence(paths, Incarnation(0, 1)), retention)
     assert saved(tmp_path) == left

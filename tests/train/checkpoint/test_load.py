@@ -16,6 +16,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from launcher.errors import WrongCheckpoint
+from launcher.rundir import history
+from launcher.rundir.paths import RunPaths
 from launcher.train.checkpoint.file_format import Reader, read_values
 from tests.helpers import torchrun
 from tests.infra.checkpoints import assert_same_tensors, tensors
@@ -176,7 +178,10 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_serves(tmp_path: 
         assert {p.name for p in refused.iterdir()} | {file} == {
             p.name for p in (stopped / "checkpoints" / "step_000007").iterdir()
         }, "it is moved aside, as it was"
+        event = history.read_events(RunPaths(tmp_path / name))[-1]
+        assert (event["event"], event["from_step"], event["why"]) == ("resumed", 6, "damaged: step_000007")
     assert_same(last_words, whole, resumed=1)
+    assert history.read_events(RunPaths(tmp_path / "none"))[-1]["event"] == "not resumed"
     assert "None of the 3 checkpoints" in said
     assert len(records(tmp_path / "none")) == 7, "and nothing is begun at step 0"
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from launcher.errors import CheckpointFailed
-from launcher.rundir.fencing import Attempt, Fence
+from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.paths import RunPaths
 from launcher.train.checkpoint.async_save import Saver
 from launcher.train.checkpoint.save import Retention, Snapshot, delete_old, delete_partial, write
@@ -46,7 +46,7 @@ def test_no_run_fails_for_what_cannot_be_deleted(tmp_path: Path, monkeypatch: py
             rmtree(path, ignore_errors=ignore_errors)
 
     monkeypatch.setattr(shutil, "rmtree", reluctant)
-    fence = Fence(paths, Attempt(0, 1))
+    fence = Fence(paths, Incarnation(0, 1))
     for _ in range(2):  # the same steps again, after a restart
         for step in (1, 2, 3, 4):
             paths.checkpoint(step).mkdir(parents=True, exist_ok=True)
@@ -65,8 +65,8 @@ def test_a_wrong_path_is_not_taken_for_a_full_disk(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.checkpoints.touch()
     snapshot = Snapshot(
-        step=1, tensors={}, state="", world=World(0, 1, 0), fence=Fence(paths, Attempt(0, 1)), retention=Retention(),
-        predicted_bytes=1 << 20,
+        step=1, tensors={}, state="", world=World(0, 1, 0), fence=Fence(paths, Incarnation(0, 1)),
+        retention=Retention(), predicted_bytes=1 << 20,
     )  # fmt: skip
     with pytest.raises(CheckpointFailed, match=r"Not a directory.*\n  That must be a directory to which") as caught:
         write(snapshot)
@@ -75,7 +75,7 @@ def test_a_wrong_path_is_not_taken_for_a_full_disk(tmp_path: Path) -> None:
 
 def test_dead_mount_is_a_failed_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An OSError in place of CheckpointFailed would leave the other ranks waiting for this rank's error."""
-    fence = Fence(RunPaths(tmp_path), Attempt(0, 1))
+    fence = Fence(RunPaths(tmp_path), Incarnation(0, 1))
     snapshot = Snapshot(
         step=1, tensors={}, state="", world=World(0, 1, 0), fence=fence, retention=Retention(), predicted_bytes=1 << 20
     )
