@@ -43,13 +43,14 @@ from launcher.train.data.stream import (
 )
 from launcher.train.data.window_feed import WindowPosition
 from launcher.train.engine.engine import Engine
+from launcher.train.engine.modes import without_dropout
 from launcher.train.engine.preserved_state import SavedState
 from launcher.train.engine.replica_check import ReplicaCheck
 from launcher.train.engine.window_totals import StepResult
 from launcher.train.evaluation import EvaluatingEngine
 from launcher.train.training_loop import items_method_of, losses_of
 from launcher.train.world import World, device_of
-from launcher.verify.comparison import Gradient, without_dropout
+from launcher.verify.comparison import Gradient
 
 # DDP rebuilds its buckets after the first window, so the second one takes a different code path
 FULL_WINDOWS = 2

@@ -4,28 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.modules.dropout import _DropoutNd
-from torch.overrides import TorchFunctionMode
 
 from launcher.verify.certificate import Comparison, Deviation, Rule
-
-_DROPOUTS = {
-    getattr(place, name)
-    for place in (functional, torch)
-    for name in (
-        "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout",
-    )
-    if hasattr(place, name)
-}  # fmt: skip
-_ATTENTION = functional.scaled_dot_product_attention
-_ATTENTION_DROPOUT = 4  # position of dropout_p among the arguments
 
 
 def dropout_modules(model: nn.Module) -> list[str]:
@@ -37,44 +21,6 @@ def dropout_modules(model: nn.Module) -> list[str]:
         if (layer or inside) and module.training:
             names.append(name)
     return names
-
-
-@contextmanager
-def without_dropout(model: nn.Module, *, functions: bool = True) -> Iterator[None]:
-    """Disable dropout of modules and, with ``functions``, of torch's functions in forward and backward passes.
-
-    The modules are switched separately because recomputation in backward runs in another thread, in which the functions
-    are not intercepted.
-    """
-    off = [module for module in model.modules() if isinstance(module, _DropoutNd) and module.training]
-    inside = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention | nn.RNNBase)]
-    rates = [module.dropout for module in inside]
-    for module in off:
-        module.training = False
-    for module in inside:
-        module.dropout = 0.0
-    try:
-        if functions:
-            with _NoDropout():
-                yield
-        else:
-            yield
-    finally:
-        for module in off:
-            module.training = True
-        for module, rate in zip(inside, rates, strict=True):
-            module.dropout = rate
-
-
-class _NoDropout(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _DROPOUTS:
-            return args[0] if args else kwargs["input"]
-        if func is _ATTENTION:
-            args = (*args[:_ATTENTION_DROPOUT], *((0.0,) if len(args) > _ATTENTION_DROPOUT else ()), *args[5:])
-            kwargs = kwargs | ({"dropout_p": 0.0} if "dropout_p" in kwargs else {})
-        return func(*args, **kwargs)
 
 
 # by parameter name; zero where the loss does not depend on the parameter

@@ -24,11 +24,12 @@ from launcher.task import seed_everything
 from launcher.train.data.fingerprint import outline
 from launcher.train.data.sample_order import SampleOrder, samples_per_epoch
 from launcher.train.data.stream import blocks_in_turn, is_sharded
+from launcher.train.engine.modes import without_dropout
 from launcher.train.parallel.batchnorm import batch_norms
 from launcher.train.world import World
 from launcher.verify.accumulated import read_mapped, read_stream
 from launcher.verify.certificate import FP32, Effect, Hazard, counts_differ
-from launcher.verify.comparison import distance, dropout_modules, without_dropout
+from launcher.verify.comparison import distance, dropout_modules
 from launcher.verify.reference import Reference, ReferenceWindow
 
 # number of samples that are compared

@@ -29,6 +29,7 @@ from launcher.task import eval_set_text, eval_sets, first_samples, load_task, tr
 from launcher.train import precision
 from launcher.train.data.length_balance import arranged
 from launcher.train.engine.loss_terms import require_terms
+from launcher.train.engine.modes import without_dropout
 from launcher.train.precision import DTYPES
 from launcher.train.world import World, device_of, disband, join
 from launcher.verify.accumulated import EngineRun, EngineWindow, Trial, choose_windows, in_fp32, run_windows
@@ -43,7 +44,7 @@ from launcher.verify.certificate import (
     judge_windows,
     narrow_rule,
 )
-from launcher.verify.comparison import Gradient, compare_gradients, without_dropout
+from launcher.verify.comparison import Gradient, compare_gradients
 from launcher.verify.hazards import probe_data, probe_length, probe_task
 from launcher.verify.reference import Reference, ReferenceWindow
 

@@ -1,14 +1,14 @@
 """Trial of the loss in the first window of a run: whether ``total`` is a sum over the items of a micro-batch.
 
 A mean in its place trains without a message, with a gradient that is too small by the number of items. The halves P and
-R of a micro-batch, which are A together, and each half twice, show it under the same random numbers:
+R of a micro-batch, which are A together, and each half twice and three times, show it under the same random numbers:
 
-    f(A) = f(P) + f(R), f(PP) = 2 f(P)      a sum
-    f(A) = their mean,  f(PP) = f(P)        a mean
-    f(PP) = 2 f(P) - c                      a sum, and a part c that is no sum
+    f(A) = f(P) + f(R), f(PP) = 2 f(P)              a sum
+    f(A) = their mean,  f(PP) = f(P)                a mean
+    f(PP) = 2 f(P) - c, f(PPP) = 3 f(P) - 2 c       a sum, and a part c that is no sum
 
 A verdict needs all of these to fit. A loss that depends on other samples or on noise, or a batch that cannot be taken
-apart, has none. Dropout and BatchNorm are in eval mode meanwhile.
+apart, has none. Meanwhile there is no dropout, and BatchNorm is in eval mode.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
-from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 
 from launcher.config.schema import PrecisionKind
 from launcher.errors import TaskError
@@ -32,13 +31,14 @@ from launcher.loss import Loss
 from launcher.plan.sync_policy import SHARDED
 from launcher.train.data.loader import MicroBatch
 from launcher.train.engine.build import EngineParts
+from launcher.train.engine.modes import without_dropout
 
 # relative differences: of the same input twice; of values with other random numbers, beyond which there is no verdict
 SAME, NOISE = 1e-6, 0.05
 # relative tolerance for a mean, which is far from a sum
 MEAN_TOLERANCE = 0.02
-# for a sum with another part, in fp32 and in narrower formats: its tolerance, and the smallest part that counts
-PART_TOLERANCE, SMALLEST_PART = {True: 1e-3, False: 5e-3}, {True: 0.02, False: 0.1}
+# smallest part that is no sum, far beyond rounding, in fp32 and in narrower formats; and how well two sizes agree on it
+SMALLEST_PART, AGREEMENT = {True: 5e-5, False: 0.03}, 0.05
 
 
 class KindOfTotal(Enum):
@@ -52,7 +52,7 @@ class KindOfTotal(Enum):
 @dataclass(frozen=True)
 class TriedTerm:
     """Totals and items of a term: of the half P, again with other random numbers, again with the same ones, of the half
-    R, of both, and of each half twice."""
+    R, of both, and of P and R, each twice and three times."""
 
     totals: Sequence[float]
     items: Sequence[float]
@@ -101,7 +101,8 @@ class LossTrial:
         losses: list[list[Loss]] = []
         changed = ""
         try:
-            for number, chosen in enumerate([one, one, one, other, [*one, *other], [*one, *one], [*other, *other]]):
+            repeated = [[*half] * times for half in (one, other) for times in (2, 3)]
+            for number, chosen in enumerate([one, one, one, other, [*one, *other], *repeated]):
                 try:  # ranks without samples run the passes, too
                     data = taken(micro.data, chosen, micro.samples)
                     part = MicroBatch(data, len(chosen))
@@ -113,6 +114,9 @@ class LossTrial:
                 if number:  # the second pass continues with the state and the random numbers of the first one
                     changed = kept.undo()
         except Exception:  # training shows the error, unless it is due to the size
+            import traceback
+
+            traceback.print_exc()
             return None
         finally:
             changed = kept.undo() or changed
@@ -142,8 +146,8 @@ def kind_of_total(values: TriedTerm, *, exact: bool) -> KindOfTotal | None:
     Args:
         exact: the loss is computed in fp32 or wider.
     """
-    p, noisy, again, r, a, pp, rr = values.totals
-    n_p, _, _, n_r, n_a, n_pp, n_rr = values.items
+    p, noisy, again, r, a, pp, ppp, rr, rrr = values.totals
+    n_p, _, _, n_r, n_a, n_pp, _, n_rr, _ = values.items
     scale = max(abs(p), abs(r), abs(a))
     additive = (
         n_p > 0
@@ -155,25 +159,25 @@ def kind_of_total(values: TriedTerm, *, exact: bool) -> KindOfTotal | None:
     noise = abs(noisy - p) / scale
     if abs(again - p) > SAME * scale or noise > NOISE:
         return None
-    # parts that do not double, in each half
-    constant_p, constant_r = 2 * p - pp, 2 * r - rr
     mean = (n_p * p + n_r * r) / n_a
     tolerance = MEAN_TOLERANCE + 2 * noise
     if max(abs(pp - p) / abs(p), abs(rr - r) / abs(r), abs(a - mean) / scale) <= tolerance:
         return KindOfTotal.mean
     if noise > SAME:
         return None
-    constant_a = (n_p * constant_p + n_r * constant_r) / n_a
-    if abs(p + r - a - (constant_p + constant_r - constant_a)) > PART_TOLERANCE[exact] * scale:
-        return None
-    shares = constant_p / p, constant_r / r
-    if max(map(abs, shares)) <= PART_TOLERANCE[exact]:
+    # parts that do not double, in each half, and in both for a constant and for a mean
+    c_p, c_r = 2 * p - pp, 2 * r - rr
+    c_a = (n_p * c_p + n_r * c_r) / n_a
+    unexplained, smallest = abs(p + r - a - (c_p + c_r - c_a)), SMALLEST_PART[exact] * scale
+    if max(abs(c_p), abs(c_r), unexplained) < smallest:
         return KindOfTotal.sum
-    return KindOfTotal.part if SMALLEST_PART[exact] <= min(shares) and max(shares) <= 1 else None
+    is_part = min(abs(c_p), abs(c_r)) >= smallest and unexplained <= max(abs(c_p), abs(c_r))
+    agree = all(abs(c - (3 * f - fff) / 2) <= AGREEMENT * abs(c) for f, fff, c in ((p, ppp, c_p), (r, rrr, c_r)))
+    return KindOfTotal.part if is_part and agree else None
 
 
 def _message(verdict: KindOfTotal, which: str, values: TriedTerm) -> str:
-    p, _, _, r, a, pp, _ = values.totals
+    p, _, _, r, a, pp, *_ = values.totals
     if verdict is KindOfTotal.mean:
         return (
             f"Loss(total, items): the total of {which} is a mean over the micro-batch, and must be a sum: halves of a "
@@ -190,14 +194,15 @@ def _message(verdict: KindOfTotal, which: str, values: TriedTerm) -> str:
 
 
 def forward_pass(parts: EngineParts, run: Callable[[MicroBatch], list[Loss]], micro: MicroBatch) -> list[Loss]:
-    """Return the terms of a forward pass without gradient, in which dropout and BatchNorm are in eval mode."""
+    """Return the terms of a forward pass without gradient, without dropout and with BatchNorm in eval mode."""
     HEARTBEAT.beat(Phase.computing, 1)
     parts.norms.trial(alone=True)
     with (
         torch.no_grad(),
         parts.parallel.meter.unchecked(),
         parts.parallel.evaluation(),
-        _fixed(parts.parallel.module),
+        without_dropout(parts.parallel.module),
+        _fixed_norms(parts.parallel.module),
         parts.precision.autocast(),
     ):
         return run(micro)
@@ -234,9 +239,9 @@ def taken(data: Any, chosen: Sequence[int], samples: int) -> Any:
 
 
 @contextmanager
-def _fixed(model: nn.Module) -> Iterator[None]:
-    """Put dropout and BatchNorm layers into eval mode, by their flags alone."""
-    changed = [m for m in model.modules() if isinstance(m, _DropoutNd | _BatchNorm) and m.training]
+def _fixed_norms(model: nn.Module) -> Iterator[None]:
+    """Put BatchNorm layers into eval mode, by their flags alone."""
+    changed = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training]
     for module in changed:
         module.training = False
     try:

@@ -1,18 +1,34 @@
 """Training and evaluation mode of a model, set by its own ``train`` and ``eval`` as every training loop sets them.
 
 A module may override these: to keep BatchNorm layers in eval mode, to merge adapters into weights for an evaluation, or
-to cache fused weights. Setting ``training`` alone would leave that out.
+to cache fused weights. Setting ``training`` alone would leave that out. Passes that compare losses go without dropout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
+from torch.nn import functional
+from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
+from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:  # an inspection of a task does without
     from launcher.train.parallel.base import Parallel
+
+_DROPOUTS = {
+    getattr(place, name)
+    for place in (functional, torch)
+    for name in (
+        "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout",
+    )
+    if hasattr(place, name)
+}  # fmt: skip
+_ATTENTION = functional.scaled_dot_product_attention
+_ATTENTION_DROPOUT = 4  # position of dropout_p among the arguments
 
 
 def start_training(model: nn.Module) -> None:
@@ -46,3 +62,41 @@ def _restore(modes: Sequence[tuple[nn.Module, bool]], set_mode: Callable[[nn.Mod
         if part.training != training:
             set_mode(part, training)
             part.training = training
+
+
+@contextmanager
+def without_dropout(model: nn.Module, *, functions: bool = True) -> Iterator[None]:
+    """Disable dropout of modules and, with ``functions``, of torch's functions in forward and backward passes.
+
+    The modules are switched separately because recomputation in backward runs in another thread, in which the functions
+    are not intercepted.
+    """
+    off = [module for module in model.modules() if isinstance(module, _DropoutNd) and module.training]
+    inside = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention | nn.RNNBase)]
+    rates = [module.dropout for module in inside]
+    for module in off:
+        module.training = False
+    for module in inside:
+        module.dropout = 0.0
+    try:
+        if functions:
+            with _NoDropout():
+                yield
+        else:
+            yield
+    finally:
+        for module in off:
+            module.training = True
+        for module, rate in zip(inside, rates, strict=True):
+            module.dropout = rate
+
+
+class _NoDropout(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is _ATTENTION:
+            args = (*args[:_ATTENTION_DROPOUT], *((0.0,) if len(args) > _ATTENTION_DROPOUT else ()), *args[5:])
+            kwargs = kwargs | ({"dropout_p": 0.0} if "dropout_p" in kwargs else {})
+        return func(*args, **kwargs)

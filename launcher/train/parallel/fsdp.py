@@ -112,6 +112,7 @@ class Fsdp(Parallel):
                 module.set_all_reduce_hook(self._scatter.reduced_between_replicas)
         # a sum can wait only if it is the final gradient: not if it is converted, copied or sent to other replicas
         same_format = reduce_dtype == torch.float32 and all(p.dtype == torch.float32 for p in model.parameters())
+        self._keeps = strategy.sync is Sync.gather_once
         self._may_defer = on_cpu and same_format and not self._replicated
         if on_cpu:
             self._prefetch_in_forward()
@@ -295,9 +296,11 @@ class Fsdp(Parallel):
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         self._uses.begin(in_loss=False)
-        self._set(reduce=False, all_reduce=False, reshard_after_forward=True, reshard_after_backward=True)
+        self._set(reduce=False, all_reduce=False, reshard_after_forward=not self._keeps, reshard_after_backward=True)
         try:
             self._gather_root()
+            if self._keeps:  # the loss may use parameters of units, as in training
+                self._gather_all()
             yield
             self._reshard()
         except Exception:  # in a forward pass that is tried, for example with other sizes

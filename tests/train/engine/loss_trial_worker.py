@@ -59,6 +59,17 @@ def with_a_mean(model: Any, batch: Any) -> Loss:
     return Loss(a_sum(model, batch).total + 4 * model(batch["x"]).square().mean(), len(batch["x"]))
 
 
+def small_norm(model: Any, batch: Any) -> Loss:
+    x = functional.dropout(batch["x"], 0.1)
+    total = functional.cross_entropy(model(x), batch["y"][0], reduction="sum")
+    return Loss(total + 1e-3 * model.out.weight.norm(), len(x))
+
+
+def with_a_statistic(model: Any, batch: Any) -> Loss:
+    usage = model(batch["x"]).softmax(1).mean(0)
+    return Loss(a_sum(model, batch).total + 0.02 * usage.square().sum(), len(batch["x"]))
+
+
 def penalty_times_items(model: Any, batch: Any) -> Loss:
     return Loss(a_sum(model, batch).total + len(batch["x"]) * model.out.bias.square().sum(), len(batch["x"]))
 
@@ -67,6 +78,16 @@ def contrastive(model: Any, batch: Any) -> Loss:
     rows = functional.normalize(model(batch["x"]))
     alike = rows @ rows.T / 0.1
     return Loss(functional.cross_entropy(alike, torch.arange(len(rows)), reduction="sum"), len(rows))
+
+
+def slightly_contrastive(model: Any, batch: Any) -> Loss:
+    return Loss(a_sum(model, batch).total + 0.01 * contrastive(model, batch).total, len(batch["x"]))
+
+
+def dice_of_the_batch(model: Any, batch: Any) -> Loss:
+    shares = model(batch["x"]).softmax(1)
+    hits = shares.gather(1, batch["y"][0][:, None]).sum()
+    return Loss((1 - 2 * hits / (len(shares) + shares.square().sum() + 1e-5)) * len(shares), len(shares))
 
 
 def pairs(model: Any, batch: Any) -> Loss:
@@ -86,12 +107,21 @@ def of_one_size(model: Any, batch: Any) -> Loss:
     return Loss(cross_entropy(model, batch, "sum") + 0 * model(batch["x"]).view(4, CLASSES).sum(), len(batch["x"]))
 
 
-REFUSED = [a_mean, a_mean_as_a_term, penalised, with_a_mean]
-ACCEPTED = [a_sum, penalty_times_items, contrastive, pairs, noisy, by_the_clock, of_one_size]
+REFUSED = [a_mean, a_mean_as_a_term, penalised, with_a_mean, small_norm, with_a_statistic]
+ACCEPTED = [
+    a_sum, penalty_times_items, contrastive, slightly_contrastive, dice_of_the_batch, pairs, noisy, by_the_clock,
+    of_one_size,
+]  # fmt: skip
 STRATEGIES = {"ddp": ["strategy=ddp"], "fsdp": ["strategy=fsdp"], "bf16": ["strategy=fsdp", "precision=bf16"]}
 
 
 IN_ONE_MICRO_BATCH = ["strategy=fsdp", "batch.micro_size=8", "strategy.sync=gather_once"]
+
+
+def penalty_of_units(model: Any, batch: Any) -> Loss:
+    x, (y, _) = batch["x"], batch["y"]
+    loss = functional.cross_entropy(model(x), y, reduction="sum")
+    return Loss(loss + 1e-3 * sum(p.norm() for p in model.parameters()), len(x))
 
 
 def in_units() -> nn.Module:
@@ -146,6 +176,7 @@ def main() -> None:
             for loss in (*REFUSED, *ACCEPTED)
         }
         | {"fsdp in_one_micro_batch": outcome(a_sum, IN_ONE_MICRO_BATCH, in_units)}
+        | {"fsdp penalty_of_units": outcome(penalty_of_units, IN_ONE_MICRO_BATCH, in_units)}
     )
     leave_group()
 
