@@ -27,7 +27,7 @@ import launcher
 from launcher.cli.completion import FLAGS
 from launcher.cli.keys import launch_keys
 from launcher.config.hydra import compose
-from launcher.plan.validation import check
+from launcher.config.schema import check_values
 from tests.helpers import ROOT, launch, patience
 from tests.test_docs import PAGES
 
@@ -106,7 +106,7 @@ def test_configurations_compose(page: Path, block: Any, tmp_path: Path) -> None:
         return
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(block.text)
-    check(compose([f"hydra.searchpath=[file://{tmp_path}]", "+experiment=mine"]))
+    check_values(compose([f"hydra.searchpath=[file://{tmp_path}]", "+experiment=mine"]))
 
 
 # commands
@@ -184,7 +184,7 @@ def require_launch(arguments: list[str], shown: Path) -> None:
     assert [word for word in words if "=" not in word] == []
     choices = [*map(values_of, (word for word in words if not word.startswith("hydra")))]
     for number in range(max(map(len, choices), default=1)):
-        check(compose([*own, *(values[min(number, len(values) - 1)] for values in choices if values)]))
+        check_values(compose([*own, *(values[min(number, len(values) - 1)] for values in choices if values)]))
 
 
 def values_of(word: str) -> list[str]:

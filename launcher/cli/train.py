@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from launcher.cli.overrides import take_flag, with_config
 from launcher.config.multirun import RequestedCell, Result
-from launcher.config.schema import ClusterKind, Config
+from launcher.config.schema import ClusterKind, Config, check_values
 from launcher.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -31,7 +31,6 @@ from launcher.plan.callback_plan import BELL
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.placement import solve_script
 from launcher.plan.run_plan import RunPlan
-from launcher.plan.validation import check
 from launcher.quantities import count
 from launcher.record.report_entry import leave_entry
 from launcher.report import live, run_list, tables
@@ -80,7 +79,7 @@ def launch_run(arguments: list[str]) -> int:
             raise ConfigError(argument, None, "has no effect on a script.", hint)
 
     def act(config: Config, yaml: str) -> int:
-        check(config)
+        check_values(config, "cluster", "run")
         _require_startable(config, wait=wait)
         if not script or not Path(script[0]).is_file():
             raise UserError(f"launch run: {script[0] if script else 'nothing after --'}: there is no such script.")
@@ -103,7 +102,7 @@ def _require_new_name(config: Config) -> None:
     """Raise SiteError if a run of this name exists, before the task is inspected, which can take minutes."""
     # on several hosts, another one may have made the directory on a shared disk
     if config.run.name is not None and config.cluster.kind is not ClusterKind.hosts:
-        check(config)  # of the name, too
+        check_values(config, "run")
         local.require_unused(new_run(config.run, "", str(Path.cwd())))
 
 

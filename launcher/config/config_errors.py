@@ -9,20 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from launcher.config.schema import WITH_TARGET, known_keys
+from launcher.config.schema import WITH_TARGET, facts_by_key, known_keys
 from launcher.errors import ConfigError, did_you_mean
 
 # names that other programs use for an option, which do not resemble it
 _OTHER_NAMES = {
     "float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32", "fp8": "float8"
 }  # fmt: skip
-# forms of lists whose elements are no single values
-_LIST_FORMS = {
-    "batch.ramp": " of lists: [[100, 16], [200, 32]]",
-    "notify": ": [bell, https://example.org/hook, env:NAME]",
-    "callbacks": ", one {...} for each callback: [{_target_: my_module.MyCallback}]",
-    "optimizer.groups": ', one {...} for each group: [{match: "ndim<2", weight_decay: 0}]',
-}
 _FREE = ("task", "hydra", *WITH_TARGET)  # groups with keys that the schema does not know
 _DIR_FLAGS = ("--config-dir", "-cd")
 
@@ -325,7 +318,7 @@ def _plain(text: str, key: str) -> str:
         if match := re.fullmatch(pattern, text):
             return match.expand(message)
     if re.search(r"is not a ListConfig|with ListConfig|'typing\.List|to Dict\[", text):
-        return f"must be a list{_LIST_FORMS.get(key, ': [...]')}."
+        return f"must be a list{(key in known_keys() and facts_by_key()[key].form) or ': [...]'}."
     return f"{text}."
 
 

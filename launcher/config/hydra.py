@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.config import config_errors
-from launcher.config.schema import WITH_TARGET, Config, key_of
+from launcher.config.key_facts import facts_of, key_of
+from launcher.config.schema import WITH_TARGET, Config
 from launcher.errors import ConfigError
 from launcher.process import environment
 
@@ -32,11 +33,6 @@ _SCHEMA = "launcher_schema"
 _RESUMED = "launcher_resumed"
 _CELL_LAUNCHER = "hydra_plugins.launcher_cells.CellLauncher"
 _OPEN_KEYS = r"(task|cluster\.sbatch)\.[^=]+="
-# keys for which null would be ambiguous: it could mean another option, "off" or "random" instead of the default
-_NOT_NULL = (
-    "cluster.kind", "strategy.kind", "optimizer.kind", "schedule.kind", "outer.kind", "train.seed",
-    "checkpoint.enabled", "wandb.mode",
-)  # fmt: skip
 
 
 def compose(overrides: Sequence[str] = ()) -> Config:
@@ -249,20 +245,19 @@ def _register_schema() -> None:
     ConfigStore.instance().store(group="hydra/launcher", name="cells", node={"_target_": _CELL_LAUNCHER})
 
 
-def _nullable(kind: type[Any], group: str = "") -> type[Any]:
-    """Return a copy of a schema dataclass in which every key outside ``_NOT_NULL`` accepts null."""
+def _nullable(kind: type[Any], *, groups: bool = True) -> type[Any]:
+    """Return a copy of a schema dataclass in which every key that may be null accepts null."""
     hints = typing.get_type_hints(kind)
     fields: list[Any] = []
     for field in dataclasses.fields(kind):
-        name, hint = key_of(field), hints[field.name]
-        key = f"{group}{name}"
+        name, hint = field.name if groups else key_of(field), hints[field.name]
         if name == "*":
             continue
         if dataclasses.is_dataclass(hint):
-            copy: Any = _nullable(typing.cast("type[Any]", hint), f"{key}.")
+            copy: Any = _nullable(typing.cast("type[Any]", hint), groups=False)
             fields.append((name, copy, dataclasses.field(default_factory=copy)))
         else:
-            hint = hint if key in _NOT_NULL or not group else hint | None
+            hint = hint if groups or not facts_of(field).nullable else hint | None
             default, factory = field.default, field.default_factory
             fields.append((name, hint, dataclasses.field(default=default, default_factory=factory)))  # pyright: ignore
     return dataclasses.make_dataclass(kind.__name__, fields, kw_only=True)

@@ -9,7 +9,8 @@ from enum import StrEnum
 from typing import Any
 
 from launcher.config.key_docs import Group, Key, groups
-from launcher.config.schema import WITH_TARGET, key_of
+from launcher.config.key_facts import key_of
+from launcher.config.schema import WITH_TARGET
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
 # Hydra resolves it later: ${train.steps}

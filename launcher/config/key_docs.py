@@ -20,8 +20,9 @@ from enum import StrEnum
 from typing import Any
 
 from launcher.config.hydra import CONF
+from launcher.config.key_facts import default_of, key_of
 from launcher.config.multirun import typed
-from launcher.config.schema import Config, key_of
+from launcher.config.schema import Config
 from launcher.targets import find_target
 
 
@@ -98,10 +99,8 @@ def _keys(group: str, schema: type[Any], options: Mapping[str, Mapping[str, Any]
         elif name == "*":
             yield Key(name=f"{group}.ARGUMENT", **of_hint)
         else:
-            made = field.default_factory
-            default = field.default if made is dataclasses.MISSING else made()
             given = {option: typed(values[name]) for option, values in options.items() if name in values}
-            yield Key(name=f"{group}.{name}", **_defaults(default, given, len(options)), **of_hint)
+            yield Key(name=f"{group}.{name}", **_defaults(default_of(field), given, len(options)), **of_hint)
 
 
 def _defaults(default: Any, given: dict[str, str], options: int) -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
 Types and defaults are here, values in ``conf/``; Hydra composes them. A default of None is decided by the plan, or
 belongs to another option of the group. Null for any other key means its default, or is refused if ambiguous. The plan
-extends the groups (plan/run_plan.py). A new key may need a bound (plan/validation.py) and a rule (plan/resumable.py).
+extends the groups (plan/run_plan.py). All other facts of a key are beside it too: see ``launcher.config.key_facts``.
 """
 
 from __future__ import annotations
 
 import typing
-from dataclasses import Field, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from typing import Any
 
 from launcher.config.choices import (
@@ -25,6 +26,7 @@ from launcher.config.choices import (
     OnNonfinite,
     OnOom,
     OptimizerKind,
+    OuterKind,
     Parameters,
     PrecisionKind,
     Recompute,
@@ -34,77 +36,109 @@ from launcher.config.choices import (
     SumFormat,
     Sync,
     Tracker,
+    WandbMode,
 )
-from launcher.config.run_groups import OuterConfig, RunConfig, SweepConfig
-from launcher.config.tracker_groups import MlflowConfig, TensorboardConfig, WandbConfig
+from launcher.config.key_facts import (
+    BETAS,
+    FREE,
+    NAME,
+    NEW_RUN,
+    STEP,
+    UPDATE,
+    Facts,
+    above,
+    at_least,
+    between,
+    default_of,
+    facts_of,
+    forced,
+    key,
+    key_of,
+    never,
+)
+from launcher.errors import ConfigError
+
+_BATCH = forced("it defines what a step and its learning rate mean")
+_STATE = never("the checkpoint's optimizer state does not fit another one; " + NEW_RUN)
+SCHEDULE_STATE = never("a schedule of your own continues from its saved state; " + NEW_RUN)
+_ORDER = never("it is the order of the samples; " + NEW_RUN)
+_OUTER = forced("it defines what is averaged between sites, and when")
+_SITES = never("the checkpoints of sites differ; " + NEW_RUN)
+_IDENTITY = never("it identifies the run and its files")
+_MIRROR = never("W&B stores the run there")
+_NEW = never("it has no effect on an existing run")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
     """Machines that the job runs on."""
 
-    kind: ClusterKind = ClusterKind.local
+    kind: ClusterKind = key(
+        ClusterKind.local, resume=never("its code and files are there; " + NEW_RUN), affects="", nullable=False
+    )
     """local: this machine; hosts: several, with the same command typed on each; slurm: a Slurm job; elsewhere: only for
     `launch plan`, which takes it for several hosts if no other cluster is named."""
-    nodes: int | str = 1
+    nodes: int | str = key(1, resume=FREE, affects="time memory")
     """Number of hosts; 1 in a local job. Otherwise also a range, "2:4": the job continues with those present."""
-    rendezvous: str | None = None
+    rendezvous: str | None = key(None, only="cluster=hosts", resume=FREE, affects="")
     """hosts: HOST:PORT of the rendezvous, an address of the first host."""
-    interface: str | None = None
+    interface: str | None = key(None, only="cluster=hosts|slurm", resume=FREE, affects="")
     """hosts, slurm: a host's network interface to the others. Default: the one that leads to the first host."""
-    workers_per_node: int | None = None
+    workers_per_node: int | None = key(None, at_least(1), resume=FREE, affects="time memory")
     """Ranks per host. Default: the number of visible GPUs (slurm: of a node of the partition), else 2."""
-    device: Device = Device.auto
+    device: Device = key(Device.auto, resume=FREE, affects="time memory")
     """auto: cuda if a GPU is visible (slurm: if the partition has GPUs), else cpu."""
-    gpu: str | None = None
+    gpu: str | None = key(None, resume=FREE, affects="memory")
     """Only for `launch plan`: GPU of the hosts, such as h100, h200 or a100-40gb, which this machine need not have. The
     plan is for its memory and formats. Names: launcher/plan/gpus.py. Default: what this machine has (slurm: unknown
     memory)."""
-    price_per_gpu_hour: float | None = None
+    price_per_gpu_hour: float | None = key(None, at_least(0), resume=FREE, affects="")
     """Price of one rank's device for an hour, in any currency: `launch report` then shows costs."""
-    max_restarts: int = 0
+    max_restarts: int = key(0, at_least(0), resume=FREE, affects="")
     """Restarts of the workers by torchrun after a failure; a training job resumes from its last checkpoint."""
-    grace_s: int = 30
+    grace_s: int = key(30, at_least(1), resume=FREE, affects="")
     """Seconds that workers have to finish their window and save when the job is stopped."""
-    env: list[str] = field(default_factory=list[str])
+    env: list[str] = key([], resume=FREE, affects="")
     """Environment variables that workers get in addition to the usual ones; a trailing * matches any ending."""
-    partition: str | None = None
+    partition: str | None = key(None, only="cluster=slurm", resume=FREE, affects="")
     """slurm: partition. Default: that of the cluster."""
-    account: str | None = None
+    account: str | None = key(None, only="cluster=slurm", resume=FREE, affects="")
     """slurm: account that is charged."""
-    qos: str | None = None
+    qos: str | None = key(None, only="cluster=slurm", resume=FREE, affects="")
     """slurm: quality of service."""
-    time: str | None = None
+    time: str | None = key(None, only="cluster=slurm", resume=FREE, affects="")
     """slurm: time limit, "HH:MM:SS" or "D-HH:MM:SS". A longer run is requeued and continues."""
-    mem: str | None = None
+    mem: str | None = key(None, only="cluster=slurm", resume=FREE, affects="")
     """slurm: memory per node, such as "64G"."""
-    cpus_per_worker: int | None = None
+    cpus_per_worker: int | None = key(None, at_least(1), only="cluster=slurm", resume=FREE, affects="")
     """slurm: CPU cores per rank. Default: a node's cores divided by its GPUs; 2 without GPUs."""
-    constraint: str | None = None
+    constraint: str | None = key(None, only="cluster=slurm", resume=FREE, affects="")
     """slurm: required features of the nodes."""
-    exclude: str | None = None
+    exclude: str | None = key(None, only="cluster=slurm", resume=FREE, affects="")
     """slurm: nodes to exclude."""
-    dependency: str | None = None
+    dependency: str | None = key(None, only="cluster=slurm", resume=FREE, affects="")
     """slurm: dependency on other jobs, such as "afterok:1234"."""
-    setup: list[str] = field(default_factory=list[str])
+    setup: list[str] = key([], only="cluster=slurm", resume=FREE, affects="")
     """slurm: shell lines that run on the first node before the job, such as "module load cuda". A command that
     fails ends the job."""
-    login: str | None = None
+    login: str | None = key(None, only="cluster=slurm", resume=FREE, affects="")
     """slurm: [USER@]HOST of a login node, as ssh knows it: the command copies the project there and runs there
     (docs/guides/laptop.md). train, run, plan, drill and doctor; later commands find the runs."""
-    login_dir: str | None = None
+    login_dir: str | None = key(None, only="cluster=slurm", resume=FREE, affects="")
     """slurm: directory on the login node for the project and for a relative run.dir. Default: launcher/NAME in the home
     directory, with the name of this directory and a digest of its path."""
-    login_setup: list[str] = field(default_factory=list[str])
+    login_setup: list[str] = key([], only="cluster=slurm", resume=FREE, affects="")
     """slurm: shell lines after which a login shell on the login node finds `launch`, such as
     "source venv/bin/activate"."""
-    container: str | None = None
+    container: str | None = key(None, only="cluster=slurm", resume=FREE, affects="")
     """slurm: container image for the job's tasks: the path of a .sif file or an address such as oras://HOST/IMAGE:TAG
     (apptainer), or IMAGE:TAG or the path of a .sqsh file (pyxis)."""
-    container_runtime: ContainerRuntime | None = None
+    container_runtime: ContainerRuntime | None = key(
+        None, only="cluster=slurm cluster.container", resume=FREE, affects=""
+    )
     """slurm: what starts the container: pyxis, or apptainer (singularity on nodes that have that instead). Default: by
     the form of the image."""
-    sbatch: dict[str, Any] = field(default_factory=dict[str, Any])
+    sbatch: dict[str, Any] = key({}, only="cluster=slurm", resume=FREE, affects="")
     """slurm: any other option of sbatch by its long name; true for an option without a value."""
 
 
@@ -112,33 +146,33 @@ class ClusterConfig:
 class StrategyConfig:
     """Distribution of the model over the ranks, and synchronisation of gradients."""
 
-    kind: StrategyKind = StrategyKind.ddp
+    kind: StrategyKind = key(StrategyKind.ddp, resume=FREE, affects="time memory", nullable=False)
     """single: one rank; ddp: a full copy of the model on each rank; fsdp: sharded over all ranks; hsdp: sharded over
     shard_size ranks, and replicated; auto: the simplest one that is predicted to fit into memory."""
-    sync: Sync = Sync.auto
+    sync: Sync = key(Sync.auto, resume=FREE, affects="time memory")
     """every: synchronise gradients in each micro-batch; boundary: in the last of a window; gather_once (fsdp, hsdp):
     also gather parameters once per window; replicas_at_boundary (hsdp): in each micro-batch within a shard group, at
     the boundary between replicas; auto: of the policies whose predicted memory fits, the one with the fewest wire
     bytes."""
-    bucket_mb: float | None = None
+    bucket_mb: float | None = key(None, above(0), only="strategy=ddp", resume=FREE, affects="time memory")
     """ddp: size of the gradient buckets, MiB. Default: 25."""
-    static_graph: bool = False
+    static_graph: bool = key(False, only="strategy=ddp", resume=FREE, affects="time memory")
     """ddp: DDP's static_graph; only with sync=every."""
-    find_unused_parameters: bool = False
+    find_unused_parameters: bool = key(False, only="strategy=ddp|single", resume=FREE, affects="time memory")
     """ddp: DDP's find_unused_parameters; only with sync=every. The gradient of a parameter that no rank uses in a
     window is zero after its first use: momentum and weight decay still change it."""
-    compress: Compress = Compress.none
+    compress: Compress = key(Compress.none, only="strategy=ddp", resume=FREE, affects=STEP)
     """ddp: format in which gradients are sent: bf16, or powersgd (low-rank factors, with error feedback); fp16 is
     refused."""
-    powersgd_rank: int | None = None
+    powersgd_rank: int | None = key(None, at_least(1), only="strategy.compress=powersgd", resume=FREE, affects=STEP)
     """powersgd: rank of the factors. Default: 1."""
-    powersgd_start: int | None = None
+    powersgd_start: int | None = key(None, at_least(2), only="strategy.compress=powersgd", resume=FREE, affects=STEP)
     """powersgd: synchronisations sent uncompressed before compression starts. Default: 10."""
-    shard_size: int | None = None
+    shard_size: int | None = key(None, at_least(1), only="strategy=hsdp", resume=FREE, affects="time memory")
     """hsdp: ranks that share one copy of the model. Default: the workers of one host."""
-    recompute: Recompute = Recompute.none
+    recompute: Recompute = key(Recompute.none, resume=FREE, affects="time memory")
     """blocks: recompute the activations inside the model's repeated blocks in the backward pass."""
-    cpu_offload: bool = False
+    cpu_offload: bool = key(False, only="strategy=fsdp|hsdp", resume=FREE, affects="time memory")
     """fsdp, hsdp on GPUs: keep parameters, gradients and optimizer state in host memory between uses."""
 
 
@@ -146,29 +180,35 @@ class StrategyConfig:
 class PrecisionConfig:
     """Number formats of the parameters and of the forward and backward passes."""
 
-    kind: PrecisionKind = PrecisionKind.auto
+    kind: PrecisionKind = key(PrecisionKind.auto, resume=FREE, affects=STEP)
     """fp32, or autocast to bf16 or fp16 (with loss scaling), or float8: bf16, with linear layers whose products are
     computed in float8 by torchao. auto: bf16 if every worker's device computes it without emulation, else fp32; decided
     once for a run."""
-    init_scale: float | None = None
+    init_scale: float | None = key(None, above(0), only="precision=fp16", resume=FREE, affects="learning")
     """fp16: first loss scale."""
-    reduce_dtype: SumFormat | None = None
+    reduce_dtype: SumFormat | None = key(
+        None,
+        only="strategy=fsdp|hsdp",
+        hint="DDP sends narrower gradients with strategy.compress=bf16.",
+        resume=FREE,
+        affects=STEP,
+    )
     """fsdp, hsdp: format in which gradients are summed between ranks. Default: fp32."""
-    growth_interval: int | None = None
+    growth_interval: int | None = key(None, at_least(1), only="precision=fp16", resume=FREE, affects="learning")
     """fp16: steps without overflow after which the scale doubles."""
-    parameters: Parameters = Parameters.fp32
+    parameters: Parameters = key(Parameters.fp32, resume=FREE, affects=STEP)
     """Trained parameters that model() returns in bf16 or fp16. fp32: convert them; keep: they stay, and their
     gradients and optimizer state have that format too. Frozen parameters stay, except with precision=fp32."""
-    tf32: bool = False
+    tf32: bool = key(False, resume=FREE, affects="learning time")
     """GPUs: use TF32 for fp32 matrix products and convolutions; it rounds their inputs to 10 mantissa bits."""
-    float8_recipe: Float8Recipe | None = None
+    float8_recipe: Float8Recipe | None = key(None, only="precision=float8", resume=FREE, affects=STEP)
     """float8: what shares a scale. rowwise_with_gw_hp: the numbers of a token, and the gradient of weights is computed
     in bf16, so that no number depends on the other tokens of a micro-batch; rowwise, tensorwise: faster, and the
     gradient depends on how samples are divided into micro-batches. Default: rowwise_with_gw_hp."""
-    float8_exclude: list[str] | None = None
+    float8_exclude: list[str] | None = key(None, only="precision=float8", resume=FREE, affects=STEP)
     """float8: regular expressions; a linear layer whose name contains a match stays in bf16. Default: [lora_], the
     adapters of PEFT."""
-    float8_emulate: bool = False
+    float8_emulate: bool = key(False, only="precision=float8", resume=FREE, affects=STEP)
     """float8: round to float8 and multiply in fp32, on any device: slow, for tests."""
 
 
@@ -176,74 +216,78 @@ class PrecisionConfig:
 class BatchConfig:
     """The batch contract. Any two of the first three keys fix the third; with global_size alone micro_size follows."""
 
-    global_size: int | None = None
+    global_size: int | None = key(None, resume=_BATCH, affects=STEP)
     """Samples in one optimizer step, over all ranks. Default: 64."""
-    micro_size: int | str | None = None
+    micro_size: int | str | None = key(None, resume=FREE, affects="time memory")
     """Samples that one rank passes forward and backward at once. auto: the largest that fits into memory, found by
     trying (on_oom=shrink). Default: the largest of 4, 3, 2, 1 that divides a rank's share."""
-    accumulation: int | None = None
+    accumulation: int | None = key(None, resume=FREE, affects="time memory")
     """Micro-batches of one rank in one optimizer step."""
-    uneven: bool = False
+    uneven: bool = key(False, resume=FREE, affects="")
     """If the ranks cannot share global_size in whole micro-batches: true: micro-batches differ by one sample, one
     without a sample has weight zero, and accumulation is rounded up; false: refuse the combination."""
-    ramp: list[list[int]] = field(default_factory=list[list[int]])
+    ramp: list[list[int]] = key([], resume=_BATCH, affects=STEP, form=" of lists: [[100, 16], [200, 32]]")
     """Stages before global_size holds: [[100, 16], [200, 32]] is 100 windows of 16 samples, then 200 of 32. The
     micro-batch stays, accumulation grows."""
-    short_window: ShortWindow = ShortWindow.exact
+    short_window: ShortWindow = key(
+        ShortWindow.exact, resume=never("the windows so far were counted with it; " + NEW_RUN), affects="learning"
+    )
     """A window at the end of an epoch that is not full. exact: use it with its true weight; drop: leave it out."""
-    balance: Balance = Balance.none
+    balance: Balance = key(Balance.none, resume=FREE, affects="time memory")
     """Division of a window's samples into micro-batches. none: in the order of the data; length: by their lengths,
     so that micro-batches hold little padding and ranks finish together. The gradient is the same."""
-    on_oom: OnOom = OnOom.stop
+    on_oom: OnOom = key(OnOom.stop, resume=FREE, affects="")
     """A rank that runs out of memory. stop: end the run; shrink: all ranks halve the micro-batch, accumulate more of
     them, and repeat the window."""
-    norm: Norm = Norm.leave
+    norm: Norm = key(Norm.leave, resume=forced("it changes what the model computes"), affects=STEP)
     """Statistics of a BatchNorm: leave: of one rank's micro-batch; sync: of that micro-batch of all ranks; freeze: the
     running ones, which stay as they are; window: of the whole window, with the gradient of one big batch, at the cost
     of two more passes for each BatchNorm."""
 
 
-# metadata of a field whose key has another name; "*": all keys of the group that have no field
-TARGET, ARGUMENTS = {"key": "_target_"}, {"key": "*"}
 # groups whose option `custom` is a class, whose arguments are further keys of the group
 WITH_TARGET = ("optimizer", "schedule")
-
-
-def key_of(field: Field[Any]) -> str:
-    """Return the key of a field within its group; "*" for the field that has all other keys."""
-    return field.metadata.get("key", field.name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The update rule. A task's own method optimizer(model) replaces it."""
 
-    kind: OptimizerKind = OptimizerKind.adamw
+    kind: OptimizerKind = key(OptimizerKind.adamw, resume=_STATE, affects=STEP, nullable=False)
     """adamw: AdamW; sgd: SGD with momentum; custom: the class that _target_ names."""
-    target: str | None = field(default=None, metadata=TARGET)
+    target: str | None = key(None, resume=_STATE, affects=STEP, name="_target_")
     """custom: class, such as torch.optim.Adagrad; the group's other keys are its arguments. Implies custom."""
-    arguments: dict[str, Any] = field(default_factory=dict[str, Any], hash=False, metadata=ARGUMENTS)
+    arguments: dict[str, Any] = key({}, resume=UPDATE, affects=STEP, name="*")
     """custom: further arguments of the class."""
-    lr: float = 1e-3
+    lr: float = key(1e-3, above(0), resume=UPDATE, affects="learning")
     """Learning rate at reference_batch, or at any batch without lr_scaling."""
-    weight_decay: float | None = None
+    weight_decay: float | None = key(None, at_least(0), resume=UPDATE, affects=STEP)
     """Decay per step, multiplied by the learning rate. Default: 0; custom: that of the class."""
-    betas: list[float] | None = None
+    betas: list[float] | None = key(None, BETAS, only="optimizer=adamw|custom", resume=UPDATE, affects="learning")
     """adamw: decay of the first and second moment."""
-    eps: float | None = None
+    eps: float | None = key(None, above(0), only="optimizer=adamw|custom", resume=UPDATE, affects="learning")
     """adamw: added to the denominator."""
-    momentum: float | None = None
+    momentum: float | None = key(None, between(0, 1), only="optimizer=sgd|custom", resume=UPDATE, affects=STEP)
     """sgd: momentum."""
-    nesterov: bool | None = None
+    nesterov: bool | None = key(None, only="optimizer=sgd|custom optimizer.momentum", resume=UPDATE, affects=STEP)
     """sgd: Nesterov's form of it."""
-    groups: list[dict[str, Any]] | None = None
+    groups: list[dict[str, Any]] | None = key(
+        None,
+        resume=never(
+            "the checkpoint's optimizer state is stored by group: only the arguments of groups may change; " + NEW_RUN
+        ),
+        affects=STEP,
+        form=', one {...} for each group: [{match: "ndim<2", weight_decay: 0}]',
+    )
     """Parameters with settings of their own, such as [{match: embed, lr: 1e-4}]. match: a regular expression for names,
     or a number of dimensions ("ndim<2"); the first match counts. _target_: another optimizer. Default: no weight decay
     for fewer than two dimensions (biases and norms)."""
-    lr_scaling: LrScaling = LrScaling.none
+    lr_scaling: LrScaling = key(LrScaling.none, resume=UPDATE, affects="learning")
     """k = global/reference. linear: lr k (for SGD: Goyal et al. 2017); sqrt, adamw only: lr sqrt(k), each of betas
     1 - k (1 - beta), eps / sqrt(k) (Malladi et al. 2022); both with schedule.warmup_steps up to that rate."""
-    reference_batch: int | None = None
+    reference_batch: int | None = key(
+        None, at_least(1), only="optimizer.lr_scaling=linear|sqrt", resume=UPDATE, affects="learning"
+    )
     """Samples: the global batch that lr was tuned for."""
 
 
@@ -251,16 +295,18 @@ class OptimizerConfig:
 class ScheduleConfig:
     """The learning rate over optimizer steps, as a factor of lr; or a task's own method schedule(optimizer, steps)."""
 
-    kind: ScheduleKind = ScheduleKind.cosine
+    kind: ScheduleKind = key(ScheduleKind.cosine, resume=UPDATE, affects="learning", nullable=False)
     """constant; cosine or linear: falls from 1 to min_ratio, which it reaches after the last step; custom: _target_."""
-    target: str | None = field(default=None, metadata=TARGET)
+    target: str | None = key(None, resume=SCHEDULE_STATE, affects="learning", name="_target_")
     """custom: class, such as torch.optim.lr_scheduler.OneCycleLR, stepped after each optimizer step; the group's other
     keys are its arguments (${train.steps}: the run's length). Implies custom."""
-    arguments: dict[str, Any] = field(default_factory=dict[str, Any], hash=False, metadata=ARGUMENTS)
+    arguments: dict[str, Any] = key({}, resume=SCHEDULE_STATE, affects="learning", name="*")
     """custom: arguments of the class."""
-    warmup_steps: int = 0
+    warmup_steps: int = key(0, at_least(0), resume=UPDATE, affects="learning")
     """Optimizer steps over which the factor rises to 1."""
-    min_ratio: float | None = None
+    min_ratio: float | None = key(
+        None, between(0, 1), only="schedule=cosine|linear|custom", resume=UPDATE, affects="learning"
+    )
     """cosine, linear: the factor after the last step."""
 
 
@@ -268,45 +314,58 @@ class ScheduleConfig:
 class TrainConfig:
     """Length of the run, reproducibility, evaluation, hang and straggler detection."""
 
-    steps: int | None = None
+    steps: int | None = key(None, at_least(1), resume=FREE, affects="learning")
     """Optimizer steps. Default, without epochs: 300."""
-    epochs: int | None = None
+    epochs: int | None = key(None, at_least(1), resume=FREE, affects="learning")
     """Passes over the data, instead of steps."""
-    clip_norm: float | None = 1.0
+    clip_norm: float | None = key(1.0, above(0), resume=UPDATE, affects=STEP)
     """Largest global gradient norm; null: no clipping."""
-    on_nonfinite: OnNonfinite = OnNonfinite.stop
+    on_nonfinite: OnNonfinite = key(OnNonfinite.stop, resume=FREE, affects="learning")
     """A window whose loss or gradient is inf or nan. stop: end the run; skip: leave the window out, without a step, and
     continue; more than 20 in a row end the run. fp16's overflows are not among them."""
-    seed: int = 0
+    seed: int = key(
+        0,
+        between(0, 2**63 - 1),
+        resume=never("the order of the samples is drawn from it; " + NEW_RUN),
+        affects="learning",
+        nullable=False,
+    )
     """Seed of the initial parameters, the sample order, dropout, and what the task draws, such as a random split."""
-    shuffle: bool = True
+    shuffle: bool = key(True, resume=_ORDER, affects="learning")
     """Read an indexed dataset in another random order each epoch; false: in its own order."""
-    deterministic: bool = False
+    deterministic: bool = key(False, resume=FREE, affects="time memory")
     """Use deterministic kernels only: slower, bitwise repeatable."""
-    compile: bool = False
+    compile: bool = key(False, resume=FREE, affects="time memory")
     """torch.compile the model: as a whole; under FSDP and HSDP its shard units one by one; or the modules that the
     task names (compile_units)."""
-    log_every: int = 1
+    log_every: int = key(1, at_least(1), resume=FREE, affects="record")
     """Optimizer steps between two records."""
-    eval_every: int = 0
+    eval_every: int = key(0, at_least(0), resume=FREE, affects="record")
     """Optimizer steps between two evaluations; 0 or null: once, at the end."""
-    eval_micro_size: int | None = None
+    eval_micro_size: int | None = key(None, at_least(1), resume=FREE, affects="record")
     """Samples that one rank evaluates at once. Default: batch.micro_size."""
-    eval_samples: int | None = None
+    eval_samples: int | None = key(None, at_least(1), resume=FREE, affects="record")
     """Limit of samples per evaluation and held-out set: the first ones of a stream; of a data set with a length, spread
     evenly over it. The same ones for every world size. Default: all."""
-    patience: int | None = None
+    patience: int | None = key(
+        None,
+        at_least(1),
+        only="checkpoint.best",
+        hint="Such as checkpoint.best=eval/loss.",
+        resume=FREE,
+        affects="record",
+    )
     """Evaluations in a row without a better value of checkpoint.best after which the run ends; null: never."""
-    loader_workers: int = 1
+    loader_workers: int = key(1, at_least(0), resume=FREE, affects="time")
     """Processes per rank that read and collate ahead of the step; 0: in the step's own process."""
-    data_shards: int | None = None
+    data_shards: int | None = key(None, at_least(1), resume=_ORDER, affects="learning")
     """Shards of a stream that are read in turn: sample k of an epoch is the next one of shard k mod data_shards. Ranks
     whose number divides it read their own shards only. It must divide each window. 1: the stream's own order. Default:
     as many as a Hugging Face stream has, up to 64, if its operations allow it; 1 for other streams."""
-    hang_timeout: float | None = 1800.0
+    hang_timeout: float | None = key(1800.0, above(0), resume=FREE, affects="")
     """Seconds without progress after which a rank counts as hanging and the workers are ended, and restarted as after
     any failure. Must exceed the start, any micro-batch, any batch of an evaluation and any checkpoint. null: never."""
-    straggler_share: float | None = 0.1
+    straggler_share: float | None = key(0.1, between(0, 1), resume=FREE, affects="")
     """Report the slowest rank once it lengthens a step by this share of it; null: never."""
 
 
@@ -314,28 +373,134 @@ class TrainConfig:
 class CheckpointConfig:
     """Checkpoints. The last step is always saved, unless enabled is false."""
 
-    enabled: bool = True
+    enabled: bool = key(True, resume=FREE, affects="record", nullable=False)
     """Save checkpoints."""
-    every: int | None = None
+    every: int | None = key(None, at_least(1), resume=FREE, affects="record")
     """Optimizer steps between two checkpoints."""
-    every_minutes: float | None = None
+    every_minutes: float | None = key(None, above(0), resume=FREE, affects="record")
     """Minutes between two checkpoints. Default, without every: 5; slurm: 10."""
-    keep: int | None = None
+    keep: int | None = key(None, at_least(1), resume=FREE, affects="record")
     """Number of newest checkpoints to keep. Default: all; if every and every_minutes are not set: 3."""
-    best: str | None = None
+    best: str | None = key(None, resume=FREE, affects="record")
     """Metric of the evaluation, such as eval/accuracy: the checkpoint of the best one so far is saved, if none is
     otherwise due, and kept beside the newest. Default: none."""
-    best_mode: BestMode | None = None
+    best_mode: BestMode | None = key(None, only="checkpoint.best", resume=FREE, affects="record")
     """Better value of that metric: min or max. Default: min for names with loss or perplexity; others need a value."""
-    init_from: str | None = None
+    init_from: str | None = key(
+        None, resume=never("the run has started with other parameters; " + NEW_RUN), affects="learning"
+    )
     """Initial parameters and buffers of a new run: those of another run's newest checkpoint (its name, its directory or
     a prefix of its name), of a checkpoint (.../checkpoints/step_000100), of a safetensors file, or of a directory with
     model.safetensors or its index. Default: those that model() returns."""
-    async_save: bool = True
+    async_save: bool = key(True, resume=FREE, affects="record")
     """Copy the state to host memory and write it while training continues; the last checkpoint is written at once."""
-    on_error: OnError = OnError.stop
+    on_error: OnError = key(OnError.stop, resume=FREE, affects="")
     """If a checkpoint cannot be written. stop: the run ends as failed; continue: training continues, and the next due
     checkpoint is tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Name and directory of the run, calibration."""
+
+    name: str | None = key(None, NAME, resume=_IDENTITY, affects="")
+    """Name of its directory. Default: the task's name, the time and four random characters."""
+    dir: str = key("runs", resume=_IDENTITY, affects="")
+    """Parent of the run directories."""
+    calibrate_s: float | None = key(None, at_least(0), resume=FREE, affects="record")
+    """Maximum seconds of the calibration before training, which measures the first window's micro-batches with
+    sync=every, with the job's own policy and without communication: the speed-up and the exposed communication.
+    0: never. Default: 15, and no more than a tenth of the predicted run time; but three rounds are measured where that
+    takes a tenth of the run, or less than 15 seconds and no longer than the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepConfig:
+    """Many runs from one command (-m)."""
+
+    name: str | None = key(None, NAME, resume=_NEW, affects="")
+    """Name of its directory, and W&B group. Default: the task's name and a digest of the command, so that the same
+    command continues the same sweep."""
+    at_once: int | None = key(None, at_least(1), resume=_NEW, affects="")
+    """slurm: cells of one array that run at the same time. Default: no limit."""
+    objective: str | None = key(None, resume=_NEW, affects="")
+    """Result that a sweeper which learns from results, such as Optuna's, receives for a cell: a number in its
+    summary.json, such as eval/accuracy; or best, the best value of checkpoint.best. Default: eval/loss if there is
+    one, else train/loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterConfig:
+    """Outer steps between sites that are joined by slow links. Not the gradient of one global batch: see
+    docs/guides/outer.md."""
+
+    kind: OuterKind = key(OuterKind.none, resume=_SITES, affects=STEP, nullable=False)
+    """none: all ranks take each optimizer step together; diloco: the ranks of a site do, on its share of the global
+    batch, and the sites average their progress every ``every`` steps (DiLoCo)."""
+    group: str | int = key("node", only="outer=diloco", resume=_SITES, affects=STEP)
+    """diloco: the ranks of a site: node: of one host; shard: of one shard group of strategy.shard_size ranks (hsdp,
+    whose sites then compute as fsdp); or their number."""
+    every: int = key(50, at_least(1), only="outer=diloco", resume=_OUTER, affects="learning time")
+    """diloco: optimizer steps between two averages of a parameter."""
+    lr: float = key(0.7, above(0), only="outer=diloco", resume=_OUTER, affects="learning")
+    """diloco: learning rate of the outer step."""
+    momentum: float = key(0.9, between(0, 1), only="outer=diloco", resume=_OUTER, affects="learning")
+    """diloco: Nesterov momentum of the outer step; 0 and lr=1: plain averaging."""
+    fragments: int = key(
+        1,
+        at_least(1),
+        only="outer=diloco",
+        resume=never("averages that are under way are of other parts of the model"),
+        affects=STEP,
+    )
+    """diloco: parts of the model that are averaged in turn, every/fragments steps apart (Streaming DiLoCo)."""
+    delay: int = key(
+        0, at_least(0), only="outer=diloco", resume=never("averages that are under way arrive after it"), affects=STEP
+    )
+    """diloco: optimizer steps for which a part is under way while training continues; below every."""
+    mixing: float | None = key(None, between(0, 1), only="outer=diloco outer.delay", resume=_OUTER, affects="learning")
+    """diloco: share of the site's own parameters, which have changed during the delay, that is kept when an average
+    arrives. Default: 0.5 with a delay; without one 0, and no other value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandbConfig:
+    """Weights & Biases, a mirror of metrics.jsonl."""
+
+    mode: WandbMode = key(WandbMode.offline, resume=FREE, affects="", nullable=False)
+    """offline: write files for `wandb sync`; online: upload live; disabled: off."""
+    project: str = key("launcher", resume=_MIRROR, affects="")
+    """W&B project."""
+    entity: str | None = key(None, resume=_MIRROR, affects="")
+    """W&B user or team. Default: that of the API key."""
+    group: str | None = key(None, resume=_MIRROR, affects="")
+    """W&B group. Default: the sweep's name, else WANDB_RUN_GROUP."""
+    tags: list[str] = key([], resume=FREE, affects="")
+    """W&B tags. Default: WANDB_TAGS."""
+    notes: str | None = key(None, resume=FREE, affects="")
+    """W&B notes, such as the purpose of the run. Default: WANDB_NOTES."""
+    job_type: str | None = key(None, resume=FREE, affects="")
+    """W&B job type, such as train, to filter runs by. Default: WANDB_JOB_TYPE."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorboardConfig:
+    """TensorBoard (trackers=[tensorboard]): event files."""
+
+    dir: str | None = key(None, resume=FREE, affects="")
+    """Parent directory of the run's event files, DIR/NAME-ID. Default: tensorboard/ in the run's directory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlflowConfig:
+    """MLflow (trackers=[mlflow])."""
+
+    tracking_uri: str | None = key(None, resume=FREE, affects="")
+    """Server (http://HOST:PORT), directory, or database (sqlite:////PATH, postgresql://HOST/NAME). Without passwords:
+    MLFLOW_TRACKING_USERNAME, MLFLOW_TRACKING_PASSWORD and MLFLOW_TRACKING_TOKEN are read from the environment.
+    Default: MLFLOW_TRACKING_URI, else mlruns/ beside the run's directory."""
+    experiment: str = key("launcher", resume=FREE, affects="")
+    """MLflow experiment."""
 
 
 @dataclass(kw_only=True)
@@ -350,19 +515,26 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     outer: OuterConfig = field(default_factory=OuterConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    task: dict[str, Any] = field(default_factory=dict[str, Any])
+    task: dict[str, Any] = key(
+        {}, resume=forced("another task, or other data, would be learned from here on"), affects=STEP + " record"
+    )
     """``_target_``: the task's class by its dotted path; every other key is a parameter of that class."""
-    callbacks: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    callbacks: list[dict[str, Any]] = key(
+        [],
+        resume=FREE,
+        affects=STEP + " record",
+        form=", one {...} for each callback: [{_target_: my_module.MyCallback}]",
+    )
     """List of callbacks, called in this order: ``[{_target_: launcher.callbacks.Ema, decay: 0.999}]``. ``_target_``:
     the callback's class by its dotted path; every other key is an argument of that class."""
-    notify: list[str] = field(default_factory=list[str])
+    notify: list[str] = key([], resume=FREE, affects="", form=": [bell, https://example.org/hook, env:NAME]")
     """Where a message is sent when the run is done, stopped, failed, killed or requeued: ``bell`` (of the terminal in
     which `launch` waits for the run, or `launch top` shows it), an ``https://`` address (a POST, as Slack and
     Mattermost take it; it is stored with the run), ``env:NAME`` (an address in that environment variable, which is not
     stored: a web address, or with launcher[notify] one of apprise, such as ``mailtos://USER:PASSWORD@HOST``). The
     callback Webhook has more options."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    trackers: list[Tracker] = field(default_factory=lambda: [Tracker.wandb])
+    trackers: list[Tracker] = key([Tracker.wandb], resume=FREE, affects="")
     """List of the trackers that mirror metrics.jsonl: wandb, tensorboard, mlflow."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
     tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)
@@ -371,11 +543,55 @@ class Config:
     sweep: SweepConfig = field(default_factory=SweepConfig)
 
 
+@cache
+def facts_by_key() -> dict[str, Facts]:
+    """Return the facts of every key, dotted; GROUP.* for the keys of a group that have no field."""
+    facts: dict[str, Facts] = {}
+    for group in fields(Config):
+        kind = typing.get_type_hints(Config)[group.name]
+        if is_dataclass(kind):
+            facts |= {f"{group.name}.{key_of(each)}": facts_of(each) for each in fields(kind)}
+        else:
+            facts[group.name] = facts_of(group)
+    return facts
+
+
 def known_keys() -> list[str]:
     """Return every key that a user can set, dotted, and the groups themselves."""
-    keys: list[str] = []
-    for name, kind in typing.get_type_hints(Config).items():
-        keys.append(name)
-        if is_dataclass(kind):
-            keys += [f"{name}.{key_of(field)}" for field in fields(kind) if key_of(field) != "*"]
-    return keys
+    keys = [each for each in facts_by_key() if not each.endswith(".*")]
+    return list(dict.fromkeys(name for each in keys for name in (each.partition(".")[0], each)))
+
+
+def check_values(config: Config, *groups: str) -> None:
+    """Check that each value is within its bound and has an effect.
+
+    Args:
+        groups: those to check. Default: all.
+
+    Raises:
+        ConfigError: for the first value that is not, or has none.
+    """
+    for name, group in vars(config).items():
+        if not is_dataclass(group) or (groups and name not in groups):
+            continue
+        for each in fields(group):
+            facts, value, key = facts_of(each), getattr(group, each.name), f"{name}.{key_of(each)}"
+            if value is None or value is False or value == default_of(each):
+                continue
+            for condition in facts.only.split():
+                _require_effect(config, key, value, condition, facts.hint)
+            if facts.bound is not None and not facts.bound.holds(value):
+                raise ConfigError(key, value, facts.bound.problem)
+
+
+def _require_effect(config: Config, key: str, value: Any, condition: str, hint: str) -> None:
+    where, _, allowed = condition.partition("=")
+    group, _, leaf = where.partition(".")
+    chosen = getattr(getattr(config, group), leaf or "kind")
+    if not allowed and not chosen:
+        raise ConfigError(
+            key, value, f"has no effect without {where}.", f"Set {where} too, or leave it out. {hint}".rstrip()
+        )
+    if allowed and chosen not in allowed.split("|"):
+        belongs = f"It belongs to {where}={' or '.join(allowed.split('|'))}: otherwise leave it out (=null)."
+        raise ConfigError(key, value, f"has no effect with {where}={chosen}.", f"{belongs} {hint}".rstrip())

@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 
 from launcher.config.choices import Tracker, WandbMode
-from launcher.config.schema import ClusterKind, Config
+from launcher.config.schema import ClusterKind, Config, check_values
 from launcher.doctor import host_checks, slurm_checks
 from launcher.doctor.check import Check, CheckState, merge
 from launcher.doctor.probe import Answer, Network, Question, answer, directory_facts, host_facts, read_answers
@@ -30,7 +30,6 @@ from launcher.plan.gpus import require_at_hand
 from launcher.plan.host import OWN_MEMORY, Partition, Site
 from launcher.plan.launch_plan import PLAN_FORMAT, LaunchPlan, RunInfo
 from launcher.plan.placement import solve_cluster, solve_env
-from launcher.plan.validation import check
 
 
 def examine(config: Config, say: Callable[[str], None]) -> list[Check]:
@@ -42,7 +41,7 @@ def examine(config: Config, say: Callable[[str], None]) -> list[Check]:
     Raises:
         ConfigError, SiteError: The input is wrong, there is no Slurm here, it refuses the job, or hosts do not meet.
     """
-    check(config)
+    check_values(config, "cluster", "run")
     require_at_hand(config.cluster)
     if config.cluster.kind is ClusterKind.slurm:
         client.require()

@@ -37,7 +37,6 @@ def solve_best_mode(checkpoint: CheckpointConfig, train: TrainConfig, task: Task
     """
     metric = checkpoint.best
     if metric is None:
-        _require_unused(checkpoint, train)
         return None
     _require_metric(metric, task)
     if not checkpoint.enabled and train.patience is None:
@@ -58,20 +57,6 @@ def solve_best_mode(checkpoint: CheckpointConfig, train: TrainConfig, task: Task
         "checkpoint.best_mode", None, f"is needed with checkpoint.best={metric}, whose better value is not known.",
         "Set checkpoint.best_mode=max if the larger one is (accuracy), or min (an error rate).",
     )  # fmt: skip
-
-
-def _require_unused(checkpoint: CheckpointConfig, train: TrainConfig) -> None:
-    """Raise ConfigError if a key is set that needs ``checkpoint.best``."""
-    if train.patience is not None:
-        raise ConfigError(
-            "train.patience", train.patience, "needs a metric that says which evaluation is better.",
-            "Set checkpoint.best, such as checkpoint.best=eval/loss.",
-        )  # fmt: skip
-    if checkpoint.best_mode is not None:
-        raise ConfigError(
-            "checkpoint.best_mode", checkpoint.best_mode, "has no effect without checkpoint.best.",
-            "Set checkpoint.best too, or leave it out.",
-        )  # fmt: skip
 
 
 def _require_metric(metric: str, task: TaskPlan) -> None:

@@ -46,11 +46,6 @@ def solve_runtime(config: ClusterConfig, options: Mapping[str, object]) -> Conta
                 f"cluster.sbatch.{name}", value, "has no effect without a container.", "Set cluster.container=IMAGE."
             )
     if image is None:
-        if runtime is not None:
-            raise ConfigError(
-                "cluster.container_runtime", runtime.value, "has no effect without a container.",
-                "Set cluster.container=IMAGE.",
-            )  # fmt: skip
         return ContainerRuntime.pyxis
     if not re.fullmatch(r"[^\s\x00-][^\s\x00]*", image):
         raise ConfigError(

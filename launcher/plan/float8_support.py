@@ -39,15 +39,9 @@ def require_units(config: PrecisionConfig, cluster: ClusterPlan) -> None:
     """Check the options of float8, and that the plan's device has units for it, as far as the config says.
 
     Raises:
-        ConfigError: it has not; or an option has no effect, or is no regular expression.
+        ConfigError: it has not; or an option is no regular expression.
     """
     if config.kind is not PrecisionKind.float8:
-        for name in ("float8_recipe", "float8_exclude", "float8_emulate"):
-            if value := getattr(config, name):
-                raise ConfigError(
-                    f"precision.{name}", value, "has an effect with precision=float8 only.",
-                    f"Leave it out; precision.{name}=null when a run resumes that had it.",
-                )  # fmt: skip
         return
     for pattern in config.float8_exclude or ():
         try:

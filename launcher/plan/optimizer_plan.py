@@ -7,8 +7,9 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
+from launcher.config.key_facts import is_number, valid_betas
 from launcher.config.schema import LrScaling, OptimizerConfig, OptimizerKind, ScheduleKind
 from launcher.errors import ConfigError, did_you_mean
 from launcher.plan.run_plan import OptimizerPlan, extended
@@ -37,16 +38,11 @@ def solve_optimizer(config: OptimizerConfig, global_size: int) -> OptimizerPlan:
     Raises:
         ConfigError: arguments that the optimizer does not have, or that contradict each other.
     """
-    _require_arguments(config)
+    require_target("optimizer", config.kind, config.target, "torch.optim.Adagrad")
     if config.lr_scaling is not LrScaling.none and config.reference_batch is None:
         raise ConfigError(
             "optimizer.lr_scaling", config.lr_scaling, "needs the global batch that lr was tuned for.",
             "Set optimizer.reference_batch (samples).",
-        )  # fmt: skip
-    if config.lr_scaling is LrScaling.none and config.reference_batch is not None:
-        raise ConfigError(
-            "optimizer.reference_batch", config.reference_batch, "has no effect with optimizer.lr_scaling=none.",
-            "Use optimizer.lr_scaling=linear or sqrt.",
         )  # fmt: skip
     plan = extended(OptimizerPlan, config, base_lr=config.lr, groups=parameter_groups(config))
     if config.kind is OptimizerKind.custom:  # the class has defaults of its own
@@ -60,16 +56,6 @@ def solve_optimizer(config: OptimizerConfig, global_size: int) -> OptimizerPlan:
         return _scaled(plan, kappa)
     betas, root = _scaled_betas(plan, kappa), math.sqrt(kappa)
     return dataclasses.replace(_scaled(plan, root), betas=betas, eps=plan.eps / root)
-
-
-def _require_arguments(config: OptimizerConfig) -> None:
-    """Raise ConfigError for an argument that this kind of optimizer does not have."""
-    require_target("optimizer", config.kind, config.target, "torch.optim.Adagrad")
-    for name in () if config.kind is OptimizerKind.custom else _NAMED:
-        if name not in _ARGUMENTS[config.kind] and getattr(config, name) is not None:
-            raise ConfigError(
-                f"optimizer.{name}", getattr(config, name), f"has no effect with optimizer={config.kind.value}."
-            )
 
 
 def require_target(group: str, kind: OptimizerKind | ScheduleKind, target: str | None, example: str) -> None:
@@ -105,9 +91,9 @@ def parameter_groups(config: OptimizerConfig) -> list[dict[str, Any]]:
             raise ConfigError(f"{key}.{TARGET}", group[TARGET], "must be the dotted path of a class.")
         elif "lr" not in group:
             raise ConfigError(f"{key}.lr", "null", "must be a number: a group with _target_ has a rate of its own.")
-        if not _is_number(group.get("lr", 1.0)) or not group.get("lr", 1.0) > 0:
+        if not is_number(group.get("lr", 1.0)) or not group.get("lr", 1.0) > 0:
             raise ConfigError(f"{key}.lr", group["lr"], "must be a number above 0.")
-        if not _is_number(group.get("weight_decay", 0.0)) or not group.get("weight_decay", 0.0) >= 0:
+        if not is_number(group.get("weight_decay", 0.0)) or not group.get("weight_decay", 0.0) >= 0:
             raise ConfigError(f"{key}.weight_decay", group["weight_decay"], "must be a number of at least 0.")
     return [dict(group) for group in config.groups]
 
@@ -140,16 +126,6 @@ def _require_group_arguments(key: str, group: Mapping[str, Any], kind: Optimizer
             )  # fmt: skip
     if "betas" in group and not valid_betas(group["betas"]):
         raise ConfigError(f"{key}.betas", group["betas"], "must be two numbers of at least 0 and below 1.")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def valid_betas(value: Any) -> bool:
-    """Return whether ``value`` is two numbers of at least 0 and below 1."""
-    numbers = cast("list[Any]", value) if isinstance(value, list) else []
-    return len(numbers) == 2 and all(_is_number(beta) and 0 <= beta < 1 for beta in numbers)
 
 
 def _matcher(match: str) -> Callable[[str, int], bool]:

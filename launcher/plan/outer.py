@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher.config.choices import OuterKind
-from launcher.config.run_groups import OuterConfig
-from launcher.config.schema import Config, OnNonfinite, PrecisionKind, StrategyConfig, StrategyKind
+from launcher.config.schema import Config, OnNonfinite, OuterConfig, PrecisionKind, StrategyConfig, StrategyKind
 from launcher.errors import ConfigError
 from launcher.plan.batch import Batch
 from launcher.plan.launch_plan import ClusterPlan, node_range
@@ -54,7 +53,6 @@ def solve_outer(config: Config, batch: Batch, cluster: ClusterPlan) -> OuterPlan
     """
     outer = config.outer
     if outer.kind is OuterKind.none:
-        _require_unset(outer)
         return None
     if not node_range(config.cluster.nodes).fixed:
         raise ConfigError(
@@ -73,12 +71,6 @@ def solve_outer(config: Config, batch: Batch, cluster: ClusterPlan) -> OuterPlan
     mixing = outer.mixing if outer.mixing is not None else 0.5 if outer.delay else 0.0
     values: dict[str, Any] = vars(outer) | {"mixing": mixing, "sites": sites}
     return OuterPlan(**values, site_size=size)
-
-
-def _require_unset(outer: OuterConfig) -> None:
-    for name, value in vars(outer).items():
-        if value != getattr(OuterConfig(), name):
-            raise ConfigError(f"outer.{name}", value, "has an effect with outer=diloco only.", "Add outer=diloco.")
 
 
 def _site_size(outer: OuterConfig, batch: Batch, cluster: ClusterPlan, strategy: StrategyConfig) -> int:
@@ -110,8 +102,6 @@ def _require_times(outer: OuterConfig, warmup_steps: int) -> None:
     for name, value, most in (("fragments", outer.fragments, every), ("delay", outer.delay, every - 1)):
         if value > most:
             raise ConfigError(f"outer.{name}", value, f"must be at most {most} with outer.every={every}.")
-    if outer.mixing and not outer.delay:
-        raise ConfigError("outer.mixing", outer.mixing, "has an effect with outer.delay only.", "Leave it out.")
     if every < warmup_steps:
         raise ConfigError(
             "outer.every", every, f"is below schedule.warmup_steps={warmup_steps}: the first averages would be of "

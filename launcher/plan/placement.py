@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from launcher.config.schema import ClusterConfig, ClusterKind, Config, Device, StrategyKind
+from launcher.config.schema import ClusterConfig, ClusterKind, Config, Device, StrategyKind, check_values
 from launcher.errors import ConfigError
 from launcher.plan.callback_plan import solve_notify
 from launcher.plan.gpus import find_gpu
@@ -63,8 +63,6 @@ def solve_cluster(
         least = CPU_WORKERS if config.gpu is not None else 1
         default = (site.gpus or least) if device is Device.cuda else CPU_WORKERS
         workers = 1 if strategy is StrategyKind.single else default
-    if workers < 1:
-        raise ConfigError("cluster.workers_per_node", workers, "must be at least 1.")
     # ranks started by the user's own torchrun, perhaps on several hosts, are checked when each selects its GPU
     most = site.partition.most_gpus if site.partition is not None and site.gpus else site.gpus
     if device is Device.cuda and workers > most and started is None and _gpus_are_known(config, site, most):
@@ -118,24 +116,8 @@ def _require_one_kind(config: ClusterConfig, site: Site) -> None:
     )  # fmt: skip
 
 
-_SLURM_KEYS = (
-    "partition", "account", "qos", "time", "mem", "cpus_per_worker", "constraint", "exclude", "dependency", "setup",
-    "container", "container_runtime", "sbatch", "login", "login_dir", "login_setup",
-)  # fmt: skip
-# keys that only some kinds of cluster have -> those kinds
-_KINDS = dict.fromkeys(_SLURM_KEYS, (ClusterKind.slurm,)) | {
-    "rendezvous": (ClusterKind.hosts,),
-    "interface": (ClusterKind.hosts, ClusterKind.slurm),
-}
-
-
 def _check_kind(config: ClusterConfig, nodes: NodeRange) -> None:
-    for name, kinds in _KINDS.items():
-        if (value := getattr(config, name)) not in (None, [], {}) and config.kind not in kinds:
-            raise ConfigError(
-                f"cluster.{name}", value, f"has no effect with cluster={config.kind.value}.",
-                f"It belongs to {' or '.join(f'cluster={kind.value}' for kind in kinds)}.",
-            )  # fmt: skip
+    check_values(Config(cluster=config), "cluster")
     if config.login is not None:  # commands that run on the login node do not get here
         raise ConfigError(
             "cluster.login", config.login, "has an effect on `launch train`, `run`, `plan`, `drill` and `doctor` only.",

@@ -1,4 +1,4 @@
-"""Rules for resuming with changes: which config keys may differ from the checkpoint's run, defined only here.
+"""Resuming with changes: which config keys may differ from the checkpoint's run. A key's rule is beside it.
 
 `launch resume` applies them to overrides, and loading a checkpoint applies them again. Everything that affects learning
 is fixed: samples, their order, the global batch, the update rule. The rest may follow the available machines.
@@ -10,25 +10,11 @@ import dataclasses
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any, cast
 
-from launcher.config.schema import Config, key_of, known_keys
+from launcher.config.key_facts import NEW_RUN, UPDATE, Permission, Resume, forced, key_of, never
+from launcher.config.schema import SCHEDULE_STATE, Config, facts_by_key
 from launcher.plan.host import without_secrets
-
-
-class Permission(Enum):
-    """Permission to change a key.
-
-    Attributes:
-        change: always allowed.
-        force: only with --force, because training differs from there on.
-        never: the run could not resume.
-    """
-
-    change = auto()
-    force = auto()
-    never = auto()
 
 
 @dataclass(frozen=True)
@@ -44,93 +30,22 @@ class Change:
         return " -> ".join(shown(without_secrets(value, self.key)) for value in (self.before, self.after))
 
 
-_OF_THE_UPDATE = "it is part of the update rule"
-_OF_THE_RUN = "it identifies the run and its files"
-_OF_THE_MIRROR = "W&B stores the run there"
-_OF_THE_STATE = "the checkpoint's optimizer state does not fit another one; "
-_OF_A_SCHEDULE = "a schedule of your own continues from its saved state; "
 # end of a line on a change that --force allows
 FORCED = "; --force allows it"
-_NEW_RUN = "start a new run: launch train"
-
 # in a plan's forced keys: the run may continue with other data
 DATA = "task: data"
-
-# key -> (permission, consequence of a change); a group's entry covers its keys that have none of their own
-RULES: dict[str, tuple[Permission, str]] = {
-    "cluster": (Permission.change, ""),
-    "cluster.kind": (Permission.never, "its code and files are there; " + _NEW_RUN),
-    "strategy": (Permission.change, ""),
-    "precision": (Permission.change, ""),
-    "checkpoint": (Permission.change, ""),
-    "checkpoint.init_from": (Permission.never, "the run has started with other parameters; " + _NEW_RUN),
-    "batch.micro_size": (Permission.change, ""),
-    "batch.accumulation": (Permission.change, ""),
-    "batch.uneven": (Permission.change, ""),
-    "batch.on_oom": (Permission.change, ""),
-    "batch.balance": (Permission.change, ""),
-    "batch.global_size": (Permission.force, "it defines what a step and its learning rate mean"),
-    "batch.ramp": (Permission.force, "it defines what a step and its learning rate mean"),
-    "batch.norm": (Permission.force, "it changes what the model computes"),
-    "batch.short_window": (Permission.never, "the windows so far were counted with it; " + _NEW_RUN),
-    "optimizer": (Permission.force, _OF_THE_UPDATE),
-    "optimizer.kind": (Permission.never, _OF_THE_STATE + _NEW_RUN),
-    "optimizer._target_": (Permission.never, _OF_THE_STATE + _NEW_RUN),
-    "optimizer.groups": (
-        Permission.never,
-        "the checkpoint's optimizer state is stored by group: only the arguments of groups may change; " + _NEW_RUN,
-    ),
-    "schedule": (Permission.force, _OF_THE_UPDATE),
-    "schedule._target_": (Permission.never, _OF_A_SCHEDULE + _NEW_RUN),
-    "outer": (Permission.force, "it defines what is averaged between sites, and when"),
-    "outer.kind": (Permission.never, "the checkpoints of sites differ; " + _NEW_RUN),
-    "outer.fragments": (Permission.never, "averages that are under way are of other parts of the model"),
-    "outer.delay": (Permission.never, "averages that are under way arrive after it"),
-    "outer.group": (Permission.never, "the checkpoints of sites differ; " + _NEW_RUN),
-    "train.steps": (Permission.change, ""),
-    "train.epochs": (Permission.change, ""),
-    "train.on_nonfinite": (Permission.change, ""),
-    "train.clip_norm": (Permission.force, _OF_THE_UPDATE),
-    "train.seed": (Permission.never, "the order of the samples is drawn from it; " + _NEW_RUN),
-    "train.shuffle": (Permission.never, "it is the order of the samples; " + _NEW_RUN),
-    "train.data_shards": (Permission.never, "it is the order of the samples; " + _NEW_RUN),
-    "train.deterministic": (Permission.change, ""),
-    "train.compile": (Permission.change, ""),
-    "train.log_every": (Permission.change, ""),
-    "train.hang_timeout": (Permission.change, ""),
-    "train.straggler_share": (Permission.change, ""),
-    "train.eval_every": (Permission.change, ""),
-    "train.eval_micro_size": (Permission.change, ""),
-    "train.patience": (Permission.change, ""),
-    "train.eval_samples": (Permission.change, ""),
-    "train.loader_workers": (Permission.change, ""),
-    "task": (Permission.force, "another task, or other data, would be learned from here on"),
-    "task._target_": (Permission.never, "another model has other parameters; " + _NEW_RUN),
-    "callbacks": (Permission.change, ""),
-    "notify": (Permission.change, ""),
-    "trackers": (Permission.change, ""),
-    "tensorboard": (Permission.change, ""),
-    "mlflow": (Permission.change, ""),
-    "wandb.mode": (Permission.change, ""),
-    "wandb.tags": (Permission.change, ""),
-    "wandb.notes": (Permission.change, ""),
-    "wandb.job_type": (Permission.change, ""),
-    "wandb.project": (Permission.never, _OF_THE_MIRROR),
-    "wandb.entity": (Permission.never, _OF_THE_MIRROR),
-    "wandb.group": (Permission.never, _OF_THE_MIRROR),
-    "run.name": (Permission.never, _OF_THE_RUN),
-    "run.dir": (Permission.never, _OF_THE_RUN),
-    "run.calibrate_s": (Permission.change, ""),
-    "sweep": (Permission.never, "it has no effect on an existing run"),
-    # properties of the data, not config keys
-    "task: order": (Permission.never, "the position in the data is counted in the order of the samples; " + _NEW_RUN),
-    "task: samples": (Permission.never, "the position in the data is counted in samples; " + _NEW_RUN),
+# keys of a task's class, and properties of its data
+_OF_TASK = {
+    "task._target_": never("another model has other parameters; " + NEW_RUN),
+    "task: order": never("the position in the data is counted in the order of the samples; " + NEW_RUN),
+    "task: samples": never("the position in the data is counted in samples; " + NEW_RUN),
 }
 
 
-def rule(key: str) -> tuple[Permission, str] | None:
-    """Return the rule of a dotted key, or else of its group; None if there is neither."""
-    return RULES.get(key) or RULES.get(key.partition(".")[0])
+def rule(key: str) -> Resume:
+    """Return the rule of a dotted key, which may be an argument of its group's class."""
+    group, facts = key.partition(".")[0], facts_by_key()
+    return _OF_TASK.get(key) or next(facts[name].resume for name in (key, f"{group}.*", group) if name in facts)
 
 
 def forced_by(changes: Iterable[Change]) -> tuple[str, ...]:
@@ -183,30 +98,27 @@ def _arguments_changed(change: Change) -> list[Change]:
     ]
 
 
-def _judged(change: Change, beside: Iterable[Change]) -> tuple[Permission, str]:
-    """Return the permission for ``change`` and its reason.
+def _judged(change: Change, beside: Iterable[Change]) -> Resume:
+    """Return the rule for ``change``, which may depend on the values.
 
     Args:
         beside: all changes made at once.
     """
     key, before, after = change.key, change.before, change.after
     if key == "strategy.compress" and before == "powersgd":
-        return Permission.force, "the residue that PowerSGD keeps of earlier gradients would be lost"
+        return forced("the residue that PowerSGD keeps of earlier gradients would be lost")
     of_the_scale = key in ("precision.init_scale", "precision.growth_interval")
     if of_the_scale and not any(each.key == "precision.kind" for each in beside):
-        return Permission.never, "the loss scale continues from the checkpoint"
+        return never("the loss scale continues from the checkpoint")
     if key == "optimizer.groups" and None not in (before, after) and _members(before) == _members(after):
-        return RULES["optimizer"]
+        return UPDATE
     if key == "optimizer.weight_decay" and None in (before, after):  # it decides on the default groups of a class
-        return RULES["optimizer.groups"]
-    # an argument of a class, or a class instead of one of the plan's schedules
-    if (key.startswith("schedule.") and key not in known_keys()) or (
-        key == "schedule.kind" and "custom" in (before, after)
-    ):
-        return Permission.never, _OF_A_SCHEDULE + _NEW_RUN
+        return rule("optimizer.groups")
+    if key == "schedule.kind" and "custom" in (before, after):  # a class instead of one of the plan's schedules
+        return SCHEDULE_STATE
     if key == "checkpoint.enabled" and not after:
-        return Permission.never, "a run resumes from checkpoints only"
-    return rule(key) or (Permission.force, "it has no rule")
+        return never("a run resumes from checkpoints only")
+    return rule(key)
 
 
 def _members(groups: list[dict[str, Any]]) -> list[tuple[Any, Any]]:

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from launcher.config.schema import (
     Balance,
     BatchConfig,
+    Compress,
     Config,
     LrScaling,
     Norm,
+    OnNonfinite,
     OnOom,
     Parameters,
     PrecisionKind,
@@ -20,6 +22,7 @@ from launcher.config.schema import (
     ShortWindow,
     StrategyKind,
     TrainConfig,
+    check_values,
 )
 from launcher.errors import ConfigError, TaskError
 from launcher.plan.batch import Batch, batch_notes, solve_batch, solve_largest, solve_smaller
@@ -47,7 +50,6 @@ from launcher.plan.strategy import solve_precision, solve_strategy
 from launcher.plan.strategy_choice import ONE_RANK, UNKNOWN, with_reason, with_strategy
 from launcher.plan.sync_policy import SHARDED
 from launcher.plan.tracker_plan import solve_trackers
-from launcher.plan.validation import check
 from launcher.plan.windows import Windows, count_windows
 from launcher.quantities import count, first_names
 
@@ -154,7 +156,8 @@ def solve(
         return with_reason(
             solve(with_strategy(config, StrategyKind.single), site, task, run, started, rebatch), ONE_RANK
         )
-    check(config)
+    check_values(config)
+    _require_consistent(config)
     nodes = node_range(config.cluster.nodes)
     cluster = solve_cluster(config.cluster, site, run.name, config.strategy.kind, started)
     if started is not None or nodes.fixed:
@@ -172,6 +175,29 @@ def solve(
             raise _on_hosts(hosts, config.cluster.nodes, error) from None
     batches = {each.cluster.nodes: each.batch for each in (plan, *fewer)}
     return plan.with_fewer(fewer).with_notes(batch_notes(config.batch, batches, task.batch_norms))
+
+
+def _require_consistent(config: Config) -> None:
+    """Check values that exclude each other.
+
+    Raises:
+        ConfigError: for the first ones.
+    """
+    train, grace_s = config.train, config.cluster.grace_s
+    if train.steps is not None and train.epochs is not None:
+        raise ConfigError("train.epochs", train.epochs, f"train.steps={train.steps} is set too.", "Leave one out.")
+    if train.on_nonfinite is OnNonfinite.skip and config.strategy.compress is Compress.powersgd:
+        raise ConfigError(
+            "train.on_nonfinite", "skip", "does not work with strategy.compress=powersgd, which adds what it did not "
+            "send to the next gradient: one nan would spoil all later steps.",
+            "Use another strategy.compress, or train.on_nonfinite=stop.",
+        )  # fmt: skip
+    if train.hang_timeout is not None and train.hang_timeout <= grace_s:
+        raise ConfigError(
+            "train.hang_timeout", train.hang_timeout,
+            f"must be above cluster.grace_s={grace_s}, the seconds in which workers must stop.",
+            "Raise it or lower cluster.grace_s; train.hang_timeout=null disables the check.",
+        )  # fmt: skip
 
 
 def _on_hosts(hosts: int, nodes: int | str, error: ConfigError) -> ConfigError:
@@ -194,7 +220,7 @@ def _on_cluster(
     require_second_epoch(config.train.epochs, task.stream)
     epoch = _epoch(config.batch, batch, task)
     steps = _steps(config.train, epoch, batch, task)
-    precision = solve_precision(config.precision, config.strategy.kind, cluster, site.bf16)
+    precision = solve_precision(config.precision, cluster, site.bf16)
     outer, own_batch, own_strategy = solve_outer(config, batch, cluster), batch, config.strategy
     if outer is not None:
         require_in_step(config, task.samples, epoch.short_window)
@@ -290,8 +316,6 @@ def _steps(config: TrainConfig, epoch: EpochPlan, batch: Batch, task: TaskPlan) 
 
 
 def _schedule(config: ScheduleConfig, steps: int | None) -> SchedulePlan:
-    if config.kind is ScheduleKind.constant and config.min_ratio is not None:
-        raise ConfigError("schedule.min_ratio", config.min_ratio, "has no effect with schedule=constant.")
     require_target("schedule", config.kind, config.target, "torch.optim.lr_scheduler.OneCycleLR")
     if config.kind is ScheduleKind.custom:
         named = {"warmup_steps": config.warmup_steps or None, "min_ratio": config.min_ratio}

@@ -54,7 +54,8 @@ def solve_strategy(
     Raises:
         ConfigError: a policy, a size or an option that this strategy does not have.
     """
-    _require_own_options(config, cluster)
+    if config.cpu_offload and cluster.device is Device.cpu:
+        raise ConfigError("strategy.cpu_offload", "true", "has no effect without GPUs.", "Leave it out.")
     allowed = POLICIES[config.kind]
     if config.sync is not Sync.auto and config.sync not in allowed:
         raise ConfigError(
@@ -128,9 +129,7 @@ def fewest_bytes(forecasts: Sequence[Forecast]) -> Forecast:
     return min(reversed(forecasts), key=lambda forecast: forecast.wire_bytes)
 
 
-def solve_precision(
-    config: PrecisionConfig, strategy: StrategyKind, cluster: ClusterPlan, bf16: bool | None
-) -> PrecisionPlan:
+def solve_precision(config: PrecisionConfig, cluster: ClusterPlan, bf16: bool | None) -> PrecisionPlan:
     """Return the number formats.
 
     Args:
@@ -138,7 +137,7 @@ def solve_precision(
             the plan is for is looked up.
 
     Raises:
-        ConfigError: an option that has no effect with this precision, strategy or device.
+        ConfigError: an option that has no effect on this device.
     """
     require_units(config, cluster)
     kind, reason, device = config.kind, "", "this machine"
@@ -147,45 +146,9 @@ def solve_precision(
     if kind is PrecisionKind.auto and bf16 is not None:
         kind = PrecisionKind.bf16 if bf16 else PrecisionKind.fp32
         reason = host.emulation_reason(kind, device)
-    fp16 = config.kind is PrecisionKind.fp16
-    for name in ("init_scale", "growth_interval"):
-        if not fp16 and getattr(config, name) is not None:
-            raise ConfigError(f"precision.{name}", getattr(config, name), "has an effect with precision=fp16 only.")
-    if config.reduce_dtype is not None and strategy not in SHARDED:
-        raise ConfigError(
-            "precision.reduce_dtype", config.reduce_dtype, f"has no effect with strategy={strategy.value}.",
-            "Use strategy=fsdp or hsdp; DDP sends narrower gradients with strategy.compress=bf16.",
-        )  # fmt: skip
     if config.tf32 and cluster.device is not Device.cuda:
         raise ConfigError("precision.tf32", "true", "has no effect without GPUs.", "Leave it out.")
     return extended(PrecisionPlan, config, kind=kind, reason=reason)
-
-
-def _require_own_options(config: StrategyConfig, cluster: ClusterPlan) -> None:
-    """Check that no option is set that would have no effect."""
-    of = {
-        "bucket_mb": (StrategyKind.ddp,), "static_graph": (StrategyKind.ddp,),
-        "find_unused_parameters": (StrategyKind.ddp, StrategyKind.single),
-        "compress": (StrategyKind.ddp,), "shard_size": (StrategyKind.hsdp,), "cpu_offload": SHARDED,
-    }  # fmt: skip
-    for name, strategies in of.items():
-        value = getattr(config, name)
-        if value not in (None, False, Compress.none) and config.kind not in strategies:
-            belongs = f"It belongs to strategy={' and '.join(kind.value for kind in strategies)}."
-            raise ConfigError(
-                f"strategy.{name}", value, f"has no effect with strategy={config.kind.value}.",
-                belongs,
-            )  # fmt: skip
-    for name in ("powersgd_rank", "powersgd_start"):
-        if getattr(config, name) is not None and config.compress is not Compress.powersgd:
-            raise ConfigError(
-                f"strategy.{name}",
-                getattr(config, name),
-                "has an effect with strategy.compress=powersgd only.",
-                f"Add strategy.compress=powersgd, or leave strategy.{name} out.",
-            )
-    if config.cpu_offload and cluster.device is Device.cpu:
-        raise ConfigError("strategy.cpu_offload", "true", "has no effect without GPUs.", "Leave it out.")
 
 
 def _shard_size(config: StrategyConfig, batch: Batch, cluster: ClusterPlan) -> int:

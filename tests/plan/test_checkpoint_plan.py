@@ -44,7 +44,7 @@ def test_the_direction_follows_from_the_name_or_is_given(overrides: list[str], m
         (["checkpoint.best=train/loss"], "checkpoint.best=train/loss: is not a metric of the evaluation"),
         (["checkpoint.best=loss"], "checkpoint.best=loss: is not a metric of the evaluation"),
         (["checkpoint.best_mode=max"], "checkpoint.best_mode=max: has no effect without checkpoint.best."),
-        (["train.patience=2", EVERY], "train.patience=2: needs a metric that says which evaluation is better."),
+        (["train.patience=2", EVERY], "train.patience=2: has no effect without checkpoint.best."),
         (["train.patience=2", "checkpoint.best=eval/loss"], "train.patience=2: has no effect: the only evaluation"),
         (["train.patience=0", "checkpoint.best=eval/loss", EVERY], "train.patience=0: must be at least 1."),
         (["checkpoint.best=eval/loss", "checkpoint.enabled=false"], "checkpoint.best=eval/loss: has no effect"),

@@ -31,15 +31,21 @@ def test_it_sends_what_bf16_sends() -> None:
     [
         (("precision=float8",), "precision=float8: a CPU has no float8 units"),
         (("precision=float8", "cluster.device=cuda", "cluster.gpu=a100"), "A100 has no float8 units"),
-        (("precision=bf16", "precision.float8_emulate=true"), "precision.float8_emulate=true: has an effect with"),
-        (("precision=fp32", "precision.float8_recipe=rowwise"), "precision.float8_recipe=rowwise: has an effect with"),
-        (("precision=bf16", "precision.float8_exclude=[out]"), "has an effect with precision=float8 only"),
+        (
+            ("precision=bf16", "precision.float8_emulate=true"),
+            "precision.float8_emulate=true: has no effect with precision=bf16",
+        ),
+        (("precision=fp32", "precision.float8_recipe=rowwise"), "precision.float8_recipe=rowwise: has no effect with"),
+        (
+            ("precision=bf16", "precision.float8_exclude=[out]"),
+            "has no effect with precision=bf16.\n  It belongs to precision=float8",
+        ),
         ((*EMULATED, "precision.float8_exclude=['(']"), "is not a regular expression"),
         (
             (*EMULATED, "precision.reduce_dtype=float8", "strategy=fsdp"),
             "must be one of fp32, bf16, fp16, not 'float8'",
         ),
-        ((*EMULATED, "precision.init_scale=8"), "has an effect with precision=fp16 only"),
+        ((*EMULATED, "precision.init_scale=8"), "has no effect with precision=float8"),
     ],
 )
 def test_what_it_refuses(overrides: tuple[str, ...], message: str) -> None:

@@ -58,7 +58,7 @@ def test_the_ramp_is_divided_too() -> None:
         (["outer.group=shard"], "outer.group=shard: strategy=ddp has no shard groups"),
         (["outer.group=1", "outer.fragments=51"], "outer.fragments=51: must be at most 50"),
         (["outer.group=1", "outer.delay=50"], "outer.delay=50: must be at most 49"),
-        (["outer.group=1", "outer.mixing=0.5"], "outer.mixing=0.5: has an effect with outer.delay only"),
+        (["outer.group=1", "outer.mixing=0.5"], "outer.mixing=0.5: has no effect without outer.delay"),
         (["outer.group=1", "schedule.warmup_steps=60"], "outer.every=50: is below schedule.warmup_steps=60"),
         (["outer.group=1", "precision=fp16"], "precision=fp16: lets a site skip a step"),
         (["outer.group=1", "train.on_nonfinite=skip"], "train.on_nonfinite=skip: lets a site skip a step"),
@@ -73,5 +73,5 @@ def test_one_message_for_each_mistake(overrides: list[str], message: str) -> Non
 
 
 def test_a_key_without_outer_steps_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"outer\.every=3: has an effect with outer=diloco only"):
+    with pytest.raises(ConfigError, match=r"outer\.every=3: has no effect with outer=none"):
         make_plan("outer.every=3")

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from launcher.config.hydra import compose
 from launcher.errors import ConfigError
-from launcher.plan.validation import check
 from tests.conftest import Launch
-from tests.helpers import torchrun
+from tests.helpers import make_plan, torchrun
 from tests.infra.checkpoints import assert_same_tensors
 from tests.infra.runs import OWN, records, summary
 
@@ -84,4 +82,4 @@ def test_a_job_continues_and_resumes_bit_by_bit(launch: Launch, project: Path) -
 
 def test_powersgd_cannot_skip() -> None:
     with pytest.raises(ConfigError, match=r"train.on_nonfinite=skip: does not work with strategy.compress=powersgd"):
-        check(compose(["train.on_nonfinite=skip", "strategy.compress=powersgd"]))
+        make_plan("train.on_nonfinite=skip", "strategy.compress=powersgd")
