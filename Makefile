@@ -106,7 +106,7 @@ tools:
 		apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
 			iproute2 slurm-wlm munge zsh fish openssh-server openssh-client >/dev/null; there || echo "still missing: some of $(TOOLS)" >&2; fi
 
-# What tests/report/test_page_browser.py needs; without it these tests are skipped.
+# What tests/extensions/page/test_page_browser.py needs; without it these tests are skipped.
 .PHONY: browser
 browser:
 	command -v chromium >/dev/null || apt-get install -y -qq --no-install-recommends chromium >/dev/null

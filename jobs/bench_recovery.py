@@ -16,10 +16,10 @@ import tempfile
 import time
 
 from launcher.config.hydra import compose_with_yaml
-from launcher.drill.backends import LocalBackend
-from launcher.drill.runner import POLL_S, next_step
-from launcher.drill.verdict import Interruption, RecordLines
 from launcher.errors import UserError
+from launcher.extensions.drill.backends import LocalBackend
+from launcher.extensions.drill.runner import POLL_S, next_step
+from launcher.extensions.drill.verdict import Interruption, RecordLines
 from launcher.launch.planner import plan_job
 
 MAX_RATIO = 1.5

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from launcher import sweep
 from launcher.errors import UserError
+from launcher.extensions.page.report_command import write_report
 from launcher.runs.status import Run, RunState
 
 OVER = {"batch.accumulation": [1, 2, 4, 8], "cluster.workers_per_node": [1, 2]}
@@ -34,7 +35,7 @@ def main(overrides: list[str]) -> int:
     for cell in cells:
         loss = "" if cell.loss is None else f"loss {cell.loss:.4f}"
         print(f"{cell.cell}: {cell.state.value} {loss} {cell.detail}".rstrip())
-    print(f"{states(cells)}; the page: {study.report()}")
+    print(f"{states(cells)}; the page: {write_report(study.dir)}")
     return int(any(cell.state not in (RunState.done, RunState.impossible) for cell in cells))
 
 

@@ -7,7 +7,6 @@ import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,7 @@ from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import solve
 from launcher.record.report_entry import leave_entry
-from launcher.report.answer import Finding
-from launcher.report.compare import Entry, RunComparison, side_by_side
 from launcher.report.live import Silence
-from launcher.report.run_data import ReportedRuns
 from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths, SweepPaths
 from launcher.runs import control
@@ -110,16 +106,6 @@ class Study:
         """Return the state of each cell, in request order."""
         return look_at_sweeps([SweepPaths(self.dir)])[str(self.dir)]
 
-    def report(self, loss: float | None = None) -> Path:
-        """Write the page of `launch report` and return its path.
-
-        Args:
-            loss: training loss up to which hours are counted.
-        """
-        paths = SweepPaths(self.dir)
-        write_page(compare_runs([paths], title=self.dir.name, loss=loss), paths.report)
-        return paths.report
-
 
 def submit(overrides: Sequence[str] = ()) -> Job:
     """Start the job of ``launch train OVERRIDES``; return when it is queued (Slurm) or has ended (this machine).
@@ -169,58 +155,6 @@ def sweep(
     conductor.begin(cells, False)
     assert conductor.paths is not None
     return Study(conductor.paths.root)
-
-
-def compare_runs(asked: Sequence[RunPaths | SweepPaths], *, title: str, loss: float | None = None) -> RunComparison:
-    """Return a comparison of runs and of the cells of sweeps, with all figures of `launch report`.
-
-    Args:
-        loss: training loss up to which hours are counted; None: the lowest that all finished runs of a task reached.
-    """
-    reported = ReportedRuns()
-    sweeps = look_at_sweeps([paths for paths in asked if isinstance(paths, SweepPaths)], reported.statuses)
-    runs = {run.dir: run for run in reported.statuses(paths for paths in asked if isinstance(paths, RunPaths))}
-    entries: list[Entry] = []
-    for paths in asked:
-        for run in sweeps.get(str(paths.root)) or [runs[str(paths.root)]]:
-            label = run.cell or run.name
-            if run.cell is not None and len(asked) > 1:
-                label = f"{paths.root.name}: {label}"
-            place = Path(run.dir) if run.dir else None
-            elsewhere = place is not None and run.cell is not None and place.parent != paths.root
-            entries.append(
-                Entry(
-                    label=label,
-                    state=run.state.value,
-                    detail=run.detail,
-                    dir=place,
-                    elsewhere=str(place.parent) if place is not None and elsewhere else "",
-                )
-            )
-    places = [entry.dir for entry in entries if entry.dir is not None]
-    return side_by_side(title, entries, reported.measurements(places), loss)
-
-
-def write_page(
-    compared: RunComparison,
-    place: Path,
-    answer: Sequence[Sequence[Finding]] | None = None,
-    *,
-    standalone: bool = False,
-) -> None:
-    """Write the HTML page of a comparison.
-
-    Args:
-        answer: findings of each task (``launcher.report.answer``), if they are known already.
-        standalone: the page contains the plot library; False: it is a file beside the page, shared by all pages there.
-
-    Raises:
-        UserError: ``place`` cannot be written.
-    """
-    from launcher.report.page import page, save_page
-
-    text = page(compared, datetime.now().astimezone(), answer, standalone=standalone)
-    save_page(text, place, standalone=standalone)
 
 
 def _run_here(plan: LaunchPlan | RunPlan) -> int:

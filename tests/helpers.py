@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
+
+from rich.console import Console
 
 from launcher.config.hydra import compose
 from launcher.plan.host import Site
@@ -98,3 +101,10 @@ def torchrun(
     )
     assert done.returncode == status, done.stdout[-5000:] + done.stderr[-5000:]  # the reason is at their end
     return done.stdout
+
+
+def shown(*renderables: object) -> str:
+    """Return what a terminal of 160 columns shows."""
+    out = io.StringIO()
+    Console(file=out, width=160).print(*renderables)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())

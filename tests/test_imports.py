@@ -40,10 +40,12 @@ LAYERS = (
     ),
     ("callbacks", "tasks"),
     ("runs",),
-    ("verify", "sweeps", "drill", "doctor", "export"),
+    ("sweeps",),
     ("report",),
     ("api",),
     ("cli",),
+    # above all of the core, and without knowledge of each other
+    tuple(f"extensions.{place.name}" for place in sorted((PACKAGE / "extensions").iterdir()) if place.is_dir()),
     ("__main__",),
 )  # fmt: skip
 TRAIN = (
@@ -173,7 +175,7 @@ def test_only_world_reads_torchruns_variables() -> None:
     """In the workers; the agent sets them, and a drill finds a rank by its process's environment."""
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"}
     for module, path in MODULES.items():
-        if module in ("launcher.train.world", "launcher.launch.agent", "launcher.drill.processes"):
+        if module in ("launcher.train.world", "launcher.launch.agent", "launcher.extensions.drill.processes"):
             continue
         strings = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
         assert not strings & names, path
@@ -186,10 +188,11 @@ def test_only_world_reads_torchruns_variables() -> None:
         "import launcher.api, launcher.launch.local, launcher.launch.agent, launcher.report.live",
         "import launcher; launcher.Loss, launcher.Config, launcher.compose",
         "from launcher.cli import run; assert run(['--help']) == 0",
-        "import launcher.cli.diagnose, launcher.doctor.examination, launcher.doctor.bandwidth",
+        "import launcher.extensions.doctor.doctor_command, launcher.extensions.doctor.examination",
         "from launcher.cli import run; assert run(['runs', '--dir', '.']) == 0",
-        "import launcher.cli.diagnose, launcher.drill.runner, launcher.drill.backends, launcher.report.verdicts",
-        "import launcher.cli.runs, launcher.report.page, launcher.report.plots",
+        "import launcher.extensions.drill.drill_command, launcher.extensions.drill.backends",
+        "import launcher.extensions.verify.verify_command",
+        "import launcher.cli.runs, launcher.extensions.page.report_command",
         "from launcher.cli import run; assert run(['plan']) == 0",
         "from launcher.cli import run; assert run(['plan', '--json']) == 0",
         "from launcher.cli import run; assert run(['plan', 'batch.globl_size=3']) == 2",
@@ -205,7 +208,7 @@ def test_the_control_side_imports_nothing_heavy(code: str, tmp_path: Path) -> No
 def test_only_the_report_needs_what_the_report_is_made_of(tmp_path: Path) -> None:
     """Not even its modules, until there is something to report: `launch runs` answers without them."""
     modules = "{'plotly', 'orjson', 'jinja2'}"
-    code = "from launcher.cli import run; import sys; run(['--help']); run(['runs']); import launcher.report.compare"
+    code = "from launcher.cli import run; import sys; run(['--help']); run(['runs'])"
     check = f"{code}; assert not {modules} & set(sys.modules), 'imported too early'"
     subprocess.run([sys.executable, "-c", check], cwd=tmp_path, capture_output=True, check=True)
 

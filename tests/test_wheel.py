@@ -38,9 +38,9 @@ def test_what_is_in_it(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {"launcher/conf/config.yaml", "launcher/py.typed"} <= {*names}
     assert [name for name in names if name.endswith(".dist-info/licenses/LICENSE")]
-    assert {f"launcher/report/{name}" for name in ("page.html.j2", "scripts.html.j2", "page.css", "page.js")} <= {
-        *names
-    }
+    assert {
+        f"launcher/extensions/page/{name}" for name in ("page.html.j2", "scripts.html.j2", "page.css", "page.js")
+    } <= {*names}
     assert not [name for name in names if name.startswith(("tests/", "jobs/"))]
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "launcher").rglob("*.py")}
     assert modules <= {*names}, "hatchling leaves out what .gitignore names"

@@ -6,34 +6,27 @@ import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from launcher.cli.commands import added_commands
 from launcher.cli.names import Parser
 from launcher.config.key_docs import class_keys, groups
 from launcher.errors import EXIT_DONE
 
 _OVERRIDES = ("--help", "--cfg", "--config-dir", "--config-name")
 _STARTS, _OF_RUNS = ("--quiet", "--wait"), ("--dir",)
-FLAGS: dict[str, tuple[str, ...]] = {
+_CORE_FLAGS: dict[str, tuple[str, ...]] = {
     "train": ("-m", "--yes", *_STARTS, *_OVERRIDES),
     "plan": ("-m", "--json", *_OVERRIDES),
-    "verify": ("--json", *_OVERRIDES),
-    "drill": ("--json", "--windows", *_OVERRIDES),
     "run": (*_STARTS, *_OVERRIDES),
     "runs": ("--all", "--json", *_OF_RUNS),
-    "top": _OF_RUNS,
     "status": ("--json", "--watch", *_OF_RUNS),
     "logs": ("--rank", "--node", "--follow", *_OF_RUNS),
     "cancel": _OF_RUNS,
     "resume": ("--force", *_STARTS, *_OF_RUNS),
     "retry": ("--failed", *_STARTS, *_OF_RUNS),
     "mirror": _OF_RUNS,
-    "export": (
-        "--to", "--step", "--best", "--ema", "--merge-lora", "--dtype", "--max-shard-size", "--json", *_OF_RUNS,
-    ),
-    "report": ("--csv", "--json", "--html", "--loss", "--standalone", *_OF_RUNS),
-    "doctor": ("--json", *_OVERRIDES),
     "keys": ("--json", "--schema", "--config-dir"),
     "completion": (),
-}  # fmt: skip
+}
 # how each shell calls _launch_candidates; a word that ends in = gets no space behind it
 _ADAPTERS = {
     "bash": r"""
@@ -81,6 +74,11 @@ complete -c launch -f -a '(__launch)'
 }
 
 
+def flags() -> dict[str, tuple[str, ...]]:
+    """Return the flags of each command."""
+    return _CORE_FLAGS | {verb: command.flags for verb, command in added_commands().items()}
+
+
 def launch_completion(arguments: list[str]) -> int:
     parser = Parser(prog="launch completion", description="Print a script by which a shell completes `launch`.")
     parser.add_argument("shell", choices=sorted(_ADAPTERS))
@@ -115,8 +113,8 @@ def _generated() -> str:
         values |= {f"{key.name}/{option}": key.values for key in own}
     return "\n".join(
         [
-            _function("_launch_verbs", "", {}, FLAGS),
-            _function("_launch_flags", "$1", FLAGS),
+            _function("_launch_verbs", "", {}, flags()),
+            _function("_launch_flags", "$1", flags()),
             _function("_launch_keys", "$1", of_tasks, [*names, "task._target_"]),
             _function("_launch_values", "$1/$2", values),
         ]

@@ -43,8 +43,7 @@ from launcher.config.schema import ClusterConfig, Config
 from launcher.errors import EXIT_DONE, ConfigError, ConnectionLost, UserError
 from launcher.process import ENDS_WITH_INPUT
 from launcher.quantities import count, first_names
-from launcher.report.page import require_place
-from launcher.report.tables import near
+from launcher.report.tables import near, require_place
 from launcher.rundir.code_snapshot import SENT, pack, roots_of_pythonpath
 from launcher.rundir.paths import find, find_sweeps, is_run, is_sweep
 

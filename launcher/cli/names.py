@@ -22,6 +22,15 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{self.prog}: {message}.\n  {' '.join(self.format_usage().split())}")
 
 
+def command_parser(verb: str, does: str, *, run: bool = True) -> Parser:
+    """Return the parser of a command on runs. ``run``: it takes one RUN."""
+    parser = Parser(prog=f"launch {verb}", description=does, allow_abbrev=False)
+    if run:
+        parser.add_argument("run", metavar="RUN", help="its name, its directory, or a prefix of its name")
+    parser.add_argument("--dir", type=Path, default=Path("runs"), help="directory of the runs (default: runs)")
+    return parser
+
+
 Place = TypeVar("Place", RunPaths, SweepPaths, RunPaths | SweepPaths)
 
 

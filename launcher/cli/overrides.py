@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,11 @@ from launcher.errors import (
 from launcher.plan.gpus import require_at_hand
 from launcher.process import signal_handler
 from launcher.quantities import printable
+from launcher.report import live
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from launcher.config.multirun import RequestedCell, Result
     from launcher.config.schema import Config
 
@@ -37,8 +41,6 @@ _HYDRA_FLAGS = {
     "--config-path": True, "-cp": True,
 }  # fmt: skip
 _OWN_FLAGS = ("--quiet", "--json", "--wait", "--yes", "--windows", "--html")
-# commands with a config that run on the login node if cluster.login names one
-_ON_LOGIN_NODE = ("train", "run", "plan", "drill", "doctor")
 
 
 class OnLoginNode(Exception):
@@ -129,10 +131,13 @@ def flags_first(arguments: list[str]) -> list[str]:
     return [*flags, *overrides]
 
 
-def with_config(verb: str, arguments: list[str], act: Callable[[Config, str], int], **sweep: Any) -> int:
+def with_config(
+    verb: str, arguments: list[str], act: Callable[[Config, str], int], *, on_login_node: bool = True, **sweep: Any
+) -> int:
     """Call ``act`` with the config composed from ``arguments``.
 
     Args:
+        on_login_node: whether the command runs on the login node that cluster.login names.
         sweep: handling of -m, see `launcher.config.hydra.run_with_config`.
 
     Raises:
@@ -144,7 +149,8 @@ def with_config(verb: str, arguments: list[str], act: Callable[[Config, str], in
 
     def act_or_explain(config: Config, yaml: str) -> int:
         try:
-            _leave_for_login_node(verb, config)
+            if on_login_node:
+                _leave_for_login_node(config)
             if verb != "plan":
                 require_at_hand(config.cluster)
             status = act(config, yaml)
@@ -162,14 +168,14 @@ def with_config(verb: str, arguments: list[str], act: Callable[[Config, str], in
         begin = sweep["cells"]
 
         def begin_here(requested: Sequence[RequestedCell], with_results: bool) -> Sequence[Result]:
-            _leave_for_login_node(verb, requested[0].config)
+            _leave_for_login_node(requested[0].config)
             return begin(requested, with_results)
 
         sweep["cells"] = begin_here
     return run_with_config(verb, arguments, act_or_explain, **sweep)
 
 
-def _leave_for_login_node(verb: str, config: Config) -> None:
+def _leave_for_login_node(config: Config) -> None:
     """Check whether a command is to run on a login node.
 
     Raises:
@@ -177,7 +183,7 @@ def _leave_for_login_node(verb: str, config: Config) -> None:
         ConfigError: cluster.login is set, and cluster.kind is not slurm.
     """
     cluster = config.cluster
-    if cluster.login is None or verb not in _ON_LOGIN_NODE:
+    if cluster.login is None:
         return
     if cluster.kind is not ClusterKind.slurm:
         raise ConfigError(
@@ -190,3 +196,17 @@ def _leave_for_login_node(verb: str, config: Config) -> None:
 def signals_as_interrupt() -> AbstractContextManager[None]:
     """Handle SIGTERM and SIGHUP like Ctrl-C, so that everything started is ended and no job is left behind."""
     return signal_handler((signal.SIGTERM, signal.SIGHUP), signal.default_int_handler)
+
+
+def print_progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)  # stderr, because a script may read the result
+
+
+def print_result(fields: Any, parts: Iterable[RenderableType], *, as_json: bool) -> None:
+    """Print a result: ``fields`` as JSON, or ``parts`` for a reader."""
+    if as_json:
+        print(json.dumps(fields, indent=2))
+        return
+    console = live.console()
+    for part in parts:
+        console.print(part)

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
-import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.cli import login, login_record
-from launcher.cli.names import Parser, resolve, resolve_any
+from launcher.cli.names import Parser, command_parser, resolve, resolve_any
 from launcher.cli.overrides import flags_first
 from launcher.config.schema import Tracker
 from launcher.errors import EXIT_DONE, EXIT_FAILED, UserError
 from launcher.launch.agent import load_plan
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
-from launcher.plan.tracker_plan import MLFLOW_STORE
 from launcher.process import no_collection
-from launcher.quantities import bytes_text, count, first_names, printable
+from launcher.quantities import printable
 from launcher.report import live, run_list
-from launcher.report.tables import near
 from launcher.rundir import history
 from launcher.rundir.files import read_json
-from launcher.rundir.paths import RunPaths, SweepPaths, find, find_sweeps, is_run, is_sweep
+from launcher.rundir.paths import RunPaths, SweepPaths, find, find_sweeps, is_sweep
 from launcher.runs import control
 from launcher.runs.status import ACTIVE, Run, RunState, newest, statuses_of
 from launcher.sweeps.reuse import look_at_sweeps
@@ -37,20 +32,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _WATCH_S = 2.0
-_DIR = "directory of the runs (default: runs)"
-
-
-def _parser(verb: str, does: str, *, run: bool = True) -> Parser:
-    parser = Parser(prog=f"launch {verb}", description=does, allow_abbrev=False)
-    if run:
-        parser.add_argument("run", metavar="RUN", help="its name, its directory, or a prefix of its name")
-    parser.add_argument("--dir", type=Path, default=Path("runs"), help=_DIR)
-    return parser
 
 
 @no_collection()
 def launch_runs(arguments: list[str]) -> int:
-    parser = _parser("runs", "List all runs with their states, or the cells of a sweep.", run=False)
+    parser = command_parser("runs", "List all runs with their states, or the cells of a sweep.", run=False)
     parser.add_argument("sweep", metavar="SWEEP", nargs="?", help="a sweep's name, directory, or a prefix of one")
     parser.add_argument("--json", action="store_true", help="a list of objects, the cells of sweeps included")
     parser.add_argument("--all", action="store_true", help=f"not only the newest {run_list.LISTED} runs")
@@ -90,7 +76,7 @@ def _show_cells(paths: SweepPaths, *, as_json: bool) -> int:
 
 
 def launch_status(arguments: list[str]) -> int:
-    parser = _parser("status", "Show one run: its state, its place, its events, and why it failed.")
+    parser = command_parser("status", "Show one run: its state, its place, its events, and why it failed.")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="one object")
     form.add_argument("--watch", action="store_true", help="show it until it is over; exit status: that of the run")
@@ -138,20 +124,8 @@ def _watch(paths: RunPaths | SweepPaths) -> int:
     return next((status for run in runs if (status := control.run_exit_status(run))), EXIT_DONE)
 
 
-def launch_top(arguments: list[str]) -> int:
-    does = "Show all runs, live: l logs, c cancel, r resume, q quit."
-    options = _parser("top", does, run=False).parse_args(arguments)
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise UserError("launch top: needs a terminal.\n  For scripts: launch runs --json.")
-    login.require_local_runs(options.dir)
-    from launcher.report.top import Top
-
-    Top(options.dir).run()
-    return EXIT_DONE
-
-
 def launch_logs(arguments: list[str]) -> int:
-    parser = _parser("logs", "Print the output of a rank, of all its attempts.")
+    parser = command_parser("logs", "Print the output of a rank, of all its attempts.")
     parser.add_argument("--rank", type=int, default=0, help="default: 0")
     parser.add_argument("--node", type=int, help="print the log of this node's agent instead")
     parser.add_argument("--follow", action="store_true", help="print new lines until the run ends")
@@ -174,7 +148,7 @@ def launch_logs(arguments: list[str]) -> int:
 
 
 def launch_cancel(arguments: list[str]) -> int:
-    options = _parser(
+    options = command_parser(
         "cancel", "Stop a run, or all runs of a sweep; their workers save a checkpoint first."
     ).parse_args(arguments)
     target = resolve_any(options.run, options.dir)
@@ -232,9 +206,9 @@ def launch_retry(arguments: list[str]) -> int:
 
 
 def launch_mirror(arguments: list[str]) -> int:
-    options = _parser("mirror", "Send the trackers of a run that has ended what they lack of its record.").parse_args(
-        arguments
-    )
+    options = command_parser(
+        "mirror", "Send the trackers of a run that has ended what they lack of its record."
+    ).parse_args(arguments)
     paths = resolve(options.run, options.dir)
     outcome = control.mirror_again(control.status_of(paths))
     for title, problem in outcome:
@@ -243,7 +217,7 @@ def launch_mirror(arguments: list[str]) -> int:
 
 
 def _restart_parser(verb: str, does: str) -> Parser:
-    parser = _parser(verb, does)
+    parser = command_parser(verb, does)
     parser.add_argument("--wait", action="store_true", help="cluster=slurm: wait for the end")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
     return parser
@@ -284,101 +258,3 @@ def _resume_changed(paths: RunPaths, overrides: list[str], console: Console, for
             console.print(f"{run.name} continues with {new.text}.", markup=False, highlight=False)
             history.note_event(paths, "changed", **{each.key: each.text for each in new.changed})
         return restart(new.plan, console, wait=wait)
-
-
-def launch_export(arguments: list[str]) -> int:
-    from launcher.export.request import DEFAULT_SHARD, DTYPES, ExportOptions, export_run
-
-    parser = _parser("export", "Write the trained model of a run as safetensors, in Hugging Face's layout.")
-    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="directory to create")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)")
-    which.add_argument("--best", action="store_true", help="the checkpoint of the best evaluation (checkpoint.best)")
-    parser.add_argument("--ema", action="store_true", help="the averages of the callback Ema")
-    parser.add_argument("--merge-lora", action="store_true", help="merge adapters of peft (default: write them alone)")
-    parser.add_argument("--dtype", choices=DTYPES, help="convert floating-point tensors (default: as they are)")
-    parser.add_argument("--max-shard-size", default=DEFAULT_SHARD, metavar="SIZE", help="of a file (default: 5GB)")
-    parser.add_argument("--json", action="store_true", help="one object")
-    given = parser.parse_args(arguments)
-    options = ExportOptions(
-        step=given.step, best=given.best, ema=given.ema, merge_lora=given.merge_lora, dtype=given.dtype,
-        max_shard=given.max_shard_size,
-    )  # fmt: skip
-    exported = export_run(resolve(given.run, given.dir), given.to, options)
-    if given.json:
-        print(json.dumps(dataclasses.asdict(exported), indent=2))
-        return EXIT_DONE
-    size = f"{count(exported.tensors, 'tensor')}, {bytes_text(exported.bytes)}"
-    print(f"Exported step {exported.step} of {printable(exported.run)} to {near(exported.directory)}: {size}.")
-    print(f"Files: {first_names(exported.files, 12)}")
-    if exported.tied:
-        print(f"Tied: {first_names([f'{name} is {kept}' for name, kept in exported.tied.items()])}")
-    return EXIT_DONE
-
-
-@no_collection()
-def launch_report(arguments: list[str]) -> int:
-    from launcher.api import compare_runs, write_page
-    from launcher.report import comparison_tables
-    from launcher.report.answer import findings
-    from launcher.report.page import library_name, require_place
-
-    parser = _parser("report", "Compare runs: tables, plots, one HTML page.", run=False)
-    parser.add_argument("what", nargs="+", metavar="RUN", help="runs, sweeps, or directories of runs")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="path of the page")
-    parser.add_argument("--loss", type=float, metavar="X", help="training loss up to which hours are counted")
-    parser.add_argument(
-        "--standalone", action="store_true", help="the page contains the plot library: one file of 5 MB"
-    )
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--csv", action="store_true", help="one line per run; no page without --html")
-    form.add_argument("--json", action="store_true", help="one object; no page without --html")
-    options = parser.parse_args(arguments)
-    if options.loss is not None and not math.isfinite(options.loss):
-        raise UserError(f"--loss {options.loss}: must be a number, in the unit of train/loss.")
-    if options.html is not None:
-        require_place(options.html)
-    # runs/* names MLflow's store too
-    words = [word for word in options.what if Path(word).name != MLFLOW_STORE] or options.what
-    chosen = [paths for word in words for paths in _runs_of(word, options.dir)]
-    names = [Path(word).name or str(word) for word in words]
-    compared = compare_runs(chosen, title=first_names(names, 3), loss=options.loss)
-    if options.csv or options.json:
-        as_text = comparison_tables.as_csv if options.csv else comparison_tables.as_json
-        print(printable(as_text(compared)), end="" if options.csv else "\n")
-        if options.html is not None:
-            write_page(compared, options.html, standalone=options.standalone)
-        return EXIT_DONE
-    answer = [findings(group) for group in compared.groups]
-    comparison_tables.print_comparison(live.console(), compared, answer)
-    page = options.html or _page_of(options.what, chosen, options.dir)
-    write_page(compared, page, answer, standalone=options.standalone)
-    library = "one file" if options.standalone else f"with {library_name()} beside it"
-    print(f"\nThe page: {near(page.absolute())} ({library}; opens without network)")
-    return EXIT_DONE
-
-
-def _runs_of(word: str, runs: Path) -> list[RunPaths | SweepPaths]:
-    """Return a run, a sweep, or all runs and sweeps in a directory.
-
-    Raises:
-        UserError: ``word`` is none of them.
-    """
-    for place in (runs / word, Path(word)) if word else ():
-        if place.is_dir() and not is_run(place) and not is_sweep(place):
-            if runs_there := [*find(place), *find_sweeps(place)]:
-                return runs_there
-            login.require_local_runs(place)
-            raise UserError(
-                f"{word}: {near(place.absolute())} contains no run and no sweep.\n"
-                "  Name a run, a sweep, or a directory that contains runs; `launch runs` lists them."
-            )
-    return [resolve_any(word, runs)]
-
-
-def _page_of(words: Sequence[str], chosen: Sequence[RunPaths | SweepPaths], runs: Path) -> Path:
-    """Return the page's path: beside the runs, or in the directory of all runs if they come from several places."""
-    if len(words) > 1:
-        return (runs if runs.is_dir() else Path()) / "report.html"
-    first = chosen[0]
-    return first.report if isinstance(first, SweepPaths) and len(chosen) == 1 else first.root.parent / "report.html"

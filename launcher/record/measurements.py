@@ -25,7 +25,7 @@ from launcher.rundir.paths import RunPaths
 
 # the latest prediction of the windows that the run's figures are of
 PREDICTED = ("predicted/wire_bytes",)
-# Names of a run's figures, in the order of `--csv` and `--json`. launcher/report/compare.py adds scaling/*, loss/* and
+# Names of a run's figures, in the order of `--csv` and `--json`. `launch report` adds scaling/*, loss/* and
 # total/*; the first line's are decided before the start; the others are measured.
 FIGURES = (
     "version", "task", "device", "strategy", "sync", "batch/world_size", "batch/global_size", "batch/micro_size",

@@ -322,3 +322,18 @@ def near(path: str | Path) -> str:
     """Return ``path`` for the terminal, relative if it is below the working directory."""
     path = Path(path)
     return printable(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
+
+
+def require_place(place: Path) -> None:
+    """Check that the directory of ``--html FILE`` exists.
+
+    Raises:
+        UserError: it does not.
+    """
+    if not place.absolute().parent.is_dir():
+        raise UserError(f"--html {place}: there is no directory {place.parent}.\n  Create it, or choose another path.")
+
+
+def verdict_text(verdict: str, colour: str, reason: str) -> Text:
+    """Return the last line of a test's result."""
+    return Text(verdict, style=colour).append(reason, style="not bold default")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cli import _MODULES, run
-from launcher.cli.completion import FLAGS, script
+from launcher.cli import commands, run
+from launcher.cli.completion import flags, script
 from launcher.cli.overrides import _HYDRA_FLAGS, _OWN_FLAGS
 from tests.conftest import Launch
 
@@ -131,7 +131,10 @@ def test_bash_quotes_a_name_with_a_space(scripts: Path, runs: Path) -> None:
 
 
 def test_every_command_and_no_other_is_completed() -> None:
-    assert {*FLAGS} == {*_MODULES}
+    assert {*flags()} == {*commands._CORE, *commands.added_commands()}
+
+
+FLAGS = flags()
 
 
 @pytest.mark.parametrize("verb", FLAGS)

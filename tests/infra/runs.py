@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from launcher.drill.processes import workers_of
+from launcher.extensions.drill.processes import workers_of
 from tests.helpers import launch_command, patience
 from tests.infra import warm
 

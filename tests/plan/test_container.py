@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from launcher.config.schema import ClusterConfig, Config, ContainerRuntime
-from launcher.doctor import slurm_checks
-from launcher.doctor.check import CheckState, exit_status
-from launcher.doctor.examination import judge_hosts
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, ConfigError, SiteError
+from launcher.extensions.doctor import slurm_checks
+from launcher.extensions.doctor.check import CheckState, exit_status
+from launcher.extensions.doctor.examination import judge_hosts
 from launcher.launch.slurm import client, node, outcome, submit
 from launcher.launch.slurm.client import SlurmTask
 from launcher.plan import host
@@ -23,7 +23,7 @@ from launcher.plan.container import srun_options, task_command
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir import fencing, history
 from launcher.rundir.files import write_json
-from tests.doctor.test_host_checks import facts, two
+from tests.extensions.doctor.test_host_checks import facts, two
 from tests.helpers import make_plan, patience
 from tests.infra.runs import wait_for
 from tests.launch.slurm.test_node import PEER_GONE, STOPPED, Situation, broken

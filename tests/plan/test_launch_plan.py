@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from launcher.config.hydra import compose, compose_with_yaml
 from launcher.config.schema import BatchConfig, Config, OnOom
-from launcher.doctor.slurm_checks import probe_options
 from launcher.errors import ConfigError, UserError
+from launcher.extensions.doctor.slurm_checks import probe_options
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import LaunchPlan, node_range
 from launcher.plan.placement import solve_script

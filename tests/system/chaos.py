@@ -21,8 +21,8 @@ from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 
-from launcher.drill.processes import describe
-from launcher.drill.verdict import RecordLines, first_difference, wrong_steps
+from launcher.extensions.drill.processes import describe
+from launcher.extensions.drill.verdict import RecordLines, first_difference, wrong_steps
 from launcher.rundir.paths import RunPaths
 from tests.helpers import launch_command, patience
 from tests.infra import warm

@@ -17,8 +17,8 @@ from typing import Any
 
 import psutil
 
-from launcher.drill.processes import describe_survivors, kill_all, processes_of, workers_of
-from launcher.drill.verdict import RecordLines
+from launcher.extensions.drill.processes import describe_survivors, kill_all, processes_of, workers_of
+from launcher.extensions.drill.verdict import RecordLines
 from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths
 from tests.helpers import launch_command, patience

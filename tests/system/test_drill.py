@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from launcher.config.hydra import compose_with_yaml
-from launcher.drill.backends import LocalBackend
-from launcher.drill.runner import Drill, Length, shortened
-from launcher.drill.verdict import DrillOutcome, Interruption
 from launcher.errors import RunError
+from launcher.extensions.drill.backends import LocalBackend
+from launcher.extensions.drill.runner import Drill, Length, shortened
+from launcher.extensions.drill.verdict import DrillOutcome, Interruption
 from launcher.launch.planner import plan_job
 from launcher.rundir.files import write_json
 from tests.conftest import Launch

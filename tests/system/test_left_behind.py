@@ -30,7 +30,7 @@ BY_SIGTERM = ("forecast", "verify")
 # two runs whose records never end, read by as many processes
 REPORT = """
 from pathlib import Path
-from launcher.report import run_data
+from launcher.extensions.page import run_data
 
 if __name__ == "__main__":
     run_data._ALONE_BYTES = -1

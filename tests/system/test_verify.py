@@ -1,4 +1,4 @@
-"""`launch verify` as a command; tests/verify/test_verify_worker.py tests the verdicts."""
+"""`launch verify` as a command; tests/extensions/verify/test_verify_worker.py tests the verdicts."""
 
 from __future__ import annotations
 

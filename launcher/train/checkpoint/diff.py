@@ -29,8 +29,8 @@ _INFINITE = 1e100
 
 @dataclass
 class CheckpointDiff:
-    """Result of a comparison, with the fields of launcher.drill.verdict.Difference. A tensor that is missing or has
-    another shape counts as differing, and does not enter ``absolute``, ``relative`` and ``norm``."""
+    """Result of a comparison. A tensor that is missing or has another shape counts as differing, and does not enter
+    ``absolute``, ``relative`` and ``norm``."""
 
     tensors: int = 0
     differing: int = 0

@@ -1,0 +1,368 @@
+"""Plots of one task's runs in plotly's format. Nothing is averaged over runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.extensions.page import compare
+from launcher.extensions.page.compare import Key, Row, TaskGroup
+from launcher.extensions.page.plotly_format import MAX_BARS, NEUTRAL, Plot, axes_layout, bar_layout, escape
+from launcher.quantities import count
+from launcher.record.curves import SMOOTHED_OVER, fewer_points, rounded
+
+_COLOURS = (
+    "#2563eb", "#e8710a", "#16935a", "#c62f4b", "#7c4dcc", "#0e8fa8", "#b8860b", "#d1529b", "#6b4f3a", "#556070",
+)  # fmt: skip
+# plotly's name of a dash, and its description in a caption
+_DASHES = {
+    "solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "dash-dotted", "longdash": "long dashes",
+    "longdashdot": "long dash-dots",
+}  # fmt: skip
+# above these numbers of curves and lines, they are identified by hovering instead of a legend or label
+_MAX_CURVES, _MAX_LINES = 14, 9
+# points of all curves of a kind; a page of many runs stays small
+_ALL_POINTS, _FEWEST_POINTS = 9000, 48
+_EVERY = "if every micro-batch were synchronised"
+_AXES = {"smoothed": "training loss, smoothed"}
+
+
+def plots(group: TaskGroup) -> list[Plot]:
+    style = _Style(group.rows)
+    lines = [*_over_workers(group, style), *_over_accumulation(group, style)]
+    return [*_step_split(group), *lines, _loss(group, style), *_cost(group, style)]
+
+
+class _Style:
+    """Colours and dashes of one task's runs. If runs differ only in the workers, colours stand for the workers."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        lines = compare.lines_over_workers(rows)
+        self._worlds = sorted({row["batch/world_size"] for row in rows})
+        self._by_world = len(lines) == 1
+        if self._by_world:
+            lines = {world: [row for row in rows if row["batch/world_size"] == world] for world in self._worlds}
+        colours = _COLOURS
+        if len(lines) > len(colours):
+            hues = [(223 - 331 * number / len(lines)) % 360 for number in range(len(lines))]
+            colours = [f"hsl({hue:.0f}, 62%, 42%)" for hue in hues]
+        self._colours = {row: colour for line, colour in zip(lines.values(), colours, strict=False) for row in line}
+
+    def colour(self, row: Row) -> str:
+        return self._colours[row]
+
+    def dash(self, row: Row) -> str:
+        return "solid" if self._by_world else _dash(self._worlds.index(row["batch/world_size"]))
+
+    @property
+    def caption(self) -> str:
+        """Return the explanation of colours and dashes."""
+        if len(self._colours) == 1:
+            return ""
+        if self._by_world:
+            return "One colour per number of workers, the same in all plots."
+        if len(self._worlds) == 1:
+            return "One colour per configuration, the same in all plots."
+        dashes = zip(_DASHES.values(), self._worlds, strict=False)
+        lines = ", ".join(f"{dash}: {count(world, 'worker')}" for dash, world in dashes)
+        return f"One colour per setting, the same in all plots; {lines}."
+
+
+def _dash(number: int) -> str:
+    return list(_DASHES)[number % len(_DASHES)]
+
+
+def _level(value: float) -> dict[str, Any]:
+    """Return a horizontal dashed line."""
+    line = {"color": NEUTRAL, "width": 1, "dash": "dash"}
+    return {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": value, "y1": value, "line": line, "layer": "below"}
+
+
+def _step_split(group: TaskGroup) -> list[Plot]:
+    rows = [row for row in group.rows if row["time/step_s"] is not None]
+    if not rows:
+        return []
+    split = [row for row in rows if row["comm/exposed_s"] is not None]
+    unsplit = [row for row in rows if row["comm/exposed_s"] is None]
+    parts = [
+        ("compute", "#5b7a9d", {row: row["time/compute_s"] for row in split}),
+        (
+            "compute and communication, not separated", "#a9b8cc",
+            {row: row["time/step_s"] - row["time/data_s"] for row in unsplit},
+        ),
+        ("exposed communication", "#e8710a", {row: max(0.0, row["comm/exposed_s"]) for row in split}),
+        ("waiting for data", "#f2c14e", {row: row["time/data_s"] for row in rows}),
+    ]  # fmt: skip
+    place = {row: number for number, row in enumerate(rows)}
+    data = [
+        {
+            "type": "bar", "name": name, "orientation": "h", "marker": {"color": colour, "line": {"width": 0}},
+            "x": rounded(None if seconds is None else 1e3 * seconds for seconds in values.values()),
+            "y": [place[row] for row in values],
+            "text": [escape(group.describe(row)) for row in values], "textposition": "none",
+            "hovertemplate": f"%{{text}}<br>{name}: %{{x:.4g}} ms<extra></extra>",
+        }
+        for name, colour, values in parts
+        if values
+    ]  # fmt: skip
+    caption = "Exposed communication: how much longer a step takes than the same micro-batches without any collective."
+    if unsplit:
+        caption += " Pale bars: it was not measured, so compute and communication are one bar."
+    layout = bar_layout(rows, "ms per step (median)", legend=True)
+    return [Plot(title="Where the time of a step goes", caption=caption, data=data, layout=layout, wide=True)]
+
+
+def _cost(group: TaskGroup, style: _Style) -> list[Plot]:
+    if group.loss is None:
+        return []
+    unit, factor = group.time_unit
+    costs = {row: None if row["loss/hours"] is None else row["loss/hours"] * factor for row in group.rows}
+    hover = [
+        f"{escape(group.describe(row))}<br>"
+        + ("not reached" if cost is None else f"{cost:.4g} {unit}, at step {row['loss/step']:,}")
+        for row, cost in costs.items()
+    ]
+    layout = bar_layout(group.rows, f"{unit} to a training loss of {group.loss:.4g}", legend=False)
+    layout["xaxis"]["range"] = [0, 1.15 * max(cost or 0 for cost in costs.values()) or 1]
+    which = (
+        "the loss given by --loss"
+        if group.loss_given
+        else "the lowest loss that every finished run of the task reached"
+    )
+    bars = {
+        "type": "bar", "orientation": "h", "showlegend": False, "cliponaxis": False,
+        "x": [cost or 0.0 for cost in costs.values()], "y": list(range(len(costs))),
+        "marker": {"color": [style.colour(row) for row in costs], "line": {"width": 0}},
+        "text": ["  not reached" if cost is None else f"  {cost:.3g}" for cost in costs.values()],
+        "textposition": "outside" if len(costs) <= MAX_BARS else "none",
+        "hovertext": hover, "hovertemplate": "%{hovertext}<extra></extra>",
+    }  # fmt: skip
+    title = f"{unit[0].upper()}{unit[1:]} to a loss"
+    caption = f"Workers × wall time until the smoothed training loss was first {group.loss:.4g} or lower ({which})."
+    return [Plot(title=title, caption=caption, data=[bars], layout=layout, wide=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Lines:
+    """Runs over the figure ``x``, one line for each key.
+
+    Attributes:
+        neutral: lines differ only in dashes; points have the colours of the settings, which change along a line.
+    """
+
+    group: TaskGroup
+    style: _Style
+    lines: dict[Key, list[Row]]
+    x: str
+    axis: str
+    neutral: bool = False
+
+    @property
+    def hint(self) -> str:
+        return "" if len(self.lines) <= _MAX_LINES else " Hover for the names."
+
+    def traces(self, y: str, hover: str, factor: float = 1, needs: str = "") -> list[dict[str, Any]]:
+        """Return one trace per line of the runs that have the figures ``y`` and ``needs``; hollow: unfinished."""
+        data: list[dict[str, Any]] = []
+        for number, (key, line) in enumerate(self.lines.items()):
+            rows = [row for row in line if row[y] is not None and row[needs or y] is not None]
+            rows.sort(key=lambda row: (row[self.x], row[y]))
+            if not rows:
+                continue
+            colours = [self.style.colour(row) for row in rows]
+            stroke = {"color": NEUTRAL, "dash": _dash(number)} if self.neutral else {"color": colours[0]}
+            data.append(
+                {
+                    "type": "scatter", "mode": "lines+markers",
+                    "name": escape(compare.settings_text(key)) or "all runs",
+                    "x": [row[self.x] for row in rows], "y": [row[y] * factor for row in rows],
+                    "line": {**stroke, "width": 2},
+                    "marker": {
+                        "size": 9, "color": colours if self.neutral else colours[0],
+                        "symbol": ["circle" if row.done else "circle-open" for row in rows],
+                    },
+                    "text": [escape(self.group.describe(row)) for row in rows],
+                    "hovertemplate": f"%{{text}}<br>{hover}<extra></extra>",
+                }
+            )  # fmt: skip
+        return data
+
+    def layout(self, y_axis: str, level: float | None = None) -> dict[str, Any]:
+        """Return the layout: logarithmic x axis with ticks only at values that were run, y axis from zero."""
+        layout = axes_layout(self.axis, y_axis, legend=len(self.lines) <= _MAX_LINES)
+        ticks = sorted({row[self.x] for line in self.lines.values() for row in line})
+        layout["xaxis"] |= {"type": "log", "tickvals": ticks, "ticktext": [str(tick) for tick in ticks]}
+        layout["yaxis"]["rangemode"] = "tozero"
+        return layout | ({} if level is None else {"shapes": [_level(level)]})
+
+    def same(self, value: Callable[[Row], float]) -> bool:
+        """Return whether ``value`` is the same for all runs of each line."""
+        return all(len({value(row) for row in line}) == 1 for line in self.lines.values())
+
+
+def _over_accumulation(group: TaskGroup, style: _Style) -> list[Plot]:
+    """Return the plots over accumulation for runs on several workers; none if all accumulate equally."""
+    rows = [row for row in group.rows if row["batch/world_size"] > 1 and row["own_windows"]]
+    if len({row["batch/accumulation"] for row in rows}) < 2:
+        return []
+    lines = _Lines(
+        group=group, style=style, lines=compare.lines_over_accumulation(rows), x="batch/accumulation",
+        axis="accumulation (micro-batches per worker and step)", neutral=True,
+    )  # fmt: skip
+    return [_wire(lines), *([_speedup(lines)] if any(row.speedup for row in rows) else [])]
+
+
+def _wire(lines: _Lines) -> Plot:
+    sent = lines.traces("comm/wire_bytes", "%{y:,.2f} MB, as run", 1e-6)
+    every = lines.traces("comm/wire_bytes_every", f"%{{y:,.2f}} MB, {_EVERY}", 1e-6)
+    if len(lines.lines) == 1:
+        sent[0]["name"] = "as run"
+    for number, trace in enumerate(every):  # all share one legend entry
+        trace |= {"name": _EVERY, "legendgroup": "every", "showlegend": number == 0}
+        trace |= {"line": {"color": NEUTRAL, "width": 1.6, "dash": "dot"}, "marker": {"color": NEUTRAL, "size": 6}}
+    if lines.same(lambda row: row["batch/global_size"]):
+        constant = "The global batch is constant along each line."
+    elif lines.same(lambda row: row["batch/micro_size"]):
+        constant = "The micro-batch is constant: the global batch grows with accumulation."
+    else:
+        constant = "Neither the global batch nor the micro-batch is constant along the lines."
+    return Plot(
+        title="Bytes on the wire over accumulation",
+        caption=f"Counted as the collectives ran. Dotted: {_EVERY}. {constant} "
+        f"Runs on one worker send nothing and are left out.{lines.hint}",
+        data=every + sent,
+        layout=lines.layout("MB on the wire per step, one rank"),
+    )
+
+
+def _speedup(lines: _Lines) -> Plot:
+    data = lines.traces("comm/speedup", "%{y:.3f}× as fast", needs="comm/speedup_low")
+    if len(data) == 1:
+        data[0]["name"] = "measured speed-up"
+    return Plot(
+        title="Measured speed-up over accumulation",
+        caption="Step time with sync=every divided by the run's own; the calibration before training measured the "
+        f"difference. With accumulation 1 there is no communication to skip.{lines.hint}",
+        data=data,
+        layout=lines.layout("times as fast as sync=every", level=1),
+    )
+
+
+def _over_workers(group: TaskGroup, style: _Style) -> list[Plot]:
+    """Return the plots over the number of workers; none if all runs have equally many."""
+    rows = [row for row in group.rows if row["throughput/samples_per_s"] is not None]
+    if len({row["batch/world_size"] for row in rows}) < 2:
+        return []
+    who = f"{group.worker}s"
+    lines = _Lines(
+        group=group, style=style, lines=compare.lines_over_workers(rows), x="batch/world_size",
+        axis=f"{who} (world size)",
+    )  # fmt: skip
+    if lines.same(lambda row: row["batch/global_size"]):
+        constant = "The global batch is constant along each line: strong scaling."
+    elif lines.same(lambda row: row["batch/global_size"] / row["batch/world_size"]):
+        constant = "The batch per worker is constant: weak scaling."
+    else:
+        constant = "Neither the global batch nor the batch per worker is constant along the lines."
+    speed = Plot(
+        title=f"Speed over {who}",
+        caption=f"Global batch / median step. Dotted: perfect scaling from the fewest {who}. {constant}{lines.hint}",
+        data=lines.traces("throughput/samples_per_s", "%{y:,.1f} samples/s") + _ideal(lines),
+        layout=lines.layout("samples/s, whole job"),
+    )
+    compared = [row["scaling/efficiency"] for row in rows if row["scaling/efficiency"] is not None]
+    if not compared:
+        return [speed]
+    layout = lines.layout("scaling efficiency, %", level=100)
+    layout["yaxis"]["range"] = [0, max(110, 108 * max(compared))]
+    efficiency = Plot(
+        title=f"Scaling efficiency over {who}",
+        caption=f"(samples/s on W {who}) / (W/W0 × samples/s on W0 {who}), with the fewest {who} of the line as W0. "
+        f"100% is perfect scaling.{lines.hint}",
+        data=lines.traces("scaling/efficiency", "%{y:.1f}%", 100),
+        layout=layout,
+    )
+    return [speed, efficiency]
+
+
+def _ideal(lines: _Lines) -> list[dict[str, Any]]:
+    """Return the lines of proportional scaling from each line's baseline."""
+    data: list[dict[str, Any]] = []
+    for line in lines.lines.values():
+        compared = sorted((row for row in line if row["scaling/efficiency"]), key=lambda row: row["batch/world_size"])
+        if compared:
+            ideal = {row[lines.x]: row["throughput/samples_per_s"] / row["scaling/efficiency"] for row in compared}
+            data.append(
+                {
+                    "type": "scatter", "mode": "lines", "showlegend": False, "hoverinfo": "skip", "opacity": 0.55,
+                    "x": list(ideal), "y": list(ideal.values()),
+                    "line": {"color": lines.style.colour(compared[0]), "width": 1.2, "dash": "dot"},
+                }
+            )  # fmt: skip
+    return data
+
+
+def _loss(group: TaskGroup, style: _Style) -> Plot:
+    few = len(group.rows) <= _MAX_CURVES
+    kinds = ("training loss", "smoothed", "held-out loss")
+    curves = [
+        (kind, row, fewer_points(columns, max(_FEWEST_POINTS, _ALL_POINTS // len(group.rows))))
+        for kind in kinds
+        for row in group.rows
+        if (columns := row.data.curves[kind])
+    ]
+    data = [
+        {
+            "type": "scatter", "mode": "lines+markers" if kind == "held-out loss" else "lines",
+            "name": escape(row.name),
+            "y": columns[3],
+            "line": {"color": style.colour(row), "dash": style.dash(row), "width": 1.8 if few else 1},
+            "opacity": 0.95 if few else 0.6, "connectgaps": False,
+            "text": escape(group.describe(row)),
+            "hovertemplate": f"%{{text}}<br>{kind} %{{y:.4f}} at %{{x:,.6g}}<extra></extra>",
+        }
+        for kind, row, columns in curves
+    ]  # fmt: skip
+    layout = axes_layout("optimizer steps", "training loss (mean over the step's items)", height=500, legend=few)
+    if group.loss is not None:
+        layout["shapes"] = [_level(group.loss)]
+        layout["annotations"] = [
+            {
+                "xref": "paper", "x": 0, "xanchor": "left", "y": group.loss, "yanchor": "top", "showarrow": False,
+                "text": f"{group.loss:.4g}: hours are counted up to here", "font": {"size": 12},
+            }
+        ]  # fmt: skip
+    last = [row["train/loss_smoothed"] for row in group.rows if row.done and row["train/loss_smoothed"] is not None]
+    caption = [
+        style.caption,
+        "Long curves show the lowest and the highest loss of each interval, so that no spike is hidden.",
+        f"Smoothed: mean of the latest {SMOOTHED_OVER} logged losses.",
+        # as text, because overlapping curves hide each other
+        f"The {len(last)} finished runs end between {min(last):.4f} and {max(last):.4f} (smoothed)."
+        if last[1:]
+        else "",
+        "" if few else "Hover for the names.",
+    ]
+    of_kind = {kind: [each == kind for each, *_ in curves] for kind in kinds}
+    axes = {"steps": "optimizer steps", "samples": "samples seen", "wall time": "wall seconds of training"}
+    shown = {
+        kind: (
+            {"visible": visible},
+            {"yaxis.title.text": f"{_AXES.get(kind, kind)} (mean over items)", "yaxis.autorange": True},
+        )
+        for kind, visible in of_kind.items()
+        if any(visible)
+    }
+    along = {
+        name: ({"x": [columns[number] for *_, columns in curves]}, {"xaxis.title.text": title, "xaxis.autorange": True})
+        for number, (name, title) in enumerate(axes.items())
+    }
+    return Plot(
+        title="Loss",
+        caption=" ".join(filter(None, caption)),
+        data=data,
+        layout=layout,
+        wide=True,
+        choices=(shown, along),
+    )

@@ -1,0 +1,1 @@
+"""Live view of all runs: `launch top`."""
