@@ -6,12 +6,6 @@ from dataclasses import dataclass
 
 from launcher.config.schema import Sync
 
-# fields of StrategyPlan that say why a strategy and a policy were chosen, or what they are expected to need, and do
-# not affect what a step does
-PREDICTIONS = (
-    "kind_reason", "sync_reason", "rehearses", "forecasts", "memory_bytes",
-)  # fmt: skip
-
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:

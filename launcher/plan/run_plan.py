@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 from launcher.config.choices import Float8Recipe, SumFormat
 from launcher.config.schema import (
@@ -28,9 +28,10 @@ from launcher.config.schema import (
     Tracker,
     TrainConfig,
     WandbConfig,
+    facts_by_key,
 )
 from launcher.plan.batch import Batch
-from launcher.plan.forecast import PREDICTIONS, Forecast
+from launcher.plan.forecast import Forecast
 from launcher.plan.initial_weights import InitialWeights
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.outer import OuterPlan
@@ -321,30 +322,6 @@ class RunPlan(LaunchPlan):
             return cls.load(paths.plan)
         return cls.load(paths.loop_plan) if paths.loop_plan.exists() else None
 
-    def step_settings(self) -> dict[str, Any]:
-        """Return the settings that the time and the traffic of a step depend on, as JSON values. Measurements of plans
-        that differ here must not be combined."""
-        fields = dataclasses.asdict(self)
-        left_out = {
-            "batch": ("on_oom",),
-            "strategy": PREDICTIONS,
-            "precision": ("reason",),
-            "optimizer": ("lr", "lr_scaling", "base_lr", "base_betas", "base_eps"),
-        }
-        settings = {
-            "cluster": {name: fields["cluster"][name] for name in ("nodes", "workers_per_node", "device")},
-            "task": {name: fields["task"][name] for name in ("target", "params")},
-            "train": {
-                name: fields["train"][name] for name in ("compile", "deterministic", "loader_workers", "clip_norm")
-            },
-            "callbacks": fields["callbacks"],
-            **{
-                part: {name: value for name, value in fields[part].items() if name not in names}
-                for part, names in left_out.items()
-            },
-        }
-        return json.loads(json.dumps(settings, default=str))
-
     def records(self, step: int, window: int) -> bool:
         """Return whether optimizer step ``step``, from 1, is recorded, as far as is known before it. A checkpoint that
         is due by the clock, a stop, and the end of a stream are not.
@@ -368,3 +345,37 @@ class RunPlan(LaunchPlan):
     def schedule_steps(self) -> int | None:
         """Return the number of optimizer steps that the learning rate schedule spans."""
         return self.train.steps if self.schedule.steps is None else self.schedule.steps
+
+
+# place of a key in the plan where it is not GROUP.KEY
+PLACES = {
+    "task": "task.params",
+    "batch.short_window": "epoch.short_window_policy",
+    "run.calibrate_s": "train.calibrate_s",
+    "optimizer.lr": "optimizer.base_lr",  # as configured, before lr_scaling
+    "optimizer.betas": "optimizer.base_betas",
+    "optimizer.eps": "optimizer.base_eps",
+}
+
+
+def part(plan: LaunchPlan, *affected: str) -> dict[str, Any]:
+    """Return the values that ``plan`` has for config keys, as JSON values by dotted key; None where it has none.
+
+    Args:
+        affected: only of the keys that affect one of these: learning, time, memory, record. Default: all keys.
+    """
+    values: dict[str, Any] = {}
+    for key, facts in facts_by_key().items():
+        if affected and facts.affects.isdisjoint(affected):
+            continue
+        value: Any = plan
+        for name in PLACES.get(key, key).split("."):
+            value = getattr(value, {"_target_": "target", "*": "arguments"}.get(name, name), None)
+        group = key.removesuffix(".*")
+        if key in ("task", f"{group}.*"):
+            values |= {f"{group}.{name}": each for name, each in cast("dict[str, Any]", value or {}).items()}
+        else:
+            values[key] = value
+        if key == "task" and isinstance(plan, RunPlan):
+            values["task._target_"] = plan.task.target
+    return json.loads(json.dumps(values, default=str))

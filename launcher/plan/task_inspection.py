@@ -28,14 +28,13 @@ from launcher.config.schema import (
     ScheduleKind,
 )
 from launcher.errors import ConfigError, TaskError, UserError
-from launcher.plan.forecast import PREDICTIONS
 from launcher.plan.forecast_cache import ContentCache
 from launcher.plan.gpus import OVERHEAD_BYTES, find_gpu
 from launcher.plan.host import free_host_bytes, visible_gpus
 from launcher.plan.initial_weights import InitialWeights
 from launcher.plan.memory_limit import excess_notes, least_note
 from launcher.plan.optimizer_plan import TARGET, parameter_groups
-from launcher.plan.run_plan import Forecast, PrecisionPlan, RunPlan, TaskPlan, extended
+from launcher.plan.run_plan import Forecast, PrecisionPlan, RunPlan, TaskPlan, extended, part
 from launcher.plan.strategy import with_memory
 from launcher.plan.sync_policy import SHARDED
 from launcher.rundir.files import value_from_json
@@ -374,16 +373,9 @@ def weigh_memory(plan: RunPlan, *, choose: bool, recall: bool = False) -> RunPla
 
 def _traced_parts(plan: RunPlan) -> dict[str, Any]:
     """Return the parts of ``plan`` that its traces depend on."""
-    fields = dataclasses.asdict(plan)
-    kept = {name: fields[name] for name in ("task", "batch", "strategy", "precision", "optimizer")}
-    for name in ("sync", *PREDICTIONS):  # each policy is traced
-        del kept["strategy"][name]
-    if not plan.optimizer.names_classes:
-        for name in ("lr", "base_lr", "lr_scaling", "reference_batch", "betas", "base_betas", "eps", "base_eps"):
-            del kept["optimizer"][name]
-    kept["train"] = {name: fields["train"][name] for name in ("seed", "compile", "clip_norm")}
-    cluster = fields["cluster"]
-    kept["cluster"] = {name: cluster[name] for name in ("device", "gpu", "nodes", "workers_per_node", "import_from")}
+    kept = part(plan, "memory")
+    del kept["strategy.sync"]  # each policy is traced
+    kept |= {"task": dataclasses.asdict(plan.task), "seed": plan.train.seed, "from": plan.cluster.import_from}
     if plan.cluster.device is Device.cuda:  # a trace on a GPU differs from one without
         kept["host"] = os.uname().nodename, visible_gpus(os.environ), os.environ.get("CUDA_VISIBLE_DEVICES")
     return kept

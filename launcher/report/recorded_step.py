@@ -10,7 +10,7 @@ from typing import Any
 from launcher.config.schema import ClusterKind, Device, PrecisionKind
 from launcher.errors import UserError
 from launcher.plan.host import device_model
-from launcher.plan.run_plan import RunPlan
+from launcher.plan.run_plan import RunPlan, part
 from launcher.quantities import duration_text, seconds_text
 from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths
@@ -82,14 +82,10 @@ def _job(plan: RunPlan, decided: PrecisionKind) -> dict[str, Any]:
     Args:
         decided: number format that precision=auto became.
     """
-    cluster, settings = plan.cluster, plan.step_settings()
+    cluster = plan.cluster
     kind = decided if plan.precision.kind is PrecisionKind.auto else plan.precision.kind
     partition = None if cluster.slurm is None else cluster.slurm.options.get("partition")
-    return settings | {
-        "place": (cluster.kind, partition),
-        "precision": settings["precision"] | {"kind": kind.value},
-        "outer": plan.outer,
-    }
+    return part(plan, "time") | {"place": (cluster.kind, partition), "precision.kind": kind.value}
 
 
 def _changed_at(folder: Path) -> float:

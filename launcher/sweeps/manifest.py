@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.config.key_facts import AFFECTED
 from launcher.config.multirun import cell_label, override_key
 from launcher.errors import ConfigError, SiteError, UserError
-from launcher.plan.forecast import PREDICTIONS
-from launcher.plan.run_plan import RunPlan
+from launcher.plan.run_plan import RunPlan, part
 from launcher.rundir.files import read_json, value_from_json, write_json
 from launcher.rundir.paths import RunPaths, SweepPaths
 
@@ -161,22 +161,6 @@ def alone(paths: SweepPaths) -> Generator[None]:
         yield
 
 
-# identity, location and display: a cell that differs only in these is not run again
-_NOT_CONTENT = (
-    "format", "run", "command", "trackers", "wandb", "tensorboard", "mlflow", "notes", "fewer",
-)  # fmt: skip
-# the same within a part of the plan
-_OF_CLUSTER = (
-    "cwd", "import_from", "price_per_gpu_hour", "grace_s", "max_restarts", "slurm", "min_nodes", "key",
-)  # fmt: skip
-_NOT_OF_PART = {
-    "cluster": _OF_CLUSTER,
-    "train": ("hang_timeout", "straggler_share"),
-    "precision": ("reason",),
-    "optimizer": ("reference_batch",),  # the optimizer's values, which follow from it, are there
-    "task": ("flops_per_sample",),
-    "strategy": PREDICTIONS,  # they may differ each time
-}
 _QUEUEING = (
     "job-name", "time", "account", "qos", "dependency", "mem", "requeue", "comment", "mail-type", "mail-user",
     "nice", "begin",
@@ -189,14 +173,14 @@ def content_of(plan: RunPlan, code: str) -> str:
     Args:
         code: digest of the user's files.
     """
-    content = _without(dataclasses.asdict(plan), _NOT_CONTENT)
-    slurm: dict[str, Any] | None = content["cluster"]["slurm"]
-    content |= {part: _without(content[part], names) for part, names in _NOT_OF_PART.items()}
+    content = part(plan, *AFFECTED) | {"data": _without(dataclasses.asdict(plan.task), ("flops_per_sample",))}
+    content |= {"environment": dataclasses.asdict(plan.env), "initial": plan.initial and plan.initial.digest}
+    slurm = plan.cluster.slurm
     if slurm is None:
         content["machine"] = socket.gethostname()  # different machines may share a home directory
     else:
-        content["options"] = _without(slurm["options"], _QUEUEING)
-        content["slurm"] = [slurm["container"], slurm["setup"]]
+        content["options"] = _without(slurm.options, _QUEUEING)
+        content["slurm"] = [slurm.container, slurm.setup]
     return digest([content, plan.run.version, importlib.metadata.version("torch"), code])
 
 

@@ -6,6 +6,8 @@ import pytest
 
 from launcher.config.key_facts import AFFECTED, key
 from launcher.config.schema import facts_by_key, known_keys
+from launcher.plan.run_plan import PLACES, part
+from tests.helpers import make_plan
 
 
 def test_a_key_says_what_it_affects_and_whether_a_resume_may_change_it() -> None:
@@ -16,3 +18,18 @@ def test_a_key_says_what_it_affects_and_whether_a_resume_may_change_it() -> None
         assert all(condition.partition("=")[0] in known for condition in facts.only.split()), name
     with pytest.raises(TypeError, match="'resume' and 'affects'"):
         key(None)  # pyright: ignore[reportCallIssue]
+
+
+def test_the_plan_has_a_value_for_each_key_that_affects_it() -> None:
+    """A key that only determines the values of others, such as batch.uneven, affects nothing itself."""
+    scaled = ("optimizer.lr_scaling=linear", "optimizer.reference_batch=32")
+    plan = make_plan("outer=diloco", "outer.group=1", "batch.short_window=drop", *scaled)
+    for name, facts in facts_by_key().items():
+        value: object = plan
+        for field in PLACES.get(name, name).split(".") if facts.affects else ():
+            value = getattr(value, {"_target_": "target", "*": "arguments"}.get(field, field))
+    assert part(plan, "learning")["optimizer.lr"] == 3e-3 != plan.optimizer.lr
+    assert part(plan, "time").keys() & {"cluster.nodes", "optimizer.lr", "batch.micro_size"} == {
+        "cluster.nodes",
+        "batch.micro_size",
+    }

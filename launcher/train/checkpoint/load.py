@@ -215,13 +215,12 @@ def _describe(engine: Engine, restored: Restored) -> str:
     text = f"{count(engine.steps, 'step')} done"
     if restored.ranks != engine.world.size:
         text += f", at {count(engine.world.size, 'rank')} instead of {restored.ranks}"
-    if (strategy := origin.get("strategy", engine.plan.strategy.kind)) != engine.plan.strategy.kind:
+    if (strategy := origin["strategy"]) != engine.plan.strategy.kind:
         text += f", with strategy={engine.plan.strategy.kind.value} instead of {strategy}"
-    before = {name: origin.get(name, getattr(batch, name)) for name in ("accumulation", "micro_size", "global_size")}
-    if (before["accumulation"], before["micro_size"]) != (batch.accumulation, batch.micro_size) or "," in text:
+    if (origin["accumulation"], origin["micro_size"]) != (batch.accumulation, batch.micro_size) or "," in text:
         text += f": accumulation {batch.accumulation}, micro-batch {batch.micro_size}"
-    if before["global_size"] != batch.global_size:
-        text += f"; global batch {batch.global_size} instead of {before['global_size']}"
+    if origin["global_size"] != batch.global_size:
+        text += f"; global batch {batch.global_size} instead of {origin['global_size']}"
     elif ":" in text:
         text += f"; global batch {batch.global_size} as before"
     if restored.hardware.keys() != restored.hardware_before.keys():
@@ -256,7 +255,7 @@ def load(engine: Engine, directory: Path) -> Restored:
     state = read_json(directory / STATE)
     assert state is not None
     stored = Reader(directory).read_metadata()
-    origin, saved, plan = state.get("origin", {}), state["engine"], engine.plan
+    origin, saved, plan = state["origin"], state["engine"], engine.plan
     require_same_run(directory, origin, saved["place"]["index"], plan)
     _fit_buffers(engine, saved["changing_buffers"], stored)
     buffers = dict(engine.parallel.module.named_buffers())
@@ -288,9 +287,8 @@ def load(engine: Engine, directory: Path) -> Restored:
         set_model_state_dict(module, tensors["model"], options=StateDictOptions(strict=False))
     load_optimizers(engine, tensors["optimizer"])
     contents.take_training_values(engine, tensors["training"])
-    measured_before, measured_as = saved.get("measured_as") or {}, engine.measured_as()
-    hardware = measured_as["hardware"]
-    hardware_before = measured_before.get("hardware", hardware)  # an earlier version did not save it
+    measured_before, measured_as = saved["measured_as"], engine.measured_as()
+    hardware_before, hardware = measured_before["hardware"], measured_as["hardware"]
     comparable = measured_before == measured_as
     engine.load_state_dict(saved, alike=comparable, same_order=same_ranks)
     options.restore(scheduled=saved.get("follows_plan", True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from launcher.config.key_facts import Permission
 from launcher.errors import WrongCheckpoint
 from launcher.plan import windows
 from launcher.plan.batch import Batch, RampStage
-from launcher.plan.resumable import Change, refusals
-from launcher.plan.run_plan import RunPlan
+from launcher.plan.resumable import Change, changes, refusals, rule
+from launcher.plan.run_plan import RunPlan, part
 from launcher.quantities import first_lines
 from launcher.train.checkpoint.file_format import CHECKPOINT_FORMAT
 
@@ -28,8 +28,7 @@ def origin_of(plan: RunPlan) -> Origin:
     """Return, as JSON, the run of a checkpoint and the part of its plan that another plan must match to resume it.
 
     In samples: ``global_size``, ``micro_size``, ``samples`` (of an epoch; None: a stream), and ``ramp`` (a list of
-    [windows, samples]). In micro-batches: ``accumulation``. ``steps``: optimizer steps, None for epochs over a stream.
-    ``epochs``: None if steps were given.
+    [windows, samples]). In micro-batches: ``accumulation``. ``learning``: values of the keys that affect learning.
     """
     return {
         "format": CHECKPOINT_FORMAT,
@@ -44,18 +43,11 @@ def origin_of(plan: RunPlan) -> Origin:
         "ramp": _ramp(plan.batch.whole),
         "micro_size": plan.batch.micro_size,
         "accumulation": plan.batch.accumulation,
-        "seed": plan.train.seed,
-        "steps": plan.train.steps,
-        "epochs": plan.train.epochs,
-        "task_target": plan.task.target,
-        "task_params": plan.task.params,
         "samples": plan.task.samples,
         "order": order_of(plan),
-        "data_shards": plan.train.data_shards,
-        "short_window": plan.epoch.short_window_policy.value,
-        "optimizer": plan.optimizer.name,
         "precision": plan.precision.kind.value,
         "compress": plan.strategy.compress.value,
+        "learning": part(plan, "learning"),
     }
 
 
@@ -74,15 +66,13 @@ def require_same_run(directory: Path, origin: Origin, index: int, plan: RunPlan)
     """Check that a run with this plan may resume from the checkpoint.
 
     Args:
-        origin: origin of the checkpoint; empty in checkpoints of early versions.
+        origin: origin of the checkpoint.
         index: number of the next window.
 
     Raises:
         WrongCheckpoint: the plans differ in what affects the training result, and the user has not forced the change.
     """
-    if not origin:
-        return
-    changes, problems = _changes(origin, plan), list[str]()
+    differing, problems = _changes(origin, plan), list[str]()
     stages = tuple(RampStage(windows=count, global_size=size) for count, size in origin["ramp"])
     new = plan.batch.whole
     old = dataclasses.replace(new, global_size=origin["global_size"], ramp=stages)
@@ -93,10 +83,10 @@ def require_same_run(directory: Path, origin: Origin, index: int, plan: RunPlan)
         )
     elif windows.future(old, index) != windows.future(new, index):
         if old.global_size == new.global_size:
-            changes.append(Change("batch.ramp", _ramp(old), _ramp(new)))
+            differing.append(Change("batch.ramp", _ramp(old), _ramp(new)))
         else:
-            changes.append(Change("batch.global_size", old.global_size, new.global_size))
-    problems += refusals(changes, plan.forced)
+            differing.append(Change("batch.global_size", old.global_size, new.global_size))
+    problems += refusals(differing, plan.forced)
     if problems:
         raise WrongCheckpoint(
             f"{directory} was saved under another plan than this one:\n  "
@@ -106,23 +96,22 @@ def require_same_run(directory: Path, origin: Origin, index: int, plan: RunPlan)
 
 
 def _changes(origin: Origin, plan: RunPlan) -> list[Change]:
-    params: dict[str, Any] = json.loads(json.dumps(plan.task.params))
-    old: dict[str, Any] = origin["task_params"]
-    pairs = [
-        Change("task._target_", origin["task_target"], plan.task.target),
-        *(Change(f"task.{name}", old.get(name), params.get(name)) for name in sorted({*params, *old})),
+    """Return the changes of what no resume may change, and of the task. Those that --force allows are known from the
+    run's config; groups are compared with the optimizer's own."""
+    differing = changes(origin["learning"], part(plan, "learning"))
+    data = [
         Change("task: samples", origin["samples"], plan.task.samples),
-        Change("task: order", origin.get("order", "shuffled"), order_of(plan)),
-        Change("train.data_shards", origin.get("data_shards", 1), plan.train.data_shards),
-        Change("train.seed", origin["seed"], plan.train.seed),
-        Change("batch.short_window", origin["short_window"], plan.epoch.short_window_policy.value),
-        Change(
-            "optimizer.kind" if plan.optimizer.target is None else "optimizer._target_",
-            origin["optimizer"],
-            plan.optimizer.name,
+        Change("task: order", origin["order"], order_of(plan)),
+    ]
+    return [
+        *(change for change in data if change.before != change.after),
+        *(
+            change
+            for change in differing
+            if change.key.startswith("task.")
+            or (change.key != "optimizer.groups" and rule(change.key).permission is Permission.never)
         ),
     ]
-    return [change for change in pairs if change.before != change.after]
 
 
 def require_same_model(directory: Path, model: Mapping[str, Any], stored: Metadata, unknown: Sequence[str]) -> None:

@@ -134,8 +134,8 @@ class RunTotals:
         """Restore the totals from a checkpoint. Figures of a step's time, communication and memory are dropped if they
         would be different under this plan."""
         state, step = restored.run["account"], self.engine.steps
-        self.loss, self.evaluation = state["loss"], _evaluation(state)
-        self.evaluated_step = state.get("evaluated_step")
+        self.loss, self.evaluation = state["loss"], state["evaluation"]
+        self.evaluated_step = state["evaluated_step"]
         dropped = self.best.load_state_dict(state.get("best"))
         if dropped and self.engine.world.rank == 0:
             print(dropped, flush=True)
@@ -144,7 +144,7 @@ class RunTotals:
         self.worlds, self.failed_saves = state.get("worlds", []), state.get("failed_saves", 0)
         before = _setting(restored.origin | {"world_size": restored.ranks, "hardware": restored.hardware_before})
         after = _setting(origin_of(self.engine.plan) | {"hardware": restored.hardware})
-        if restored.origin and before != after:
+        if before != after:
             self.worlds.append({"step": step, "from": before, "to": after})
         self.commits = state.get("commits", [])
         if (saved_by := restored.other_commit(self.commit)) is not None:
@@ -225,13 +225,6 @@ class RunTotals:
         return summary
 
 
-def _evaluation(state: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return the metrics of the last evaluation from a checkpoint's totals. Earlier versions stored only the loss."""
-    if "evaluation" in state:
-        return state["evaluation"]
-    return {"eval/loss": state["eval_loss"]} if state["evaluated"] else {}
-
-
 def _setting(origin: Mapping[str, Any]) -> dict[str, Any]:
     names = ("world_size", "strategy", "global_size", "micro_size", "accumulation", "precision", "hardware")
-    return {name: origin.get(name) for name in names}
+    return {name: origin[name] for name in names}

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from launcher.errors import EngineMisuse
 from launcher.heartbeat import HEARTBEAT, Phase
 from launcher.loss import Loss
-from launcher.plan.run_plan import RunPlan
+from launcher.plan.run_plan import RunPlan, part
 from launcher.plan.sync_policy import reduces
 from launcher.train import precision
 from launcher.train.callback_set import CallbackSet, callbacks_of
@@ -424,7 +424,7 @@ class Engine(EngineProgress):
 
     def measured_as(self) -> dict[str, Any]:
         """Return the settings and the hardware that measurements depend on, as JSON values. All ranks call it."""
-        return {"hardware": self._hardware, **self.plan.step_settings()}
+        return {"hardware": self._hardware, **part(self.plan, "time")}
 
     @functools.cached_property
     def _hardware(self) -> dict[str, int]:

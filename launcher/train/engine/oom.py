@@ -14,7 +14,7 @@ import torch
 from launcher.config.schema import OnOom, Sync
 from launcher.errors import OutOfMemory
 from launcher.plan.batch import Batch
-from launcher.plan.run_plan import RunPlan
+from launcher.plan.run_plan import RunPlan, part
 from launcher.plan.sync_policy import SHARDED
 from launcher.rundir.files import read_json, write_json
 from launcher.train.parallel.batchnorm import Norms, PlainNorms
@@ -75,10 +75,10 @@ def can_abandon(plan: RunPlan, norms: Norms) -> bool:
 def apply_stored_micro_size(plan: RunPlan, world: World) -> RunPlan:
     """Return ``plan`` with the micro-batch size that an earlier attempt has stored. All ranks call it.
 
-    A size is ignored if it was stored for another batch, world size, strategy, precision or task.
+    A size is ignored if it was stored for other values of the keys that affect memory.
     """
     stored: dict[str, Any] | None = world.of_rank_0(read_json(plan.paths.fitted) if world.rank == 0 else None)
-    if stored is None or stored["of"] != _job(plan):
+    if stored is None or stored["of"] != part(plan, "memory"):
         return plan
     if world.rank == 0:
         print(f"Micro-batches of {stored['micro_size']}: larger ones did not fit into memory before.", flush=True)
@@ -87,22 +87,7 @@ def apply_stored_micro_size(plan: RunPlan, world: World) -> RunPlan:
 
 def store_micro_size(submitted: RunPlan, batch: Batch) -> None:
     """Store the micro-batch size of ``batch`` for later attempts. ``submitted``: the plan as it was submitted."""
-    write_json(submitted.paths.fitted, {"micro_size": batch.micro_size, "of": _job(submitted)})
-
-
-def _job(plan: RunPlan) -> dict[str, Any]:
-    """Return the parts of the plan that determine how much memory a micro-batch needs."""
-    batch, strategy = plan.batch, plan.strategy
-    return {
-        "micro_size": batch.micro_size,
-        "world_size": batch.world_size,
-        "strategy": strategy.kind.value,
-        "shard_size": strategy.shard_size,
-        "recompute": strategy.recompute.value,
-        "cpu_offload": strategy.cpu_offload,
-        "precision": plan.precision.kind.value,
-        "task": plan.task.params,
-    }
+    write_json(submitted.paths.fitted, {"micro_size": batch.micro_size, "of": part(submitted, "memory")})
 
 
 def out_of_memory(error: BaseException, batch: Batch, rank: int, step: int) -> OutOfMemory:
