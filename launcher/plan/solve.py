@@ -25,7 +25,7 @@ from launcher.config.schema import (
     check_values,
 )
 from launcher.errors import ConfigError, TaskError
-from launcher.plan.batch import Batch, batch_notes, solve_batch, solve_largest, solve_smaller
+from launcher.plan.batch import Batch, batch_notes, norm_of_window_loss, solve_batch, solve_largest, solve_smaller
 from launcher.plan.callback_plan import profile_notes, solve_callbacks, solve_notify
 from launcher.plan.checkpoint_plan import best_notes, solve_checkpoint
 from launcher.plan.data_shards import require_second_epoch, solve_data_shards
@@ -65,15 +65,6 @@ def require_possible(batch: Batch, recompute: Recompute) -> None:
             "batch.norm", batch.norm, f"does not work with strategy.recompute={recompute.value}.",
             "Leave strategy.recompute out, or use batch.norm=sync.",
         )  # fmt: skip
-
-
-def norm_of_window_loss() -> ConfigError:
-    """Return the error for batch.norm=window with accumulation and a task that has ``window_loss``, which both need
-    passes of their own over the window."""
-    return ConfigError(
-        "batch.norm", Norm.window, "does not work with a task that has window_loss and accumulation.",
-        "Use batch.norm=sync, or batch.accumulation=1.",
-    )  # fmt: skip
 
 
 def what_norms_do(layers: int, batch: Batch) -> str | None:

@@ -24,20 +24,21 @@ from launcher.config.schema import (
     ScheduleKind,
     ShortWindow,
     StrategyKind,
+    Sync,
     Tracker,
 )
 from launcher.errors import NoGoodCheckpoint, Superseded, UserError, WrongCheckpoint, class_named
 from launcher.plan.callback_plan import name_of
 from launcher.plan.data_shards import data_shards_text
 from launcher.plan.host import without_credentials, without_path
+from launcher.plan.memory_limit import least_note
 from launcher.plan.optimizer_plan import MATCH, TARGET
 from launcher.plan.outer import outer_text
 from launcher.plan.resumable import shown
-from launcher.plan.run_plan import OptimizerPlan, PrecisionPlan, RunPlan, StrategyPlan
+from launcher.plan.run_plan import Forecast, OptimizerPlan, PrecisionPlan, RunPlan, StrategyPlan
 from launcher.plan.tracker_plan import TRACKER_KINDS, mlflow_uri, recorded_trackers
 from launcher.process import CRASH_MARK
-from launcher.quantities import count, printable
-from launcher.report.forecast_tables import WIRE, forecast_lines
+from launcher.quantities import bytes_text, count, printable
 from launcher.report.recorded_step import RecordedStep
 from launcher.rundir.files import Unreadable, last_lines, read_json
 from launcher.rundir.history import failed_rank, failure_record
@@ -337,3 +338,27 @@ def require_place(place: Path) -> None:
 def verdict_text(verdict: str, colour: str, reason: str) -> Text:
     """Return the last line of a test's result."""
     return Text(verdict, style=colour).append(reason, style="not bold default")
+
+
+WIRE = "wire a step"  # name of a line
+
+
+def forecast_lines(plan: RunPlan) -> Iterator[tuple[str, str]]:
+    """Yield name and text of each line, the bytes of a step first; a further line of one subject has no name."""
+    strategy = plan.strategy
+    own, every = strategy.forecast, strategy.forecast_of(Sync.every)
+    if own and every and every.wire_bytes:  # one rank sends nothing
+        yield WIRE, f"{bytes_text(own.wire_bytes)} a rank predicted; {bytes_text(every.wire_bytes)} with sync=every"
+    if any(each.peak_bytes is not None for each in strategy.forecasts):
+        for number, each in enumerate(strategy.forecasts):
+            yield "" if number else "policies", _policy(each)
+        if strategy.memory_bytes is not None:
+            yield "", f"{bytes_text(strategy.memory_bytes)} are available to each rank"
+    elif (least := least_note(plan, None)) and not any(least in note for note in plan.notes):
+        yield "memory", least
+
+
+def _policy(forecast: Forecast) -> str:
+    known = forecast.peak_bytes
+    memory = "memory not known" if known is None else f"{bytes_text(known)} of memory at most"
+    return f"{forecast.sync.value}: {bytes_text(forecast.wire_bytes)} on the wire a step, {memory}"

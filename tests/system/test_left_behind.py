@@ -30,11 +30,11 @@ BY_SIGTERM = ("forecast", "verify")
 # two runs whose records never end, read by as many processes
 REPORT = """
 from pathlib import Path
-from launcher.extensions.page import run_data
+from launcher.extensions.page import report_command
 
 if __name__ == "__main__":
-    run_data._ALONE_BYTES = -1
-    run_data.read_all([Path("first"), Path("second")])
+    report_command._ALONE_BYTES = -1
+    report_command.read_all([Path("first"), Path("second")])
 """
 
 

@@ -16,9 +16,8 @@ from launcher.errors import UserError
 from launcher.extensions.page.answer import Finding, findings
 from launcher.extensions.page.compare import Row, RunComparison, TaskGroup, natural_sort_key, with_drawn_runs
 from launcher.extensions.page.comparison_tables import DEFINITIONS, Column, columns_of, page_headings, page_line
-from launcher.extensions.page.heat_maps import heat_maps
 from launcher.extensions.page.plotly_format import Plot
-from launcher.extensions.page.plots import plots
+from launcher.extensions.page.plots import heat_maps, plots
 from launcher.quantities import count, first_names
 from launcher.rundir.files import write_text
 

@@ -26,7 +26,7 @@ from launcher.config.schema import PrecisionKind
 from launcher.errors import TaskError
 from launcher.heartbeat import HEARTBEAT, Phase
 from launcher.loss import Loss, has_window_loss, window_loss_of
-from launcher.plan.solve import norm_of_window_loss
+from launcher.plan.batch import norm_of_window_loss
 from launcher.plan.sync_policy import Collective
 from launcher.train.data.loader import MicroBatch
 from launcher.train.engine.build import EngineParts

@@ -12,7 +12,7 @@ import pytest
 
 from launcher.extensions.page import compare
 from launcher.extensions.page.answer import findings
-from launcher.extensions.page.run_data import compare_runs
+from launcher.extensions.page.report_command import compare_runs
 from launcher.quantities import NO_INTERVAL, interval
 from launcher.rundir.paths import RunPaths, find
 from tests.infra.made_runs import make_run, read_records, write_records

@@ -17,8 +17,7 @@ import pytest
 from launcher.extensions.page import compare
 from launcher.extensions.page.page import library_name
 from launcher.extensions.page.page import page as render_page
-from launcher.extensions.page.report_command import launch_report
-from launcher.extensions.page.run_data import compare_runs
+from launcher.extensions.page.report_command import compare_runs, launch_report
 from launcher.rundir.files import write_json
 from launcher.rundir.paths import RunPaths, find
 from tests.infra.made_runs import cell, make_run, make_sweep, read_records, write_records

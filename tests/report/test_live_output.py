@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
-from launcher.report.output import Output
+from launcher.report.live import Output
 
 
 def test_a_stalled_reader_holds_nothing_and_loses_only_what_is_too_much() -> None:

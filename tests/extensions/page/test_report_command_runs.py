@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from launcher.extensions.page.run_data import ReportedRuns, read_all
+from launcher.extensions.page.report_command import ReportedRuns, read_all
 from launcher.record.measurements import RunData
 from launcher.record.report_entry import leave_entry
 from launcher.rundir import history

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from launcher.report.forecast_tables import forecast_lines
+from launcher.report.tables import forecast_lines
 from tests.helpers import make_plan
 
 
