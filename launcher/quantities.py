@@ -79,9 +79,6 @@ _MANY_ROUNDS = 200
 # 97.5% quantile of Student's t distribution by number of values
 _T_QUANTILE = {3: 4.303, 4: 3.182, 5: 2.776}
 
-# text for a record of an older version, which compared training windows with each other
-NO_INTERVAL = "not measured under equal conditions (the record has no interval)"
-
 
 @dataclass(frozen=True)
 class Interval:
@@ -159,10 +156,8 @@ def speedup_text(record: Mapping[str, Any]) -> str | None:
     Args:
         record: has ``comm/speedup`` with its interval, ``comm/step_s`` and ``comm/step_s_every`` (seconds).
     """
-    if record.get("comm/speedup") is None:
-        return None
     if (speedup := Interval.of_record(record, "comm/speedup")) is None:
-        return NO_INTERVAL
+        return None
     times = f"{record['comm/step_s'] * 1e3:,.1f} ms a step, {record['comm/step_s_every'] * 1e3:,.1f} ms with sync=every"
     if not speedup.excludes(1):
         return f"not distinguishable from no speed-up (between {speedup.low:.2f}x and {speedup.high:.2f}x): {times}"
@@ -188,10 +183,8 @@ def exposed_text(record: Mapping[str, Any]) -> str | None:
     Args:
         record: has ``comm/exposed_s`` (seconds a step) with its interval, and ``comm/overlap`` (0 to 1).
     """
-    if record.get("comm/exposed_s") is None:
-        return None
     if (exposed := Interval.of_record(record, "comm/exposed_s")) is None:
-        return NO_INTERVAL
+        return None
     value, low, high = (seconds * 1e3 for seconds in (exposed.value, exposed.low, exposed.high))
     if not exposed.excludes(0) or exposed.value < 0:  # collectives cannot make a pass faster
         return f"no exposed communication measured (95%: {low:,.1f} to {high:,.1f} ms)"

@@ -35,7 +35,7 @@ def launch_keys(arguments: list[str]) -> int:
     if options.config_dir is not None and not options.config_dir.is_dir():
         raise UserError(f"--config-dir {options.config_dir}: there is no such directory.\n  Searched in {Path.cwd()}.")
     if options.schema:
-        from launcher.config.json_schema import schema_of
+        from launcher.config.key_docs import schema_of
 
         print(json.dumps(schema_of(_one_group(options.words)), indent=2))
         return EXIT_DONE

@@ -18,8 +18,8 @@ from launcher.launch.planner import Once, plan_job, trace_jobs
 from launcher.launch.slurm import submit
 from launcher.plan.batch import DEFAULT_GLOBAL_SIZE
 from launcher.plan.host import without_secrets
-from launcher.plan.ranking import Candidate, Ranking, rank
 from launcher.plan.run_plan import RunPlan
+from launcher.plan.strategy_choice import Candidate, Ranking, rank
 from launcher.report import live, ranking_table, tables
 from launcher.report.recorded_step import RecordedSteps
 from launcher.sweeps.conductor import require_a_possible_one

@@ -119,17 +119,21 @@ def key(
     default: Any,
     bound: Bound | None = None,
     *,
-    resume: Resume,
     affects: str,
+    resume: Resume | None = None,
     only: str = "",
     hint: str = "",
     name: str = "",
     nullable: bool = True,
     form: str = "",
 ) -> Any:
-    """Return the field of a config key; see ``Facts``."""
-    facts = Facts(bound, only, hint, resume, frozenset(affects.split()), name, nullable, form)
-    assert facts.affects <= {*AFFECTED}, affects
+    """Return the field of a config key; see ``Facts``. ``resume`` has a default only if learning is not affected."""
+    words = affects.split()
+    assert {*words} <= {*AFFECTED}, affects
+    if resume is None:
+        assert "learning" not in words, "whether a resume may change what is learned must be said"
+        resume = FREE
+    facts = Facts(bound, only, hint, resume, frozenset(words), name, nullable, form)
     metadata = {"facts": facts}
     if isinstance(default, list | dict):
         mutable = cast("Any", default)

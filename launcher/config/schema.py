@@ -78,67 +78,65 @@ class ClusterConfig:
     )
     """local: this machine; hosts: several, with the same command typed on each; slurm: a Slurm job; elsewhere: only for
     `launch plan`, which takes it for several hosts if no other cluster is named."""
-    nodes: int | str = key(1, resume=FREE, affects="time memory")
+    nodes: int | str = key(1, affects="time memory")
     """Number of hosts; 1 in a local job. Otherwise also a range, "2:4": the job continues with those present."""
-    rendezvous: str | None = key(None, only="cluster=hosts", resume=FREE, affects="")
+    rendezvous: str | None = key(None, only="cluster=hosts", affects="")
     """hosts: HOST:PORT of the rendezvous, an address of the first host."""
-    interface: str | None = key(None, only="cluster=hosts|slurm", resume=FREE, affects="")
+    interface: str | None = key(None, only="cluster=hosts|slurm", affects="")
     """hosts, slurm: a host's network interface to the others. Default: the one that leads to the first host."""
-    workers_per_node: int | None = key(None, at_least(1), resume=FREE, affects="time memory")
+    workers_per_node: int | None = key(None, at_least(1), affects="time memory")
     """Ranks per host. Default: the number of visible GPUs (slurm: of a node of the partition), else 2."""
-    device: Device = key(Device.auto, resume=FREE, affects="time memory")
+    device: Device = key(Device.auto, affects="time memory")
     """auto: cuda if a GPU is visible (slurm: if the partition has GPUs), else cpu."""
-    gpu: str | None = key(None, resume=FREE, affects="memory")
+    gpu: str | None = key(None, affects="memory")
     """Only for `launch plan`: GPU of the hosts, such as h100, h200 or a100-40gb, which this machine need not have. The
     plan is for its memory and formats. Names: launcher/plan/gpus.py. Default: what this machine has (slurm: unknown
     memory)."""
-    price_per_gpu_hour: float | None = key(None, at_least(0), resume=FREE, affects="")
+    price_per_gpu_hour: float | None = key(None, at_least(0), affects="")
     """Price of one rank's device for an hour, in any currency: `launch report` then shows costs."""
-    max_restarts: int = key(0, at_least(0), resume=FREE, affects="")
+    max_restarts: int = key(0, at_least(0), affects="")
     """Restarts of the workers by torchrun after a failure; a training job resumes from its last checkpoint."""
-    grace_s: int = key(30, at_least(1), resume=FREE, affects="")
+    grace_s: int = key(30, at_least(1), affects="")
     """Seconds that workers have to finish their window and save when the job is stopped."""
-    env: list[str] = key([], resume=FREE, affects="")
+    env: list[str] = key([], affects="")
     """Environment variables that workers get in addition to the usual ones; a trailing * matches any ending."""
-    partition: str | None = key(None, only="cluster=slurm", resume=FREE, affects="")
+    partition: str | None = key(None, only="cluster=slurm", affects="")
     """slurm: partition. Default: that of the cluster."""
-    account: str | None = key(None, only="cluster=slurm", resume=FREE, affects="")
+    account: str | None = key(None, only="cluster=slurm", affects="")
     """slurm: account that is charged."""
-    qos: str | None = key(None, only="cluster=slurm", resume=FREE, affects="")
+    qos: str | None = key(None, only="cluster=slurm", affects="")
     """slurm: quality of service."""
-    time: str | None = key(None, only="cluster=slurm", resume=FREE, affects="")
+    time: str | None = key(None, only="cluster=slurm", affects="")
     """slurm: time limit, "HH:MM:SS" or "D-HH:MM:SS". A longer run is requeued and continues."""
-    mem: str | None = key(None, only="cluster=slurm", resume=FREE, affects="")
+    mem: str | None = key(None, only="cluster=slurm", affects="")
     """slurm: memory per node, such as "64G"."""
-    cpus_per_worker: int | None = key(None, at_least(1), only="cluster=slurm", resume=FREE, affects="")
+    cpus_per_worker: int | None = key(None, at_least(1), only="cluster=slurm", affects="")
     """slurm: CPU cores per rank. Default: a node's cores divided by its GPUs; 2 without GPUs."""
-    constraint: str | None = key(None, only="cluster=slurm", resume=FREE, affects="")
+    constraint: str | None = key(None, only="cluster=slurm", affects="")
     """slurm: required features of the nodes."""
-    exclude: str | None = key(None, only="cluster=slurm", resume=FREE, affects="")
+    exclude: str | None = key(None, only="cluster=slurm", affects="")
     """slurm: nodes to exclude."""
-    dependency: str | None = key(None, only="cluster=slurm", resume=FREE, affects="")
+    dependency: str | None = key(None, only="cluster=slurm", affects="")
     """slurm: dependency on other jobs, such as "afterok:1234"."""
-    setup: list[str] = key([], only="cluster=slurm", resume=FREE, affects="")
+    setup: list[str] = key([], only="cluster=slurm", affects="")
     """slurm: shell lines that run on the first node before the job, such as "module load cuda". A command that
     fails ends the job."""
-    login: str | None = key(None, only="cluster=slurm", resume=FREE, affects="")
+    login: str | None = key(None, only="cluster=slurm", affects="")
     """slurm: [USER@]HOST of a login node, as ssh knows it: the command copies the project there and runs there
     (docs/guides/laptop.md). train, run, plan, drill and doctor; later commands find the runs."""
-    login_dir: str | None = key(None, only="cluster=slurm", resume=FREE, affects="")
+    login_dir: str | None = key(None, only="cluster=slurm", affects="")
     """slurm: directory on the login node for the project and for a relative run.dir. Default: launcher/NAME in the home
     directory, with the name of this directory and a digest of its path."""
-    login_setup: list[str] = key([], only="cluster=slurm", resume=FREE, affects="")
+    login_setup: list[str] = key([], only="cluster=slurm", affects="")
     """slurm: shell lines after which a login shell on the login node finds `launch`, such as
     "source venv/bin/activate"."""
-    container: str | None = key(None, only="cluster=slurm", resume=FREE, affects="")
+    container: str | None = key(None, only="cluster=slurm", affects="")
     """slurm: container image for the job's tasks: the path of a .sif file or an address such as oras://HOST/IMAGE:TAG
     (apptainer), or IMAGE:TAG or the path of a .sqsh file (pyxis)."""
-    container_runtime: ContainerRuntime | None = key(
-        None, only="cluster=slurm cluster.container", resume=FREE, affects=""
-    )
+    container_runtime: ContainerRuntime | None = key(None, only="cluster=slurm cluster.container", affects="")
     """slurm: what starts the container: pyxis, or apptainer (singularity on nodes that have that instead). Default: by
     the form of the image."""
-    sbatch: dict[str, Any] = key({}, only="cluster=slurm", resume=FREE, affects="")
+    sbatch: dict[str, Any] = key({}, only="cluster=slurm", affects="")
     """slurm: any other option of sbatch by its long name; true for an option without a value."""
 
 
@@ -146,19 +144,19 @@ class ClusterConfig:
 class StrategyConfig:
     """Distribution of the model over the ranks, and synchronisation of gradients."""
 
-    kind: StrategyKind = key(StrategyKind.ddp, resume=FREE, affects="time memory", nullable=False)
+    kind: StrategyKind = key(StrategyKind.ddp, affects="time memory", nullable=False)
     """single: one rank; ddp: a full copy of the model on each rank; fsdp: sharded over all ranks; hsdp: sharded over
     shard_size ranks, and replicated; auto: the simplest one that is predicted to fit into memory."""
-    sync: Sync = key(Sync.auto, resume=FREE, affects="time memory")
+    sync: Sync = key(Sync.auto, affects="time memory")
     """every: synchronise gradients in each micro-batch; boundary: in the last of a window; gather_once (fsdp, hsdp):
     also gather parameters once per window; replicas_at_boundary (hsdp): in each micro-batch within a shard group, at
     the boundary between replicas; auto: of the policies whose predicted memory fits, the one with the fewest wire
     bytes."""
-    bucket_mb: float | None = key(None, above(0), only="strategy=ddp", resume=FREE, affects="time memory")
+    bucket_mb: float | None = key(None, above(0), only="strategy=ddp", affects="time memory")
     """ddp: size of the gradient buckets, MiB. Default: 25."""
-    static_graph: bool = key(False, only="strategy=ddp", resume=FREE, affects="time memory")
+    static_graph: bool = key(False, only="strategy=ddp", affects="time memory")
     """ddp: DDP's static_graph; only with sync=every."""
-    find_unused_parameters: bool = key(False, only="strategy=ddp|single", resume=FREE, affects="time memory")
+    find_unused_parameters: bool = key(False, only="strategy=ddp|single", affects="time memory")
     """ddp: DDP's find_unused_parameters; only with sync=every. The gradient of a parameter that no rank uses in a
     window is zero after its first use: momentum and weight decay still change it."""
     compress: Compress = key(Compress.none, only="strategy=ddp", resume=FREE, affects=STEP)
@@ -168,11 +166,11 @@ class StrategyConfig:
     """powersgd: rank of the factors. Default: 1."""
     powersgd_start: int | None = key(None, at_least(2), only="strategy.compress=powersgd", resume=FREE, affects=STEP)
     """powersgd: synchronisations sent uncompressed before compression starts. Default: 10."""
-    shard_size: int | None = key(None, at_least(1), only="strategy=hsdp", resume=FREE, affects="time memory")
+    shard_size: int | None = key(None, at_least(1), only="strategy=hsdp", affects="time memory")
     """hsdp: ranks that share one copy of the model. Default: the workers of one host."""
-    recompute: Recompute = key(Recompute.none, resume=FREE, affects="time memory")
+    recompute: Recompute = key(Recompute.none, affects="time memory")
     """blocks: recompute the activations inside the model's repeated blocks in the backward pass."""
-    cpu_offload: bool = key(False, only="strategy=fsdp|hsdp", resume=FREE, affects="time memory")
+    cpu_offload: bool = key(False, only="strategy=fsdp|hsdp", affects="time memory")
     """fsdp, hsdp on GPUs: keep parameters, gradients and optimizer state in host memory between uses."""
 
 
@@ -218,12 +216,12 @@ class BatchConfig:
 
     global_size: int | None = key(None, resume=_BATCH, affects=STEP)
     """Samples in one optimizer step, over all ranks. Default: 64."""
-    micro_size: int | str | None = key(None, resume=FREE, affects="time memory")
+    micro_size: int | str | None = key(None, affects="time memory")
     """Samples that one rank passes forward and backward at once. auto: the largest that fits into memory, found by
     trying (on_oom=shrink). Default: the largest of 4, 3, 2, 1 that divides a rank's share."""
-    accumulation: int | None = key(None, resume=FREE, affects="time memory")
+    accumulation: int | None = key(None, affects="time memory")
     """Micro-batches of one rank in one optimizer step."""
-    uneven: bool = key(False, resume=FREE, affects="")
+    uneven: bool = key(False, affects="")
     """If the ranks cannot share global_size in whole micro-batches: true: micro-batches differ by one sample, one
     without a sample has weight zero, and accumulation is rounded up; false: refuse the combination."""
     ramp: list[list[int]] = key([], resume=_BATCH, affects=STEP, form=" of lists: [[100, 16], [200, 32]]")
@@ -233,10 +231,10 @@ class BatchConfig:
         ShortWindow.exact, resume=never("the windows so far were counted with it; " + NEW_RUN), affects="learning"
     )
     """A window at the end of an epoch that is not full. exact: use it with its true weight; drop: leave it out."""
-    balance: Balance = key(Balance.none, resume=FREE, affects="time memory")
+    balance: Balance = key(Balance.none, affects="time memory")
     """Division of a window's samples into micro-batches. none: in the order of the data; length: by their lengths,
     so that micro-batches hold little padding and ranks finish together. The gradient is the same."""
-    on_oom: OnOom = key(OnOom.stop, resume=FREE, affects="")
+    on_oom: OnOom = key(OnOom.stop, affects="")
     """A rank that runs out of memory. stop: end the run; shrink: all ranks halve the micro-batch, accumulate more of
     them, and repeat the window."""
     norm: Norm = key(Norm.leave, resume=forced("it changes what the model computes"), affects=STEP)
@@ -333,18 +331,18 @@ class TrainConfig:
     """Seed of the initial parameters, the sample order, dropout, and what the task draws, such as a random split."""
     shuffle: bool = key(True, resume=_ORDER, affects="learning")
     """Read an indexed dataset in another random order each epoch; false: in its own order."""
-    deterministic: bool = key(False, resume=FREE, affects="time memory")
+    deterministic: bool = key(False, affects="time memory")
     """Use deterministic kernels only: slower, bitwise repeatable."""
-    compile: bool = key(False, resume=FREE, affects="time memory")
+    compile: bool = key(False, affects="time memory")
     """torch.compile the model: as a whole; under FSDP and HSDP its shard units one by one; or the modules that the
     task names (compile_units)."""
-    log_every: int = key(1, at_least(1), resume=FREE, affects="record")
+    log_every: int = key(1, at_least(1), affects="record")
     """Optimizer steps between two records."""
-    eval_every: int = key(0, at_least(0), resume=FREE, affects="record")
+    eval_every: int = key(0, at_least(0), affects="record")
     """Optimizer steps between two evaluations; 0 or null: once, at the end."""
-    eval_micro_size: int | None = key(None, at_least(1), resume=FREE, affects="record")
+    eval_micro_size: int | None = key(None, at_least(1), affects="record")
     """Samples that one rank evaluates at once. Default: batch.micro_size."""
-    eval_samples: int | None = key(None, at_least(1), resume=FREE, affects="record")
+    eval_samples: int | None = key(None, at_least(1), affects="record")
     """Limit of samples per evaluation and held-out set: the first ones of a stream; of a data set with a length, spread
     evenly over it. The same ones for every world size. Default: all."""
     patience: int | None = key(
@@ -352,20 +350,19 @@ class TrainConfig:
         at_least(1),
         only="checkpoint.best",
         hint="Such as checkpoint.best=eval/loss.",
-        resume=FREE,
         affects="record",
     )
     """Evaluations in a row without a better value of checkpoint.best after which the run ends; null: never."""
-    loader_workers: int = key(1, at_least(0), resume=FREE, affects="time")
+    loader_workers: int = key(1, at_least(0), affects="time")
     """Processes per rank that read and collate ahead of the step; 0: in the step's own process."""
     data_shards: int | None = key(None, at_least(1), resume=_ORDER, affects="learning")
     """Shards of a stream that are read in turn: sample k of an epoch is the next one of shard k mod data_shards. Ranks
     whose number divides it read their own shards only. It must divide each window. 1: the stream's own order. Default:
     as many as a Hugging Face stream has, up to 64, if its operations allow it; 1 for other streams."""
-    hang_timeout: float | None = key(1800.0, above(0), resume=FREE, affects="")
+    hang_timeout: float | None = key(1800.0, above(0), affects="")
     """Seconds without progress after which a rank counts as hanging and the workers are ended, and restarted as after
     any failure. Must exceed the start, any micro-batch, any batch of an evaluation and any checkpoint. null: never."""
-    straggler_share: float | None = key(0.1, between(0, 1), resume=FREE, affects="")
+    straggler_share: float | None = key(0.1, between(0, 1), affects="")
     """Report the slowest rank once it lengthens a step by this share of it; null: never."""
 
 
@@ -373,18 +370,18 @@ class TrainConfig:
 class CheckpointConfig:
     """Checkpoints. The last step is always saved, unless enabled is false."""
 
-    enabled: bool = key(True, resume=FREE, affects="record", nullable=False)
+    enabled: bool = key(True, affects="record", nullable=False)
     """Save checkpoints."""
-    every: int | None = key(None, at_least(1), resume=FREE, affects="record")
+    every: int | None = key(None, at_least(1), affects="record")
     """Optimizer steps between two checkpoints."""
-    every_minutes: float | None = key(None, above(0), resume=FREE, affects="record")
+    every_minutes: float | None = key(None, above(0), affects="record")
     """Minutes between two checkpoints. Default, without every: 5; slurm: 10."""
-    keep: int | None = key(None, at_least(1), resume=FREE, affects="record")
+    keep: int | None = key(None, at_least(1), affects="record")
     """Number of newest checkpoints to keep. Default: all; if every and every_minutes are not set: 3."""
-    best: str | None = key(None, resume=FREE, affects="record")
+    best: str | None = key(None, affects="record")
     """Metric of the evaluation, such as eval/accuracy: the checkpoint of the best one so far is saved, if none is
     otherwise due, and kept beside the newest. Default: none."""
-    best_mode: BestMode | None = key(None, only="checkpoint.best", resume=FREE, affects="record")
+    best_mode: BestMode | None = key(None, only="checkpoint.best", affects="record")
     """Better value of that metric: min or max. Default: min for names with loss or perplexity; others need a value."""
     init_from: str | None = key(
         None, resume=never("the run has started with other parameters; " + NEW_RUN), affects="learning"
@@ -392,9 +389,9 @@ class CheckpointConfig:
     """Initial parameters and buffers of a new run: those of another run's newest checkpoint (its name, its directory or
     a prefix of its name), of a checkpoint (.../checkpoints/step_000100), of a safetensors file, or of a directory with
     model.safetensors or its index. Default: those that model() returns."""
-    async_save: bool = key(True, resume=FREE, affects="record")
+    async_save: bool = key(True, affects="record")
     """Copy the state to host memory and write it while training continues; the last checkpoint is written at once."""
-    on_error: OnError = key(OnError.stop, resume=FREE, affects="")
+    on_error: OnError = key(OnError.stop, affects="")
     """If a checkpoint cannot be written. stop: the run ends as failed; continue: training continues, and the next due
     checkpoint is tried."""
 
@@ -407,7 +404,7 @@ class RunConfig:
     """Name of its directory. Default: the task's name, the time and four random characters."""
     dir: str = key("runs", resume=_IDENTITY, affects="")
     """Parent of the run directories."""
-    calibrate_s: float | None = key(None, at_least(0), resume=FREE, affects="record")
+    calibrate_s: float | None = key(None, at_least(0), affects="record")
     """Maximum seconds of the calibration before training, which measures the first window's micro-batches with
     sync=every, with the job's own policy and without communication: the speed-up and the exposed communication.
     0: never. Default: 15, and no more than a tenth of the predicted run time; but three rounds are measured where that
@@ -467,7 +464,7 @@ class OuterConfig:
 class WandbConfig:
     """Weights & Biases, a mirror of metrics.jsonl."""
 
-    mode: WandbMode = key(WandbMode.offline, resume=FREE, affects="", nullable=False)
+    mode: WandbMode = key(WandbMode.offline, affects="", nullable=False)
     """offline: write files for `wandb sync`; online: upload live; disabled: off."""
     project: str = key("launcher", resume=_MIRROR, affects="")
     """W&B project."""
@@ -475,11 +472,11 @@ class WandbConfig:
     """W&B user or team. Default: that of the API key."""
     group: str | None = key(None, resume=_MIRROR, affects="")
     """W&B group. Default: the sweep's name, else WANDB_RUN_GROUP."""
-    tags: list[str] = key([], resume=FREE, affects="")
+    tags: list[str] = key([], affects="")
     """W&B tags. Default: WANDB_TAGS."""
-    notes: str | None = key(None, resume=FREE, affects="")
+    notes: str | None = key(None, affects="")
     """W&B notes, such as the purpose of the run. Default: WANDB_NOTES."""
-    job_type: str | None = key(None, resume=FREE, affects="")
+    job_type: str | None = key(None, affects="")
     """W&B job type, such as train, to filter runs by. Default: WANDB_JOB_TYPE."""
 
 
@@ -487,7 +484,7 @@ class WandbConfig:
 class TensorboardConfig:
     """TensorBoard (trackers=[tensorboard]): event files."""
 
-    dir: str | None = key(None, resume=FREE, affects="")
+    dir: str | None = key(None, affects="")
     """Parent directory of the run's event files, DIR/NAME-ID. Default: tensorboard/ in the run's directory."""
 
 
@@ -495,11 +492,11 @@ class TensorboardConfig:
 class MlflowConfig:
     """MLflow (trackers=[mlflow])."""
 
-    tracking_uri: str | None = key(None, resume=FREE, affects="")
+    tracking_uri: str | None = key(None, affects="")
     """Server (http://HOST:PORT), directory, or database (sqlite:////PATH, postgresql://HOST/NAME). Without passwords:
     MLFLOW_TRACKING_USERNAME, MLFLOW_TRACKING_PASSWORD and MLFLOW_TRACKING_TOKEN are read from the environment.
     Default: MLFLOW_TRACKING_URI, else mlruns/ beside the run's directory."""
-    experiment: str = key("launcher", resume=FREE, affects="")
+    experiment: str = key("launcher", affects="")
     """MLflow experiment."""
 
 
@@ -527,14 +524,14 @@ class Config:
     )
     """List of callbacks, called in this order: ``[{_target_: launcher.callbacks.Ema, decay: 0.999}]``. ``_target_``:
     the callback's class by its dotted path; every other key is an argument of that class."""
-    notify: list[str] = key([], resume=FREE, affects="", form=": [bell, https://example.org/hook, env:NAME]")
+    notify: list[str] = key([], affects="", form=": [bell, https://example.org/hook, env:NAME]")
     """Where a message is sent when the run is done, stopped, failed, killed or requeued: ``bell`` (of the terminal in
     which `launch` waits for the run, or `launch top` shows it), an ``https://`` address (a POST, as Slack and
     Mattermost take it; it is stored with the run), ``env:NAME`` (an address in that environment variable, which is not
     stored: a web address, or with launcher[notify] one of apprise, such as ``mailtos://USER:PASSWORD@HOST``). The
     callback Webhook has more options."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    trackers: list[Tracker] = key([Tracker.wandb], resume=FREE, affects="")
+    trackers: list[Tracker] = key([Tracker.wandb], affects="")
     """List of the trackers that mirror metrics.jsonl: wandb, tensorboard, mlflow."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
     tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)

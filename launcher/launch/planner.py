@@ -35,10 +35,9 @@ from launcher.plan.gpus import find_gpu
 from launcher.plan.host import Partition, Site, allowed_env
 from launcher.plan.initial_weights import InitialWeights, find_weights
 from launcher.plan.launch_plan import RunInfo, node_range
-from launcher.plan.ranking import require_equal_work
 from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import solve
-from launcher.plan.strategy_choice import choose_strategy, with_each_strategy
+from launcher.plan.strategy_choice import choose_strategy, require_equal_work, with_each_strategy
 from launcher.plan.sync_policy import SHARDED
 from launcher.plan.task_inspection import (
     InspectionRequest,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,8 @@ from launcher.config.schema import (
     Parameters,
     PrecisionConfig,
     PrecisionKind,
+    ScheduleConfig,
+    ScheduleKind,
     ShortWindow,
     StrategyConfig,
     Sync,
@@ -31,14 +34,72 @@ from launcher.config.schema import (
     facts_by_key,
 )
 from launcher.plan.batch import Batch
-from launcher.plan.forecast import Forecast
 from launcher.plan.initial_weights import InitialWeights
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.outer import OuterPlan
-from launcher.plan.schedule_plan import SchedulePlan
 from launcher.plan.windows import StreamInfo
 from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulePlan(ScheduleConfig):
+    """Learning rate schedule.
+
+    Attributes:
+        steps: length of the schedule if it differs from the run's: a drill runs the first windows of a longer job.
+    """
+
+    min_ratio: float = 0.0
+    steps: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the kind, or the class of a custom schedule."""
+        return self.target or self.kind.value
+
+    def factor(self, step: int, steps: int | None) -> float:
+        """Return the multiple of the learning rate that optimizer step ``step`` (from 0) of ``steps`` applies.
+
+        It reaches ``min_ratio`` only after the last step, as with torch's CosineAnnealingLR(T_max=steps).
+        """
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.kind is ScheduleKind.constant or steps is None:
+            return 1.0
+        progress = min(1.0, (step - self.warmup_steps) / max(1, steps - self.warmup_steps))
+        fall = (1 + math.cos(math.pi * progress)) / 2 if self.kind is ScheduleKind.cosine else 1 - progress
+        return self.min_ratio + (1 - self.min_ratio) * fall
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """Predicted cost of one sync policy for one rank in a full window.
+
+    Attributes:
+        peak_bytes: peak memory of parameters, gradients, optimizer and activations; None if not predicted.
+    """
+
+    sync: Sync
+    payload_bytes: int
+    wire_bytes: int
+    peak_bytes: int | None
+
+
+def predicted_metrics(forecast: Forecast | None, ranks: int) -> dict[str, float]:
+    """Return the metrics ``predicted/*`` of a full window, as far as they are known.
+
+    Args:
+        forecast: of the plan's sync policy; None if there is none.
+        ranks: world size of the job.
+    """
+    metrics = dict[str, float]()
+    if forecast is not None and ranks > 1:
+        metrics["predicted/wire_bytes"] = forecast.wire_bytes
+    if forecast is not None and forecast.peak_bytes is not None:
+        metrics["predicted/peak_bytes"] = forecast.peak_bytes
+    return metrics
+
 
 Part = TypeVar("Part")
 

@@ -32,10 +32,9 @@ from launcher.plan.forecast_cache import ContentCache
 from launcher.plan.gpus import OVERHEAD_BYTES, find_gpu
 from launcher.plan.host import free_host_bytes, visible_gpus
 from launcher.plan.initial_weights import InitialWeights
-from launcher.plan.memory_limit import excess_notes, least_note
 from launcher.plan.optimizer_plan import TARGET, parameter_groups
 from launcher.plan.run_plan import Forecast, PrecisionPlan, RunPlan, TaskPlan, extended, part
-from launcher.plan.strategy import with_memory
+from launcher.plan.strategy import excess_notes, least_note, with_memory
 from launcher.plan.sync_policy import SHARDED
 from launcher.rundir.files import value_from_json
 from launcher.task import load_task

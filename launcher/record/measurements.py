@@ -79,7 +79,6 @@ class RunData:
         resumed_after: step after which the run was resumed with settings that change a step's time or traffic; 0:
             never. Figures of steps cover the steps after it.
         damaged_lines: lines of the record that could not be parsed.
-        without_clock: whether records lack a clock, so that wall time is the sum of their steps.
     """
 
     figures: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(FIGURES))
@@ -91,7 +90,6 @@ class RunData:
     problem: str = ""
     resumed_after: int = 0
     damaged_lines: int = 0
-    without_clock: bool = False
 
     @property
     def curves(self) -> dict[str, Columns]:
@@ -266,17 +264,12 @@ class _Record:
         self.calibration: dict[str, Any] = {}
         self.prediction: dict[str, Any] = {}
         self.damaged_lines = self.resumed_after = 0
-        self.without_clock = False
         self.global_size = 0.0
         self.outer = (0.0, 0.0)
 
     def add(self, record: dict[str, Any]) -> None:
         """Add a line. Its fields are looked up before anything changes, so that an invalid line adds nothing."""
-        step, elapsed, without_clock = record["step"], record.get("time/total_s"), False
-        if elapsed is None:  # older version: assume that the steps since the previous record took as long as this one
-            previous = self.points[-1] if self.points else Point(0, 0, 0, None)
-            elapsed = previous.seconds + record["time/step_s"] * (step - previous.step)
-            without_clock = True
+        step, elapsed = record["step"], record["time/total_s"]
         loss, held_out = record.get("train/loss"), record.get("eval/loss")
         samples = float(record["progress/samples"])
         point = Point(float(step), samples, float(elapsed), None if loss is None else float(loss))
@@ -307,7 +300,6 @@ class _Record:
             self.prediction = {}
         self.last = record
         self.seen |= record
-        self.without_clock |= without_clock
 
 
 def _measured(metrics: Path, planned: RunData) -> RunData:
@@ -346,7 +338,6 @@ def _measured(metrics: Path, planned: RunData) -> RunData:
         | {name: record.seen[name] for name in ("best/step", "best/value") if name in record.seen},
         resumed_after=record.resumed_after,
         damaged_lines=record.damaged_lines,
-        without_clock=record.without_clock,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from launcher.plan.ranking import Candidate, Ranking
+from launcher.plan.strategy_choice import Candidate, Ranking
 from launcher.quantities import bytes_text, duration_text, first_names, seconds_text
 from launcher.report.recorded_step import RecordedSteps
 

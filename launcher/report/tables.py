@@ -31,11 +31,11 @@ from launcher.errors import NoGoodCheckpoint, Superseded, UserError, WrongCheckp
 from launcher.plan.callback_plan import name_of
 from launcher.plan.data_shards import data_shards_text
 from launcher.plan.host import without_credentials, without_path
-from launcher.plan.memory_limit import least_note
 from launcher.plan.optimizer_plan import MATCH, TARGET
 from launcher.plan.outer import outer_text
 from launcher.plan.resumable import shown
 from launcher.plan.run_plan import Forecast, OptimizerPlan, PrecisionPlan, RunPlan, StrategyPlan
+from launcher.plan.strategy import least_note
 from launcher.plan.tracker_plan import TRACKER_KINDS, mlflow_uri, recorded_trackers
 from launcher.process import CRASH_MARK
 from launcher.quantities import bytes_text, count, printable

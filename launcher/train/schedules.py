@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from launcher.config.schema import ScheduleKind
 from launcher.errors import ConfigError, TaskError, WrongCheckpoint
-from launcher.plan.schedule_plan import SchedulePlan
+from launcher.plan.run_plan import SchedulePlan
 from launcher.targets import find_target, require_arguments
 from launcher.train.optimizers import members_of
 

@@ -16,8 +16,7 @@ from launcher.config.schema import OnOom
 from launcher.errors import LauncherError, RecordFailed, TaskError
 from launcher.heartbeat import HEARTBEAT, Phase, Wait
 from launcher.loss import Loss, as_losses
-from launcher.plan.forecast import predicted_metrics
-from launcher.plan.run_plan import RunPlan
+from launcher.plan.run_plan import RunPlan, predicted_metrics
 from launcher.plan.sync_policy import SHARDED
 from launcher.rundir.fencing import Fence
 from launcher.rundir.files import write_json

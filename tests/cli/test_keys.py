@@ -14,8 +14,7 @@ import yaml
 from launcher.cli import run
 from launcher.cli.keys import launch_keys
 from launcher.config.hydra import CONF, compose_with_yaml
-from launcher.config.json_schema import schema_of
-from launcher.config.key_docs import class_keys, groups
+from launcher.config.key_docs import class_keys, groups, schema_of
 from launcher.config.schema import known_keys
 from launcher.errors import EXIT_USER
 from launcher.targets import find_target

@@ -16,8 +16,10 @@ def test_a_key_says_what_it_affects_and_whether_a_resume_may_change_it() -> None
     for name, facts in facts_by_key().items():
         assert facts.affects <= {*AFFECTED}
         assert all(condition.partition("=")[0] in known for condition in facts.only.split()), name
-    with pytest.raises(TypeError, match="'resume' and 'affects'"):
+    with pytest.raises(TypeError, match="'affects'"):
         key(None)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(AssertionError, match="must be said"):
+        key(None, affects="learning")
 
 
 def test_the_plan_has_a_value_for_each_key_that_affects_it() -> None:

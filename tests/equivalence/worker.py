@@ -21,8 +21,7 @@ from launcher import ArrangedData, Engine, Loss, make_plan
 from launcher.config.hydra import compose
 from launcher.config.schema import Balance, Config, StrategyKind, Sync
 from launcher.errors import LauncherError
-from launcher.plan.run_plan import RunPlan
-from launcher.plan.schedule_plan import SchedulePlan
+from launcher.plan.run_plan import RunPlan, SchedulePlan
 from launcher.train.data.randomness import Permutation
 from tests.equivalence import grid
 from tests.equivalence.grid import GLOBAL_SIZE, SELECTIONS, SHORT, Cell, Outcome, Problem

@@ -13,7 +13,7 @@ import pytest
 
 from launcher.errors import UserError
 from launcher.launch import channel, multihost
-from launcher.launch.job_facts import differences, job_facts
+from launcher.launch.multihost import differences, job_facts
 from launcher.launch.network import Route
 from launcher.launch.peers import FirstHost, OtherHost
 from launcher.plan.run_plan import RunPlan

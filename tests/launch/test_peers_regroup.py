@@ -11,7 +11,7 @@ import pytest
 
 from launcher.launch import local, multihost
 from launcher.launch.channel import Channel
-from launcher.launch.job_facts import differences, job_facts
+from launcher.launch.multihost import differences, job_facts
 from launcher.launch.peers import FirstHost, OtherHost, Regrouping
 from launcher.plan.launch_plan import HostPosition
 from launcher.plan.run_plan import RunPlan

@@ -20,8 +20,7 @@ from launcher.config.schema import BatchConfig, ClusterConfig, Config, Device, S
 from launcher.errors import ConfigError, UserError
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import RunInfo
-from launcher.plan.run_plan import RunPlan
-from launcher.plan.schedule_plan import SchedulePlan
+from launcher.plan.run_plan import RunPlan, SchedulePlan
 from launcher.plan.solve import solve
 from launcher.train.optimizers import build_optimizer
 from tests.helpers import make_plan

@@ -6,10 +6,9 @@ import pytest
 
 from launcher.config.hydra import compose
 from launcher.config.schema import StrategyKind, Sync
-from launcher.plan.forecast import Forecast
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import RunInfo
-from launcher.plan.run_plan import StrategyPlan, TaskPlan
+from launcher.plan.run_plan import Forecast, StrategyPlan, TaskPlan
 from launcher.plan.solve import solve
 from launcher.plan.sync_policy import POLICIES
 from tests.helpers import make_plan

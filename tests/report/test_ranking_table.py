@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from launcher.plan.ranking import Ranking, rank
+from launcher.plan.strategy_choice import Ranking, rank
 from launcher.report.ranking_table import ranking_json, ranking_tables
 from launcher.report.recorded_step import RecordedSteps
 from tests.plan.test_ranking import WORKERS, candidate

@@ -11,8 +11,7 @@ from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR
 
 from launcher.config.hydra import compose
 from launcher.errors import TaskError, UserError, WrongCheckpoint
-from launcher.plan.run_plan import extended
-from launcher.plan.schedule_plan import SchedulePlan
+from launcher.plan.run_plan import SchedulePlan, extended
 from launcher.train.optimizers import as_one, members_of
 from launcher.train.schedules import (
     build_schedule,

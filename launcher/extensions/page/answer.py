@@ -14,7 +14,7 @@ from typing import Any
 
 from launcher.extensions.page import compare
 from launcher.extensions.page.compare import Row, TaskGroup
-from launcher.quantities import NO_INTERVAL, Interval, bytes_text, count, first_names, interval, number_text
+from launcher.quantities import Interval, bytes_text, count, first_names, interval, number_text
 
 # runs of the same settings from which an interval can be computed
 _FEWEST_REPEATS = 3
@@ -287,8 +287,6 @@ def _policy(group: TaskGroup, rows: Sequence[Row]) -> Finding | None:
     elif best.speedup is not None:
         ends = f"between {best.speedup.low:.2f} and {best.speedup.high:.2f}"
         gain = f"speed not distinguishable ({ends} times as fast)"
-    elif best["comm/speedup"] is not None:
-        gain = f"the speed-up was {NO_INTERVAL}"
     else:
         gain = "the effect on speed was not measured"
     bytes_saved = f"{best['comm/saved_fraction']:.1%} fewer bytes on the wire"

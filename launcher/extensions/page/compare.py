@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from launcher.quantities import NO_INTERVAL, Interval, first_names
+from launcher.quantities import Interval, first_names
 from launcher.record.curves import SMOOTHED_OVER
 from launcher.record.measurements import COMMIT, RunData
 from launcher.runs.status import RunState
@@ -395,14 +395,6 @@ def _notes(rows: Sequence[Row], groups: Sequence[TaskGroup]) -> list[str]:
         (
             "the calibration measured more exposed communication than a step takes, so compute is unknown",
             [row for row in timed if row["comm/exposed_s"] is not None and row["time/compute_s"] is None],
-        ),
-        (
-            f"the speed-up was {NO_INTERVAL} and is left out",
-            [row for row in counted_rows if row["comm/speedup"] is not None and row.speedup is None],
-        ),
-        (
-            "the records lack time/total_s (older version), so wall time is the sum of time/step_s",
-            [row for row in counted_rows if row.data.without_clock],
         ),
         (
             "damaged lines of metrics.jsonl were skipped",

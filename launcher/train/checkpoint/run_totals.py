@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from launcher.plan.forecast import predicted_metrics
 from launcher.plan.host import device_model
+from launcher.plan.run_plan import predicted_metrics
 from launcher.plan.sync_policy import Collective
 from launcher.plan.windows import WARM_UP_WINDOWS
 from launcher.train.checkpoint.best_evaluation import BestEvaluation

@@ -28,8 +28,7 @@ from launcher.errors import DataError, TaskError, UserError
 from launcher.loss import has_window_loss
 from launcher.plan.callback_plan import require_callbacks
 from launcher.plan.optimizer_plan import assign, require_members, solve_optimizer
-from launcher.plan.run_plan import OptimizerPlan, extended
-from launcher.plan.schedule_plan import SchedulePlan
+from launcher.plan.run_plan import OptimizerPlan, SchedulePlan, extended
 from launcher.plan.task_inspection import InspectionRequest, too_long
 from launcher.process import die_with_parent, exit_at_once
 from launcher.rundir.files import value_from_json

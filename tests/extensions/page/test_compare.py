@@ -16,7 +16,6 @@ import pytest
 from launcher.cli import run as launch
 from launcher.errors import UserError
 from launcher.extensions.page.report_command import launch_report
-from launcher.quantities import NO_INTERVAL
 from launcher.rundir.paths import RunPaths
 from tests.infra.made_runs import cell, make_run, make_sweep, read_records, write_records
 
@@ -178,26 +177,6 @@ def test_other_versions(tmp_path: Path) -> None:
     assert runs["torn"]["problem"].startswith("unreadable: JSONDecodeError")
     assert runs["lean"]["problem"].startswith("unreadable: KeyError")
     assert runs["old"]["time/step_s"] == runs["new"]["time/step_s"]
-
-
-def test_records_without_a_clock(tmp_path: Path) -> None:
-    paths = make_run(tmp_path, "old", steps=20)
-    lines = [line for line in read_records(paths) if line["step"] % 5 == 0]
-    write_records(paths, [{key: value for key, value in line.items() if key != "time/total_s"} for line in lines])
-    given = as_json(paths.root)
-    assert given["runs"][0]["time/total_s"] == pytest.approx(5 * sum(line["time/step_s"] for line in lines))
-    assert "wall time is the sum of time/step_s" in " ".join(given["notes"])
-
-
-def test_a_speedup_without_an_interval_was_not_measured_under_equal_conditions(tmp_path: Path) -> None:
-    for accumulation in (2, 4):
-        words = ("cluster.workers_per_node=2", f"batch.accumulation={accumulation}")
-        paths = make_run(tmp_path, f"old{accumulation}", *words)
-        write_records(paths, [{k: v for k, v in each.items() if "speedup_" not in k} for each in read_records(paths)])
-    given = as_json(tmp_path)
-    shown = {run["run"]: run for run in given["runs"]}["old4"]
-    assert (shown["comm/speedup"], shown["comm/speedup_low"]) == (4 / 3, None)
-    assert any(note.startswith(f"old2, old4: the speed-up was {NO_INTERVAL}") for note in given["notes"])
 
 
 def test_a_loss_that_is_asked_for(grid: Path) -> None:

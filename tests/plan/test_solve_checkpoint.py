@@ -10,8 +10,8 @@ import pytest
 from launcher.config.hydra import compose
 from launcher.config.schema import BestMode
 from launcher.errors import ConfigError
-from launcher.plan.checkpoint_plan import solve_best_mode
 from launcher.plan.run_plan import RunPlan, TaskPlan
+from launcher.plan.solve import solve_best_mode
 from tests.helpers import make_plan
 
 TASK = TaskPlan.unknown(100)

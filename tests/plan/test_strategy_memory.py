@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from launcher.plan.memory_limit import least_note
+from launcher.plan.strategy import least_note
 from tests.helpers import make_plan
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from launcher.errors import ConfigError
-from launcher.plan.ranking import Candidate, rank, require_equal_work
+from launcher.plan.strategy_choice import Candidate, rank, require_equal_work
 from tests.helpers import make_plan
 
 WORKERS = "cluster.workers_per_node"
