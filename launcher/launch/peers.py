@@ -8,7 +8,7 @@ would make `launch` import torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -49,32 +49,6 @@ class Regrouping:
     nodes: int
     store: str
     lost: str
-
-
-def first_failure(
-    addresses: Mapping[int, str],
-    results: Mapping[int, Result],
-    gone: Mapping[int, float],
-    channels: Mapping[int, Channel],
-) -> Summary | None:
-    """Return the failure of the host that failed first, or None.
-
-    A host may be gone for a while before that is noticed; it then counts as earlier than hosts that lost it as a peer.
-
-    Args:
-        addresses: by node, as all arguments here.
-        results: results of the hosts whose agents have ended.
-        gone: time at which a host was found to be gone, on node 0's monotonic clock (seconds).
-        channels: connections to the other hosts.
-    """
-    failures: list[tuple[float, Summary]] = []
-    for node, result in results.items():
-        if (reported := result.summary.get("failure")) is not None:
-            failures.append((result.when, reported | {"node": node, "host": addresses[node]}))
-    for node, when in gone.items():
-        unnoticed = LOST_AFTER_S if channels[node].silent else _RESET_MARGIN_S
-        failures.append((when - unnoticed, lost_host(node, channels[node])))
-    return min(failures, key=lambda entry: entry[0])[1] if failures else None
 
 
 def seconds_since_failure(summary: Summary) -> float:
@@ -290,7 +264,19 @@ class FirstHost(Peers):
         return EXIT_FAILED, own | {"verdict": "failed", "failure": first}
 
     def _first_failure(self) -> Summary | None:
-        return first_failure(self._addresses, self._results, self._gone, self._channels)
+        """Return the failure of the host that failed first, or None.
+
+        A host may be gone for a while before that is noticed; it then counts as earlier than hosts that lost it as a
+        peer.
+        """
+        failures: list[tuple[float, Summary]] = []
+        for node, result in self._results.items():
+            if (reported := result.summary.get("failure")) is not None:
+                failures.append((result.when, reported | {"node": node, "host": self._addresses[node]}))
+        for node, when in self._gone.items():
+            unnoticed = LOST_AFTER_S if self._channels[node].silent else _RESET_MARGIN_S
+            failures.append((when - unnoticed, lost_host(node, self._channels[node])))
+        return min(failures, key=lambda entry: entry[0])[1] if failures else None
 
     def _left(self) -> list[int]:
         """Return the hosts that can still be reached; one may have gone after its workers had ended."""

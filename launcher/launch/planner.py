@@ -211,7 +211,7 @@ def _before_inspection(config: Config, once: Once, *, starts: bool) -> _Ready:
     require_trackers(config, os.environ)
     require_float8(config, cluster)
     if cluster.gpu is None and config.precision.kind is PrecisionKind.auto and cluster.kind is ClusterKind.local:
-        site = dataclasses.replace(site, bf16=once(_format_support, PrecisionKind.bf16, cluster.device)[0])
+        site = dataclasses.replace(site, bf16=once(_computes, PrecisionKind.bf16, cluster.device))
     initial = once(initial_weights, config, site.cwd)
     request = InspectionRequest.of(config, site.cwd, initial)
     return _Ready(config, site, run, initial, request, unknown.batch.global_size, notes)
@@ -290,26 +290,20 @@ def emulation_notes(plan: RunPlan, once: Once | None = None) -> list[str]:
         ]
     if plan.cluster.kind is not ClusterKind.local or gpu is not None or kind not in host.NARROW:
         return []
-    is_native, factor = (once or Once())(_format_support, kind, plan.cluster.device, measure=True)
-    return [] if is_native or factor is None else [host.emulation_warning(kind, "this machine", factor)]
+    native = (once or Once())(_computes, kind, plan.cluster.device)
+    return [host.emulation_warning(kind, "this machine")] if native is False else []
 
 
-def _format_support(kind: PrecisionKind, device: Device, *, measure: bool = False) -> tuple[bool | None, float | None]:
-    """Return (native, slowdown) of ``kind`` on this machine; None for an unknown value.
-
-    Args:
-        measure: also measure the slowdown of an emulated format: time of a matrix product relative to fp32.
-
-    torch is only imported, in another process, if the answer is in doubt or a measurement is needed.
-    """
-    quick = host.computes(kind, device, os.environ)
-    if quick is not None and (quick or not measure):
-        return quick, None
-    request = {"kind": kind.value, "device": device.value, "measure": measure}
+def _computes(kind: PrecisionKind, device: Device) -> bool | None:
+    """Return whether this machine computes in ``kind`` natively; None if unknown. If only torch can tell, another
+    process imports it."""
+    if (quick := host.computes(kind, device, os.environ)) is not None:
+        return quick
+    request = {"kind": kind.value, "device": device.value}
     variables = allowed_env(os.environ, ("ONEDNN_*", "DNNL_*", "CUDA_*"))
     key = {**request, "variables": variables, "host": os.uname().nodename, "flags": sorted(host.cpu_flags())}
     answer = remembered_probe("launcher.train.precision", json.dumps(request), key) or {}
-    return answer.get("native", quick), answer.get("slowdown")
+    return answer.get("native")
 
 
 def with_predictions(plan: RunPlan, config: Config, *, starts: bool = True, weighs: bool = False) -> RunPlan:

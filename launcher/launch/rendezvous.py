@@ -135,18 +135,14 @@ def _handler(
                 self._wait_for_store()
                 self._store = self._open_store()
             self._round += 1
-            if (listening := self._listen()) is not None:
-                self._workers_store = _serve(listening)
+            if not place.node:
+                self._workers_store = _serve(socket.create_server((place.address, 0), backlog=BACKLOG))
             self._store.set("round", str(self._round))  # never decreases: no host is a round ahead of the last one
             self._wait_for_all()
             store = PrefixStore(f"round{self._round}", self._store)
             port = self._workers_store.port if self._workers_store is not None else None
             master = RendezvousStoreInfo.build(place.node, store, place.address, port)
             return RendezvousInfo(store, place.node, plan.cluster.nodes, master)
-
-        def _listen(self) -> socket.socket | None:
-            """Return the socket of the workers' store; None on hosts other than node 0."""
-            return None if place.node else socket.create_server((place.address, 0), backlog=BACKLOG)
 
         def _open_store(self) -> Any:
             timeout = timedelta(seconds=_JOIN_WITHIN_S)

@@ -410,13 +410,9 @@ def emulation_reason(kind: PrecisionKind, device: str) -> str:
     return f"auto: {device} computes bf16 natively" if kind is PrecisionKind.bf16 else f"auto: {device} emulates bf16"
 
 
-def emulation_warning(kind: PrecisionKind, device: str, factor: float) -> str:
-    """Return the warning that ``device`` emulates ``kind``.
-
-    Args:
-        factor: time of a matrix product in ``kind``, as a multiple of that in fp32.
-    """
+def emulation_warning(kind: PrecisionKind, device: str) -> str:
+    """Return the warning that ``device`` emulates ``kind``."""
     return (
-        f"precision={kind.value}: {device} emulates it: a matrix product takes {factor:.1f} times as long as in fp32. "
-        "precision=auto takes what is computed natively."
+        f"precision={kind.value}: {device} emulates it, which is slower than fp32. precision=auto takes what is "
+        "computed natively."
     )

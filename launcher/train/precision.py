@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import platform
 import sys
-import time
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -166,9 +165,6 @@ def _require(kind: PrecisionKind, dtype: torch.dtype, device: torch.device) -> N
         ) from None  # fmt: skip
 
 
-_MATRIX_SIZE = {"cpu": 384, "cuda": 2048}  # rows of the square matrices that are multiplied
-_MEASURE_S = 0.4  # seconds of measuring for each of the two dtypes
-
 _warned: set[PrecisionKind] = set()
 
 
@@ -187,29 +183,11 @@ def is_native(kind: PrecisionKind, device: torch.device) -> bool:
     return bool(supports()) and has_units
 
 
-def slowdown(kind: PrecisionKind, device: torch.device) -> float:
-    """Return the duration of a matrix product in ``kind`` divided by that in fp32, each the best of several."""
-    return _seconds(DTYPES[kind], device) / _seconds(torch.float32, device)
-
-
-def _seconds(dtype: torch.dtype, device: torch.device) -> float:
-    size = _MATRIX_SIZE[device.type]
-    matrix = torch.ones(size, size, dtype=dtype, device=device)
-    best, end = float("inf"), time.perf_counter() + _MEASURE_S
-    while best == float("inf") or time.perf_counter() < end:
-        started = time.perf_counter()
-        torch.mm(matrix, matrix)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - started)
-    return best
-
-
 def resolve_precision(plan: RunPlan, world: World, device: torch.device, record: Path | None = None) -> RunPlan:
     """Return ``plan`` with a precision other than auto, the same on all ranks. All ranks call it.
 
     auto becomes bf16 if every rank's device computes it natively, otherwise fp32. A precision that some device emulates
-    is kept if the user or an earlier attempt of the run chose it, with a warning that states the measured cost.
+    is kept if the user or an earlier attempt of the run chose it, with a warning.
 
     Args:
         record: file that stores the decision for later attempts of the run. ``RunPlan.load`` reads it.
@@ -248,11 +226,9 @@ def _warn_of_emulation(kind: PrecisionKind, world: World, device: torch.device) 
     natives = world.of_all(is_native(kind, device))
     if all(natives):
         return
-    first = natives.index(False)
-    factor = world.of_all(slowdown(kind, device) if world.rank == first else 0.0)[first]
     if world.rank == 0:
-        device_name = f"this device{'' if not any(natives) else f' of rank {first}'} ({device.type})"
-        print(f"Warning: {host.emulation_warning(kind, device_name, factor)}", flush=True)
+        device_name = f"this device{f' of rank {natives.index(False)}' if any(natives) else ''} ({device.type})"
+        print(f"Warning: {host.emulation_warning(kind, device_name)}", flush=True)
 
 
 def main() -> None:
@@ -261,8 +237,6 @@ def main() -> None:
     kind = PrecisionKind(request["kind"])
     device = torch.device(Device(request["device"]).value)
     answer: dict[str, Any] = {"native": is_native(kind, device), "depends_on": {"paths": [], "variables": []}}
-    if request["measure"] and not answer["native"]:
-        answer["slowdown"] = slowdown(kind, device)
     Path(sys.argv[1]).write_text(json.dumps(answer), encoding="utf-8")
 
 

@@ -13,7 +13,7 @@ import torch
 
 from launcher.config.schema import PrecisionKind
 from launcher.errors import ConfigError
-from launcher.train.precision import is_native, resolve_precision, slowdown
+from launcher.train.precision import is_native, resolve_precision
 from launcher.train.world import World
 from tests.conftest import Launch
 from tests.helpers import make_plan, torchrun
@@ -42,15 +42,14 @@ def test_ranks_agree_and_later_starts_keep_it(tmp_path: Path) -> None:
     cases = dict(case.split("\n", 1) for case in printed.split("case ")[1:])
     warned = {name for name, text in cases.items() if "Warning: precision=" in text}
     assert warned == {"joined", "explicit"}
-    assert "precision=bf16: this device (cpu) emulates it: a matrix product takes" in cases["joined"]
-    assert re.search(r"precision=fp16: this device of rank 1 \(cpu\) emulates it: .* [\d.]+ times", cases["explicit"])
+    assert "precision=bf16: this device (cpu) emulates it" in cases["joined"]
+    assert "precision=fp16: this device of rank 1 (cpu) emulates it" in cases["explicit"]
 
 
 def test_formats_of_this_cpu() -> None:
     assert is_native(PrecisionKind.fp32, CPU)
     onednn = torch.ops.mkldnn
     assert is_native(PrecisionKind.bf16, CPU) <= onednn._is_mkldnn_bf16_supported()
-    assert slowdown(PrecisionKind.bf16, CPU) > 0
 
 
 def test_workers_without_float8_units_refuse_it() -> None:
@@ -65,7 +64,7 @@ def test_workers_without_float8_units_refuse_it() -> None:
 @pytest.mark.slow
 def test_a_run_keeps_its_precision_on_another_machine(launch: Launch, tmp_path: Path) -> None:
     """Begun on a CPU without bf16, which the default becomes fp32 for; resumed on this one. And the other way round, as
-    far as an explicit format goes: it is kept, with the measured slow-down."""
+    far as an explicit format goes: it is kept, with a warning."""
     run = tmp_path / "runs" / "kept"
     shutil.copytree(PROJECT / "speech", tmp_path / "speech")
     common = [*OWN, "precision=auto"]
@@ -81,8 +80,6 @@ def test_a_run_keeps_its_precision_on_another_machine(launch: Launch, tmp_path: 
 
     narrow = launch("resume", "kept", "train.steps=5", "precision=bf16", env=OLD_CPU)
     assert narrow.returncode == 0, narrow.stderr
-    assert re.search(
-        r"note +precision=bf16: this machine emulates it: .* [\d.]+ times as long as in fp32", narrow.stdout
-    )
+    assert re.search(r"note +precision=bf16: this machine emulates it", narrow.stdout)
     assert "Warning: precision=bf16: this device (cpu) emulates it" in narrow.stdout
     assert summary(run)["precision"] == "bf16"

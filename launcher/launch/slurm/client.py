@@ -53,15 +53,18 @@ class SlurmJob:
     preempted: bool
 
 
+def _missing() -> list[str]:
+    return [command for command in ("sbatch", "squeue", "scontrol", "sinfo", "srun") if not shutil.which(command)]
+
+
 def available() -> bool:
-    """Return True if Slurm's commands are on this machine."""
-    return all(shutil.which(command) for command in ("sbatch", "squeue", "scontrol", "sinfo"))
+    """Return True if Slurm's commands are on this machine, srun perhaps excepted."""
+    return _missing() in ([], ["srun"])
 
 
 def require() -> None:
     """Check that Slurm's commands are on this machine. Raises SiteError."""
-    missing = [command for command in ("sbatch", "srun", "squeue", "scontrol", "sinfo") if not shutil.which(command)]
-    if missing:
+    if missing := _missing():
         raise SiteError(
             f"cluster=slurm: {missing[0]} is not on this machine's PATH.\n"
             "  Type this on a login node of the cluster, or use cluster=local."

@@ -335,12 +335,12 @@ def refusal(plan: LaunchPlan, output: str) -> UserError:
     options = plan.cluster.slurm.options
     for pattern, key, option, allowed in (
         (r"partition name|invalid partition", "cluster.partition", "partition", _partitions),
-        (r"account|Account", "cluster.account", "account", _accounts),
-        (r"qos|QOS", "cluster.qos", "qos", _qos),
+        (r"account|Account", "cluster.account", "account", lambda: f"Yours are: {_association('account')}."),
+        (r"qos|QOS", "cluster.qos", "qos", lambda: f"Yours are: {_association('qos')}."),
         (r"gres|generic resource|GRES|gpus", "cluster.workers_per_node", "gpus-per-node", _gres),
-        (r"[Ff]eature", "cluster.constraint", "constraint", _features),
+        (r"[Ff]eature", "cluster.constraint", "constraint", lambda: f"There are: {_of_nodes('%f')}."),
         (r"[Dd]ependency", "cluster.dependency", "dependency", None),
-        (r"[Mm]emory", "cluster.mem", "mem", _memory),
+        (r"[Mm]emory", "cluster.mem", "mem", lambda: f"Nodes have (MB): {_of_nodes('%m')}."),
         (r"--time|[Tt]ime limit", "cluster.time", "time", None),
     ):
         # Slurm calls a wrong --gres an "invalid feature" in its last line: only consider options that were set
@@ -370,20 +370,8 @@ def _gres() -> str:
     return f"A node of each partition has: {'; '.join(resources)}."
 
 
-def _features() -> str:
-    return f"There are: {_listed('sinfo', '--all', '--noheader', '--format=%f')}."
-
-
-def _memory() -> str:
-    return f"Nodes have (MB): {_listed('sinfo', '--all', '--noheader', '--format=%m')}."
-
-
-def _accounts() -> str:
-    return f"Yours are: {_association('account')}."
-
-
-def _qos() -> str:
-    return f"Yours are: {_association('qos')}."
+def _of_nodes(field: str) -> str:
+    return _listed("sinfo", "--all", "--noheader", f"--format={field}")
 
 
 def _association(field: str) -> str:
