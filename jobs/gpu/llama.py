@@ -40,9 +40,10 @@ def _require_memory(size: str, settings: tuple[str, ...]) -> None:
     """Raise Skip if parameters, gradients and optimizer state alone do not fit."""
     import torch
 
-    from launcher.tasks.llama_shape import LlamaShape
+    from launcher.tasks.llama import Llama
+    from launcher.train.inspection.task_probe import build_inspected
 
-    count = LlamaShape.resolve(size, None, {}).counts()["parameters"]
+    count = sum(parameter.numel() for parameter in build_inspected(Llama(size=size), "Llama", 0).parameters())
     needed, memory = count * (8 if NARROW[0] in settings else 16), torch.cuda.get_device_properties(0).total_memory
     if needed > 0.95 * memory:
         raise Skip(
@@ -118,12 +119,10 @@ def documents(environment: Environment) -> str:
 
     from launcher.tasks.llama import Llama
 
-    if environment.on_gpu and not _compiles():
-        raise Skip("triton or a C compiler is not installed, which FlexAttention needs")
     torch.manual_seed(0)
     task = Llama(width=256, depth=2, heads=4, kv_heads=2, ffn=512, vocab=512, seq_len=512)
-    task.eos = 3
-    reference = task.model().double()
+    task.eos, task._pack = 3, True
+    reference: Any = task.model().double()
     rows = torch.randint(4, 512, (2, 513))
     for row, ends in enumerate(([0, 99, 100, 300], [511])):
         rows[row, ends] = 3
@@ -132,7 +131,7 @@ def documents(environment: Environment) -> str:
     report = list[str]()
     for dtype, within in ((torch.float32, 1e-3), (torch.bfloat16, 5e-2)):
         for way in ("plain", "recompute", "compile", "compile and recompute"):
-            if "compile" in way and not environment.on_gpu:
+            if "compile" in way and not (environment.on_gpu and _compiles()):
                 continue
             model, loss = _trained_in(way, task, reference, rows, environment.device, dtype)
             pairs = zip(model.parameters(), reference.parameters(), strict=True)
@@ -147,6 +146,7 @@ def documents(environment: Environment) -> str:
 def _loss_of_each_alone(model: Any, rows: Any) -> Any:
     """Return the summed loss of the documents of ``rows``, each in a pass of its own."""
     import torch
+    from torch.nn.functional import cross_entropy
 
     total = torch.zeros((), dtype=torch.float64)
     for row in rows:
@@ -154,7 +154,7 @@ def _loss_of_each_alone(model: Any, rows: Any) -> Any:
         for start, stop in zip([0, *stops], [*stops, 512], strict=True):
             if stop > start:
                 predicted = torch.where(row[start:stop] == 3, -100, row[start + 1 : stop + 1])
-                total = total + model(row[None, start:stop], predicted[None])
+                total = total + cross_entropy(model(row[None, start:stop]).logits[0], predicted, reduction="sum")
     return total
 
 
@@ -176,7 +176,8 @@ def _trained_in(way: str, task: Any, reference: Any, rows: Any, device: Any, dty
         compile_forward(task.compile_units(model))
     if "recompute" in way:
         recompute(task.shard_units(model))
+    batch = {name: each.to(device) for name, each in task.collate([*rows]).items() if name != "items"}
     with torch.autocast(device, dtype, enabled=dtype is torch.bfloat16):
-        loss = task.loss(model, rows.to(device))
+        loss = task.loss(model, batch | {"items": 1})
     loss.total.backward()
     return model, loss.total.item()

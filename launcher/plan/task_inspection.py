@@ -40,7 +40,7 @@ from launcher.rundir.files import value_from_json
 from launcher.task import load_task
 
 # tasks whose description is arithmetic, except where facts() returns None
-_WITH_FACTS = ("launcher.tasks.bytes_gpt.", "launcher.tasks.digits.", "launcher.tasks.llama.")
+_WITH_FACTS = ("launcher.tasks.bytes_gpt.", "launcher.tasks.digits.")
 # note of a plan with train.compile
 COMPILED_NOTE = "The predicted memory is that of the model without train.compile; compiled code usually needs less."
 

@@ -24,12 +24,12 @@ IGNORED = -100
 _LOOK_AHEAD = ("cpmant", "prophetnet")
 
 
-class TextRows(HfTask):
-    """Examples as rows of tokens for a causal language model.
+class CausalLM(HfTask):
+    """Causal language model of transformers, and examples as rows of tokens.
 
     Args:
         name: name of the task, for messages.
-        model: as for HfTask; None: the model is not one of transformers.
+        model: as for HfTask.
         data: file or directory of examples.
         text: column of the text; None: ``text``, unless the columns are those of another kind of examples.
         pack: examples share rows.
@@ -38,7 +38,7 @@ class TextRows(HfTask):
     """
 
     def __init__(
-        self, name: str, model: str | None, data: str, *, text: str | None, pack: bool, unusable: str, **arguments: Any
+        self, name: str, model: str, data: str, *, text: str | None, pack: bool, unusable: str, **arguments: Any
     ) -> None:
         super().__init__(name, model, data, **arguments)
         if unusable not in ("error", "skip"):
@@ -187,70 +187,24 @@ class TextRows(HfTask):
         return {"input_ids": tokens, "labels": labels, "length": len(tokens)}
 
     @cached_property
-    def collate(self) -> Any:
+    def _packing(self) -> Any:
         from launcher.train.data.packing import Packing
 
         return Packing(self._seq_len, own_rows=not self._pack)
 
-
-class HfCausalLM(TextRows):
-    """Fine-tuning or training of a causal language model. An item is a predicted token; a sample is an example.
-
-    Examples are of one of three kinds, by their columns: ``messages`` (a chat, perhaps with ``tools``; the loss is on
-    the answers only, calls of tools included),
-    ``prompt`` and ``completion`` (the loss is on the completion only), or text.
-
-    Args:
-        model: directory of a model, name on the hub, or path of a configuration (random initial values).
-        data: file or directory of examples: json, parquet, csv, text, or what ``save_to_disk`` of datasets wrote.
-        text: column of the text; if set, it is used although there are columns of the other kinds.
-        tokenizer: directory or hub name; default: the model's.
-        seq_len: tokens in a row; longer texts are cut into pieces that do not see each other. Default: 1,024, or the
-            length of the model's sequences if that is less.
-        pack: examples share rows. Otherwise each has a row of its own, padded to the longest of its micro-batch.
-        eval_data: examples of the evaluation; default: a part of ``data``.
-        held_out: share of ``data`` for the evaluation, the same in every run; 0: none.
-        unusable: examples that are empty or, where they cannot be cut, too long: ``error``, or ``skip``.
-        lora: train LoRA adapters only: ``{r, alpha, dropout, targets}``.
-        revision: commit, branch or tag of a ``model`` on the hub; the plan stores the commit.
-    """
-
-    def __init__(
-        self,
-        model: str,
-        data: str,
-        text: str | None = None,
-        tokenizer: str | None = None,
-        seq_len: int | None = None,
-        pack: bool = True,
-        eval_data: str | None = None,
-        held_out: float = 0.05,
-        unusable: Literal["error", "skip"] = "error",
-        lora: dict[str, Any] | None = None,
-        revision: str | None = None,
-    ) -> None:
-        super().__init__(
-            "hf_causal_lm",
-            model,
-            data,
-            tokenizer=tokenizer,
-            seq_len=seq_len,
-            eval_data=eval_data,
-            held_out=held_out,
-            lora=lora,
-            revision=revision,
-            text=text,
-            pack=pack,
-            unusable=unusable,
-        )
+    def collate(self, samples: list[Any]) -> dict[str, Any]:
+        return self._packing(samples)
 
     def model(self) -> nn.Module:
         from transformers import AutoModelForCausalLM
+
+        from launcher.tasks.chunked_loss import ChunkedHead
 
         self._require_causal()
         model = self._build(AutoModelForCausalLM, new_head=False)
         if self._pack:
             self._require_packable(model)
+        ChunkedHead.replace_head_of(model)
         return self._adapted(model, "CAUSAL_LM")
 
     def _require_causal(self) -> None:
@@ -301,6 +255,7 @@ class HfCausalLM(TextRows):
         import torch
         from torch.nn import functional
 
+        from launcher.tasks.chunked_loss import ChunkedHead
         from launcher.train.data.packing import document_mask
 
         # without shared rows no mask is needed: a token sees what precedes it, and the unused end comes last
@@ -310,10 +265,69 @@ class HfCausalLM(TextRows):
             if model.config.get_text_config()._attn_implementation == "eager":  # adds the mask to the scores
                 mask = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
             inputs |= {"position_ids": batch["position_ids"], "attention_mask": mask}
-        result = model(**inputs)
-        logits, targets = result.logits.flatten(0, 1).float(), batch["targets"].flatten()
-        total = functional.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
+        head, targets = model.get_output_embeddings(), batch["targets"]
+        if isinstance(head, ChunkedHead):
+            return Loss(head.loss_of(model, targets, **inputs), items=batch["items"])
+        logits = model(**inputs).logits.flatten(0, 1).float()
+        total = functional.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=IGNORED)
         return Loss(total, items=batch["items"])
+
+    def compile_units(self, model: Any) -> list[nn.Module]:
+        """Return the blocks, which share one compilation, and the loss of a head whose loss is computed in chunks."""
+        head = model.get_output_embeddings()
+        return [*self.shard_units(model), *([head.chunk_loss] if hasattr(head, "chunk_loss") else [])]
+
+
+class HfCausalLM(CausalLM):
+    """Fine-tuning or training of a causal language model. An item is a predicted token; a sample is an example.
+
+    Examples are of one of three kinds, by their columns: ``messages`` (a chat, perhaps with ``tools``; the loss is on
+    the answers only, calls of tools included),
+    ``prompt`` and ``completion`` (the loss is on the completion only), or text.
+
+    Args:
+        model: directory of a model, name on the hub, or path of a configuration (random initial values).
+        data: file or directory of examples: json, parquet, csv, text, or what ``save_to_disk`` of datasets wrote.
+        text: column of the text; if set, it is used although there are columns of the other kinds.
+        tokenizer: directory or hub name; default: the model's.
+        seq_len: tokens in a row; longer texts are cut into pieces that do not see each other. Default: 1,024, or the
+            length of the model's sequences if that is less.
+        pack: examples share rows. Otherwise each has a row of its own, padded to the longest of its micro-batch.
+        eval_data: examples of the evaluation; default: a part of ``data``.
+        held_out: share of ``data`` for the evaluation, the same in every run; 0: none.
+        unusable: examples that are empty or, where they cannot be cut, too long: ``error``, or ``skip``.
+        lora: train LoRA adapters only: ``{r, alpha, dropout, targets}``.
+        revision: commit, branch or tag of a ``model`` on the hub; the plan stores the commit.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        data: str,
+        text: str | None = None,
+        tokenizer: str | None = None,
+        seq_len: int | None = None,
+        pack: bool = True,
+        eval_data: str | None = None,
+        held_out: float = 0.05,
+        unusable: Literal["error", "skip"] = "error",
+        lora: dict[str, Any] | None = None,
+        revision: str | None = None,
+    ) -> None:
+        super().__init__(
+            "hf_causal_lm",
+            model,
+            data,
+            tokenizer=tokenizer,
+            seq_len=seq_len,
+            eval_data=eval_data,
+            held_out=held_out,
+            lora=lora,
+            revision=revision,
+            text=text,
+            pack=pack,
+            unusable=unusable,
+        )
 
 
 def _message(message: Any) -> dict[str, Any]:

@@ -29,15 +29,15 @@ _LORA = {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "targets": 
 
 
 class HfTask(ABC):
-    """Model, tokenizer and examples of a task; the arguments are the keys of the tasks.
+    """Model, tokenizer and examples of a task; the arguments are the keys of the tasks, and ``examples``: whether the
+    data are examples for the tokenizer."""
 
-    Without ``model`` the model is not one of transformers, and only tokenizer and examples are used.
-    """
+    _dtype: str | None = None  # of random parameters; None: fp32, with the weights of the model if it has some
 
     def __init__(
         self,
         name: str,
-        model: str | None,
+        model: str,
         data: str,
         *,
         tokenizer: str | None,
@@ -46,23 +46,28 @@ class HfTask(ABC):
         held_out: float,
         lora: dict[str, Any] | None,
         revision: str | None = None,
+        examples: bool = True,
     ) -> None:
-        packages = ["transformers", "datasets", *(["peft"] if lora is not None else [])]
+        packages = ["transformers", *(["datasets"] if examples else []), *(["peft"] if lora is not None else [])]
         if missing := [each for each in packages if find_spec(each) is None]:
             raise TaskError(f"task={name}: {', '.join(missing)} must be installed.\n  pip install launcher[hf]")
         quiet_torchao()
         _require_lora({} if lora is None else lora)
-        self._model, self._tokenizer, self._lora = model or "", tokenizer, lora
+        self._model, self._tokenizer, self._lora = model, tokenizer, lora
         self._data, self._eval_data, self._held_out = data, eval_data, held_out
         self.notes: list[str] = []  # which the plan shows
-        self._config: Any = None if model is None else _load_config(model, revision)
+        self._config: Any = self._load_config(revision)
         # the commit that a name on the hub stands for now; None for a directory or a file
-        self._revision: str | None = None if model is None or Path(model).exists() else cached_commit(model, revision)
-        longest, why = (None, "") if model is None else _longest(self._config.get_text_config())
+        self._revision: str | None = None if not model or Path(model).exists() else cached_commit(model, revision)
+        longest, why = _longest(self._config.get_text_config())
         self._seq_len: int = min(DEFAULT_LENGTH, longest or DEFAULT_LENGTH) if seq_len is None else seq_len
         if self._seq_len < 2 or (longest is not None and self._seq_len > longest):
             most = "" if longest is None else f" and at most {longest}, {why}"
             raise TaskError(f"task.seq_len={seq_len}: must be at least 2{most}.")
+
+    def _load_config(self, revision: str | None) -> Any:
+        """Return the configuration of the model. ``revision``: commit, branch or tag of a name on the hub."""
+        return load_config(self._model, revision)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -107,9 +112,11 @@ class HfTask(ABC):
         """Return the function that makes rows of an example of ``data``, and what else it depends on."""
 
     def _build(self, auto: Any, *, new_head: bool) -> Any:
-        """Return the model in fp32, ready to train. ``auto``, ``new_head``: see ``_build_pretrained``."""
-        model, self._new_modules = _build_pretrained(self._model, self._revision, auto, self._config, new_head=new_head)
-        size, words = model.get_input_embeddings().num_embeddings, len(self.tokenizer)
+        """Return the model, ready to train. ``auto``, ``new_head``: see ``_build_pretrained``."""
+        model, self._new_modules = _build_pretrained(
+            self._model, self._revision, auto, self._config, new_head=new_head, dtype=self._dtype
+        )
+        size, words = model.get_input_embeddings().num_embeddings, len(self.tokenizer or ())
         if words > size:
             key, path = self._tokenizer_source
             raise TaskError(f"{key}={path}: the tokenizer has {words} tokens, and the model only {size}.")
@@ -152,7 +159,7 @@ def _is_config_file(model: str) -> bool:
     return Path(model).is_file() and Path(model).suffix == ".json"
 
 
-def _load_config(model: str, revision: str | None) -> Any:
+def load_config(model: str, revision: str | None) -> Any:
     """Return the configuration of ``model``. ``revision``: commit, branch or tag of a name on the hub.
 
     Raises:
@@ -182,14 +189,15 @@ def _load_config(model: str, revision: str | None) -> Any:
 
 
 def _build_pretrained(
-    model: str, revision: str | None, auto: Any, config: Any, *, new_head: bool
+    model: str, revision: str | None, auto: Any, config: Any, *, new_head: bool, dtype: str | None
 ) -> tuple[Any, list[str]]:
-    """Return the model in fp32, with its weights, or with random values if ``model`` is a configuration; and the names
-    of modules that have no weights yet.
+    """Return the model in fp32, with its weights, or with random values if ``model`` is a configuration or ``dtype`` is
+    set; and the names of modules that have no weights yet.
 
     Args:
         auto: class of transformers that finds the architecture, such as AutoModelForCausalLM.
         new_head: the head may have no weights yet, and those of another head are not used.
+        dtype: of random values, such as float32.
 
     Raises:
         TaskError: the architecture has no such head, or the weights are not those of the configuration.
@@ -201,8 +209,8 @@ def _build_pretrained(
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # its report of tensors without weights: what is wrong among these is an error below
     try:
-        if _is_config_file(model):
-            return auto.from_config(config, dtype=torch.float32), []
+        if dtype is not None or _is_config_file(model):
+            return auto.from_config(config, dtype=getattr(torch, dtype or "float32")), []
         made, loaded = auto.from_pretrained(
             model, revision=revision or "main", config=config, dtype=torch.float32, output_loading_info=True
         )

@@ -1,38 +1,62 @@
-"""Task of next-token prediction with a Llama in plain PyTorch, from random values or with the weights of transformers.
+"""Task of next-token prediction with a Llama of the transformers package, from random values.
 
-The module does not import torch at module level, so that a plan can be made from ``facts`` in a tenth of a second.
+The module does not import torch or transformers at module level.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from launcher.errors import TaskError
-from launcher.loss import Loss
-from launcher.tasks.bytes_gpt import BytesGPT
-from launcher.tasks.llama_shape import SPECIAL_IDS, LlamaShape
+from launcher.errors import TaskError, did_you_mean
+from launcher.tasks.bytes_gpt import VOCABULARY, BytesGPT
+from launcher.tasks.hf_causal_lm import IGNORED, CausalLM
+from launcher.tasks.hf_model import load_config
 from launcher.train.data.token_file import TOKEN_TYPES, TokenRows, require_token_file
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
+# key of the task -> attribute of transformers' LlamaConfig
+_KEYS = {
+    "width": "hidden_size", "depth": "num_hidden_layers", "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads", "ffn": "intermediate_size", "vocab": "vocab_size",
+}  # fmt: skip
+_SMALL = {"vocab_size": 32_000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
 
-DEFAULT_SEQ_LEN = 1024
-# smallest vocabulary of the bytes of a text
-_BYTES = 256
+
+def _llama_3(factor: float, **others: Any) -> dict[str, Any]:
+    """Return values that the models of Llama 3 share, with the scaling of rotary frequencies by ``factor``."""
+    rotary = {
+        "rope_type": "llama3", "rope_theta": 500_000.0, "factor": factor, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    return {
+        "vocab_size": 128_256, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_parameters": rotary,
+        **others,
+    }  # fmt: skip
 
 
-class Llama:
+# size -> (width, depth, heads, kv_heads, ffn), other values. 1b: meta-llama/Llama-3.2-1B; 3b: Llama-3.2-3B; 8b and 70b:
+# Llama-3.1-8B and Llama-3.1-70B (config.json of each)
+SIZES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "15m": ((288, 6, 6, 6, 768), _SMALL),
+    "60m": ((512, 14, 8, 4, 1536), _SMALL),
+    "160m": ((768, 18, 12, 4, 2560), _SMALL),
+    "400m": ((1024, 28, 16, 8, 3456), _SMALL),
+    "1b": ((2048, 16, 32, 8, 8192), _llama_3(32.0, tie_word_embeddings=True)),
+    "3b": ((3072, 28, 24, 8, 8192), _llama_3(32.0, tie_word_embeddings=True)),
+    "8b": ((4096, 32, 32, 8, 14_336), _llama_3(8.0)),
+    "70b": ((8192, 80, 64, 8, 28_672), _llama_3(8.0)),
+}
+
+
+class Llama(CausalLM):
     """Pretraining or further training of a Llama. An item is a predicted token; a sample is a row of ``seq_len``
     tokens, or an example of ``data`` if there is a tokenizer.
 
     Args:
         size: shape by name: 15m (the default), 60m, 160m, 400m, 1b, 3b, 8b, 70b.
-        model: shape of a Llama of transformers: a directory with a config.json, or that file. Its weights are read with
-            checkpoint.init_from.
+        model: shape of a causal language model of transformers: a directory with a config.json, or that file. Its
+            weights are read with checkpoint.init_from.
         width, depth, heads, kv_heads, ffn, vocab: values that replace those of the shape.
         seq_len: tokens in a row. Default: 1,024, or the length of the model's sequences if that is less.
         data: tokens, a .npy file or a .bin file without a header; with ``tokenizer``, examples as for
@@ -73,281 +97,184 @@ class Llama:
         unusable: Literal["error", "skip"] = "error",
         dtype: Literal["fp32", "bf16"] = "fp32",
     ) -> None:
-        changes = {"width": width, "depth": depth, "heads": heads, "kv_heads": kv_heads, "ffn": ffn, "vocab": vocab}
-        self.shape = LlamaShape.resolve(size, model, changes)
-        self.seq_len = min(DEFAULT_SEQ_LEN, self.shape.positions) if seq_len is None else seq_len
-        self._model, self._dtype = model, dtype
-        self._data, self._eval_data, self._held_out = data, eval_data, held_out
+        if model is not None and size is not None:
+            raise TaskError(f"task.size={size} and task.model={model}: both name a shape.\n  Leave one of them out.")
+        if dtype not in ("fp32", "bf16"):
+            raise TaskError(f"task.dtype={dtype}: must be fp32 or bf16.")
+        values = zip(_KEYS, (width, depth, heads, kv_heads, ffn, vocab), strict=True)
+        self._size, self._changes = size or "15m", {name: value for name, value in values if value is not None}
+        self._dtype = "bfloat16" if dtype == "bf16" else "float32"
+        super().__init__(
+            "llama", model or "", data or "", tokenizer=tokenizer, seq_len=seq_len, eval_data=eval_data,
+            held_out=held_out, lora=None, text=text, pack=True, unusable=unusable, examples=tokenizer is not None,
+        )  # fmt: skip
         self._eval_samples = eval_samples
-        self._tokenizer, self._text, self._unusable = tokenizer, text, unusable
-        self.notes: list[str] = []  # which the plan shows
-        self._source = self._source_of_data()
-        self._require_values()
-        self.eos = self._checked_eos(eos)
+        self._require_data(eos)
+        self.eos = None if eos == "none" else eos
+        self._pack = tokenizer is not None or self.eos is not None
         self._token_type = self._checked_token_type(token_type)
-        if model is not None and Path(model).is_dir() and next(Path(model).glob("*.safetensors"), None) is not None:
+        special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")) | {"eos_token_id": self.eos}
+        if model is None:  # those of a LlamaConfig without values are of Llama 2
+            names = ("bos_token_id", "eos_token_id") if tokenizer is not None else ()
+            self._config.update(special | {name: getattr(self.tokenizer, name) for name in names})
+        elif Path(model).is_dir():
             self.notes.append(
                 f"task.model={model} gives the shape; its weights are used with checkpoint.init_from={model}."
             )
 
-    def _source_of_data(self) -> Literal["bytes", "tokens", "examples"]:
-        """Return the kind of ``data``: bytes of the standard library, files of tokens, or examples for a tokenizer."""
-        if self._tokenizer is not None:
-            if self._data is None:
-                raise TaskError("task.tokenizer needs examples in task.data.\n  Name them with task.data=PATH.")
-            return "examples"
-        if self._text is not None:
-            raise TaskError(f"task.text={self._text}: only examples for a tokenizer have columns.\n  Leave it out.")
-        if self._data is not None:
-            require_token_file("task.data", self._data)
-            if self._eval_data is not None:
-                require_token_file("task.eval_data", self._eval_data)
-            return "tokens"
-        if self._eval_data is not None:
-            raise TaskError("task.eval_data without task.data: the bytes of the standard library have their own.")
-        if self.shape.vocab < _BYTES:
-            raise TaskError(f"task.vocab={self.shape.vocab}: must be at least {_BYTES} for the bytes of a text.")
-        return "bytes"
+    def _load_config(self, revision: str | None) -> Any:
+        """Return the configuration of ``size``, or of ``model``, with the keys that replace its values."""
+        from transformers import LlamaConfig
 
-    def _require_values(self) -> None:
-        longest = self.shape.positions
-        if not 2 <= self.seq_len <= longest:
-            raise TaskError(
-                f"task.seq_len={self.seq_len}: must be at least 2 and at most {longest}, the length of the "
-                "model's sequences."
-            )
-        if self._dtype not in ("fp32", "bf16"):
-            raise TaskError(f"task.dtype={self._dtype}: must be fp32 or bf16.")
+        kind: Any = LlamaConfig
+        if self._model:
+            if not Path(self._model).exists():
+                raise TaskError(f"task.model={self._model}: no such file or directory.")
+            config = load_config(self._model, revision)
+            kind, values = type(config), config.to_dict()
+        elif self._size in SIZES:
+            shape, others = SIZES[self._size]
+            values = {**dict(zip(_KEYS.values(), shape, strict=False)), **others}
+        else:
+            hint = did_you_mean(self._size, SIZES)
+            raise TaskError(f"task.size={self._size}: no such size.\n  {hint}Sizes: {', '.join(SIZES)}.")
+        values |= {_KEYS[name]: value for name, value in self._changes.items()}
+        self._require_shape(values)
+        if self._changes.keys() & {"width", "heads"}:
+            values.pop("head_dim", None)
+        if "vocab" in self._changes and (values.get("pad_token_id") or 0) >= values["vocab_size"]:
+            values["pad_token_id"] = None
+        return kind(**values)
+
+    def _require_shape(self, values: dict[str, Any]) -> None:
+        """Raise TaskError if the keys that replace values of a shape do not fit."""
+        for name, value in self._changes.items():
+            if value < 1:
+                raise TaskError(f"task.{name}={value}: must be at least 1.")
+        width, heads = values.get("hidden_size", 0), values.get("num_attention_heads", 1)
+        if not self._changes.keys() & {"width", "heads", "kv_heads"}:
+            return
+        if width % heads:
+            raise TaskError(f"task.width={width}: must be a multiple of the number of heads, {heads}.")
+        if heads % (kv_heads := values.get("num_key_value_heads") or heads):
+            raise TaskError(f"task.kv_heads={kv_heads}: must divide the number of heads, {heads}.")
+        if width // heads % 2:
+            raise TaskError(f"task.width={width}: a head is {width // heads} wide, and must be even.")
+
+    def _require_data(self, eos: int | Literal["none"] | None) -> None:
+        """Raise TaskError if keys of the data do not go together, or have impossible values."""
+        vocab = self._vocabulary
         if self._eval_samples is not None and self._eval_samples < 1:
             raise TaskError(f"task.eval_samples={self._eval_samples}: must be at least 1.")
         if not 0 <= self._held_out < 1:
             raise TaskError(f"task.held_out={self._held_out}: must be at least 0 and below 1.")
-
-    def _checked_eos(self, eos: int | Literal["none"] | None) -> int | None:
-        """Return the token that ends documents in the rows; None if each row is one text."""
-        if self._source == "tokens" and eos is None:
+        if self._tokenizer is not None and not self._data:
+            raise TaskError("task.tokenizer needs examples in task.data.\n  Name them with task.data=PATH.")
+        if self._tokenizer is None and self._text is not None:
+            raise TaskError(f"task.text={self._text}: only examples for a tokenizer have columns.\n  Leave it out.")
+        if self._eval_data is not None and not self._data:
+            raise TaskError("task.eval_data without task.data: the bytes of the standard library have their own.")
+        if not self._data and vocab < VOCABULARY:
+            raise TaskError(f"task.vocab={vocab}: must be at least {VOCABULARY} for the bytes of a text.")
+        if eos is not None and not self._token_files:
+            raise TaskError(f"task.eos={eos}: only a file of tokens needs it.\n  Leave it out.")
+        for key, path in self._token_files.items():
+            require_token_file(key, path)
+        if self._token_files and eos is None:
             raise TaskError(
                 f"task.data={self._data}: task.eos is not set.\n"
                 "  Name the token that ends each document, such as task.eos=128001; task.eos=none joins all documents "
                 "to one text."
             )
-        if self._source != "tokens" and eos is not None:
-            raise TaskError(f"task.eos={eos}: only a file of tokens needs it.\n  Leave it out.")
-        if eos is None or eos == "none":
-            return None
-        if not isinstance(eos, int) or not 0 <= eos < self.shape.vocab:
-            raise TaskError(f"task.eos={eos}: must be none, or a token from 0 to {self.shape.vocab - 1}.")
-        return eos
+        if eos not in (None, "none") and not (isinstance(eos, int) and 0 <= eos < vocab):
+            raise TaskError(f"task.eos={eos}: must be none, or a token from 0 to {vocab - 1}.")
 
     def _checked_token_type(self, token_type: str | None) -> str:
         if token_type not in (None, *TOKEN_TYPES):
             raise TaskError(f"task.token_type={token_type}: must be {' or '.join(TOKEN_TYPES)}.")
-        files = [path for path in (self._data, self._eval_data) if path is not None and self._source == "tokens"]
-        if token_type is not None and not any(Path(path).suffix == ".bin" for path in files):
+        if token_type is not None and not any(Path(path).suffix == ".bin" for path in self._token_files.values()):
             raise TaskError(
                 f"task.token_type={token_type}: only a .bin file needs it; a .npy file names its own type.\n"
                 "  Leave it out."
             )
-        return token_type or ("uint16" if self.shape.vocab <= 2**16 else "uint32")
+        return token_type or ("uint16" if self._vocabulary <= 2**16 else "uint32")
+
+    def model(self) -> Any:
+        """Return the model with random values, and the settings of generation that belong to ``task.model``."""
+        from transformers import GenerationConfig
+
+        model: Any = super().model()
+        start = Path(self._model)
+        directory = start if start.is_dir() else start.parent
+        if self._model and "vocab" not in self._changes and (directory / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(directory)
+        return model
+
+    @property
+    def _vocabulary(self) -> int:
+        return self._config.get_text_config().vocab_size
+
+    @property
+    def _token_files(self) -> dict[str, str]:
+        """Files of tokens by the keys that name them; empty if the data are examples or bytes."""
+        files = {"task.data": self._data, "task.eval_data": self._eval_data}
+        return {key: path for key, path in files.items() if path and self._tokenizer is None}
 
     @cached_property
-    def _texts(self) -> Any:
-        """Return the tokenised examples, or None without a tokenizer. Built on first use so that a plan need not load
-        transformers."""
-        if self._source != "examples":
-            return None
-        from launcher.tasks.hf_causal_lm import TextRows
-
-        texts = TextRows(
-            "llama", None, str(self._data), tokenizer=self._tokenizer, seq_len=self.seq_len, eval_data=self._eval_data,
-            held_out=self._held_out, lora=None, text=self._text, pack=True, unusable=self._unusable,
-        )  # fmt: skip
-        if (tokenizer_size := len(texts.tokenizer)) > self.shape.vocab:
-            raise TaskError(
-                f"task.tokenizer={self._tokenizer}: it has {tokenizer_size} tokens, more than the model's vocabulary "
-                f"of {self.shape.vocab}.\n  Use task.vocab={tokenizer_size}, or the model's own tokenizer."
-            )
-        return texts
+    def tokenizer(self) -> Any:
+        """Tokenizer, which an export saves; None if there is none."""
+        return None if self._tokenizer is None else super().tokenizer
 
     @cached_property
-    def _bytes(self) -> BytesGPT:
-        return BytesGPT(seq_len=self.seq_len, eval_samples=self._eval_samples)
-
-    @cached_property
-    def _rows(self) -> tuple[TokenRows, TokenRows | None]:
-        """Return (training, held-out) rows of a file of tokens."""
-        rows = self._rows_of_file("task.data", str(self._data))
+    def _token_rows(self) -> tuple[Any, Any]:
+        """Return (training, held-out) rows of a file of tokens, or of the bytes of the standard library."""
+        if not self._token_files:
+            text = BytesGPT(seq_len=self._seq_len, eval_samples=self._eval_samples)
+            return text.train_data(), text.eval_data()
+        files = {
+            key: TokenRows.of_file(key, path, self._seq_len, self._vocabulary, self._token_type)
+            for key, path in self._token_files.items()
+        }
+        rows, held_out = files["task.data"], files.get("task.eval_data")
         if self.eos is not None and self.eos not in (sample := rows.sampled_tokens()):
             self.notes.append(
                 f"task.eos={self.eos} does not occur in the {len(sample):,} tokens of {self._data} that were checked: "
                 "each row is read as one text."
             )
-        if self._eval_data is not None:
-            return rows, self._rows_of_file("task.eval_data", self._eval_data).spread(self._eval_samples)
-        if not self._held_out:
-            return rows, None
-        count = max(1, round(len(rows) * self._held_out))
-        if count >= len(rows):
-            raise TaskError(
-                f"task.held_out={self._held_out}: the {len(rows)} rows of task.data={self._data} cannot be divided.\n"
-                "  Use shorter rows (task.seq_len), task.eval_data=PATH for held-out data, or task.held_out=0 for none."
-            )
-        return rows.part(0, len(rows) - count), rows.part(len(rows) - count, len(rows)).spread(self._eval_samples)
-
-    def _rows_of_file(self, key: str, path: str) -> TokenRows:
-        return TokenRows.of_file(key, path, self.seq_len, self.shape.vocab, self._token_type)
-
-    def facts(self) -> dict[str, int] | None:
-        """Return numbers of samples and parameters by arithmetic; None if the model or the data must be inspected."""
-        if self._source == "examples" or self._dtype != "fp32":
-            return None
-        if self._source == "tokens" and self._rows[1] is None:
-            return None
-        samples = self._bytes.facts()["samples"] if self._source == "bytes" else len(self._rows[0])
-        return {"samples": samples, **self.shape.counts()}
-
-    def model(self) -> nn.Module:
-        """Return a LlamaModel with initial values.
-
-        Returns:
-            Its parameters are in ``dtype``.
-        """
-        import torch
-
-        from launcher.tasks.llama_model import LlamaModel
-
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16 if self._dtype == "bf16" else torch.float32)
-        try:
-            return LlamaModel(self.shape)
-        finally:
-            torch.set_default_dtype(before)
+        if held_out is None and self._held_out:
+            count = max(1, round(len(rows) * self._held_out))
+            if count >= len(rows):
+                raise TaskError(
+                    f"task.held_out={self._held_out}: the {len(rows)} rows of task.data={self._data} cannot be "
+                    "divided.\n  Use shorter rows (task.seq_len), task.eval_data=PATH for held-out data, or "
+                    "task.held_out=0 for none."
+                )
+            rows, held_out = rows.part(0, len(rows) - count), rows.part(len(rows) - count, len(rows))
+        return rows, None if held_out is None else held_out.spread(self._eval_samples)
 
     def train_data(self) -> Any:
-        """Return the training data.
-
-        Returns:
-            Data set of rows of ``seq_len`` + 1 tokens, or of tokenised examples.
-        """
-        if self._source == "examples":
-            data = self._texts.train_data()
-            self._collect_notes()
-            return data
-        return self._bytes.train_data() if self._source == "bytes" else self._rows[0]
+        return self._token_rows[0] if self._tokenizer is None else super().train_data()
 
     def eval_data(self) -> Any:
-        """Return the held-out data.
+        return self._token_rows[1] if self._tokenizer is None else super().eval_data()
 
-        Returns:
-            Data set of the same kind as ``train_data``; None with ``held_out=0``.
-        """
-        if self._source == "examples":
-            data = self._texts.eval_data()
-            self._collect_notes()
-            return data
-        return self._bytes.eval_data() if self._source == "bytes" else self._rows[1]
-
-    def _collect_notes(self) -> None:
-        self.notes += [note for note in self._texts.notes if note not in self.notes]
-
-    @property
-    def tokenizer(self) -> Any:
-        """Tokenizer, which an export saves; None if there is none."""
-        return None if self._texts is None else self._texts.tokenizer
-
-    def collate(self, samples: list[Any]) -> Any:
-        """Return a batch.
-
-        Args:
-            samples: elements of ``train_data`` or ``eval_data``.
-
-        Returns:
-            Tokens [rows, seq_len + 1], or a batch of ``Packing`` if there is a tokenizer.
-        """
-        if self._texts is not None:
-            return self._texts.collate(samples)
+    def collate(self, samples: list[Any]) -> dict[str, Any]:
+        """Return a batch as that of ``Packing``; without ``document_ids`` if each row is one text."""
+        if self._tokenizer is not None:
+            return super().collate(samples)
         import torch
 
-        return torch.stack(samples)
-
-    def shard_units(self, model: Any) -> list[nn.Module]:
-        """Return the decoder layers.
-
-        Args:
-            model: result of ``model``.
-
-        Returns:
-            Modules that are gathered, and recomputed, as one.
-        """
-        return list(model.model.layers)
-
-    def compile_units(self, model: Any) -> list[nn.Module]:
-        """Return the decoder layers, which share one compilation, and the loss.
-
-        Args:
-            model: result of ``model``.
-
-        Returns:
-            Modules that are compiled one by one.
-        """
-        return [*model.model.layers, model.chunk_loss]
-
-    def export_config(self, model: Any, directory: Path, dtype: Any) -> None:
-        """Write the files with which transformers loads exported parameters: config.json, and the
-        generation_config.json of ``task.model``.
-
-        Args:
-            model: result of ``model``, possibly on the meta device.
-            directory: of the export.
-            dtype: torch.dtype of the exported parameters.
-        """
-        special = {**dict.fromkeys(SPECIAL_IDS), "eos_token_id": self.eos}
-        if self.tokenizer is not None:
-            special = {name: getattr(self.tokenizer, name, None) for name in SPECIAL_IDS}
-        config = model.shape.config(str(dtype).removeprefix("torch."), special)
-        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        if self._model is None or self.shape.vocab != self.shape.origin.get("vocab_size"):
-            return
-        start = Path(self._model)
-        generation = (start if start.is_dir() else start.parent) / "generation_config.json"
-        if generation.is_file():
-            shutil.copyfile(generation, directory / generation.name)
-
-    def flops_per_sample(self) -> float:
-        """Return the FLOPs of a row of ``seq_len`` tokens, with the formula of ``LlamaShape.flops_per_token``."""
-        return self.seq_len * self.shape.flops_per_token(self.seq_len)
-
-    def loss(self, model: Any, batch: Any) -> Loss:
-        """Return the cross-entropy in nats, summed over the predicted tokens.
-
-        Args:
-            model: result of ``model``.
-            batch: tokens [rows, seq_len + 1], of which the last one is target only; or a batch of ``Packing``.
-        """
-        from launcher.train.data.packing import NO_TARGET
-
-        if isinstance(batch, dict):
-            inputs = (batch["input_ids"], batch["targets"], batch["position_ids"], batch["document_ids"])
-            return Loss(model(*inputs), items=batch["items"])
-        tokens = batch.long()
+        tokens = torch.stack(samples).long()
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         if self.eos is None:
-            return Loss(model(inputs, targets), items=targets.numel())
+            return {"input_ids": inputs, "targets": targets, "items": targets.numel()}
         ends = inputs == self.eos
-        targets = targets.masked_fill(ends, NO_TARGET)
-        return Loss(model(inputs, targets, *document_places(ends)), items=(targets != NO_TARGET).sum())
-
-
-def document_places(ends: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (positions in the document from 0, number of the document in its row from 0) of each token.
-
-    Args:
-        ends: bool [rows, length], true at the last token of a document.
-    """
-    import torch
-
-    document_ids = ends.cumsum(1) - ends.long()
-    index = torch.arange(ends.shape[1], device=ends.device)
-    after_end = torch.nn.functional.pad(ends[:, :-1], (1, 0))
-    starts = torch.where(after_end, index, 0).cummax(1).values
-    return index - starts, document_ids
+        targets, index = targets.masked_fill(ends, IGNORED), torch.arange(inputs.shape[1])
+        starts = torch.where(torch.nn.functional.pad(ends[:, :-1], (1, 0)), index, 0).cummax(1).values
+        return {
+            "input_ids": inputs,
+            "targets": targets,
+            "position_ids": index - starts,
+            "document_ids": ends.cumsum(1) - ends.long(),
+            "items": int((targets != IGNORED).sum()),
+        }

@@ -1,10 +1,8 @@
-"""task=llama: what its facts say is what it makes, rows of files of tokens, and mistakes that end in one message."""
+"""task=llama: shapes by name, rows of files of tokens, and mistakes that end in one message."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,61 +11,30 @@ import pytest
 import torch
 
 from launcher.errors import TaskError
-from launcher.plan import task_inspection
-from launcher.plan.task_inspection import describe_task
-from launcher.tasks.llama import Llama
-from launcher.tasks.llama_shape import SIZES, LlamaShape
+from launcher.tasks import hf_model
+from launcher.tasks.llama import SIZES, Llama
 from launcher.train.inspection.task_probe import build_inspected
 from launcher.train.measure.flops import flops_per_sample
-from tests.helpers import inspection_of
-from tests.infra.warm import ROOT
 from tests.tasks.hf_files import TEXTS, save_lines, save_model, save_tokenizer
-from tests.tasks.test_tasks import require_true_products
 from tests.train.data.test_token_file import write
 
-SMALL = {"width": 32, "depth": 2, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 300, "seq_len": 16}
+SMALL: dict[str, Any] = {"width": 32, "depth": 2, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 300, "seq_len": 16}
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_facts_are_true(size: str) -> None:
-    task = Llama(size=size)
-    facts, model = task.facts(), build_inspected(task, "Llama", 0)
-    assert facts is not None
-    assert facts["parameters"] == sum(p.numel() for p in model.parameters())
-    assert facts["vector_parameters"] == sum(p.numel() for p in model.parameters() if p.ndim < 2)
-    require_true_products(facts, model)
-    units = {p for unit in task.shard_units(model) for p in unit.parameters()}
-    assert facts["unit_parameters"] == sum(p.numel() for p in units)
-    number, unit = float(size[:-1]), {"m": 1e6, "b": 1e9}[size[-1]]
-    assert facts["parameters"] == pytest.approx(number * unit, rel=0.25 if size == "1b" else 0.08)
-
-
-def test_the_inspection_agrees_with_facts(tmp_path: Path) -> None:
-    data = write(tmp_path / "tokens.npy", numpy.arange(1000) % 300)
-    job = {**SMALL, "data": str(data), "eos": 7}
-    quick = describe_task(inspection_of("launcher.tasks.llama.Llama", **job))
-    slow = describe_task(
-        inspection_of("launcher.tasks.llama.Llama", "optimizer.groups=[{match: norm, lr: 0.1}]", **job)
-    )
-    same = ("samples", "parameters", "gradient_bytes", "unit_parameters", "matmul_parameters", "eval_sets", "lengths")
-    assert [getattr(quick, name) for name in same] == [getattr(slow, name) for name in same]
-    assert quick.samples == 62 - 3
+def test_sizes_have_the_parameters_that_they_name(size: str) -> None:
+    count = sum(p.numel() for p in build_inspected(Llama(size=size), "Llama", 0).parameters())
+    exact = {"1b": 1_235_814_400, "8b": 8_030_261_248, "70b": 70_553_706_496}
+    assert count == exact.get(size, count)
+    assert count == pytest.approx(float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]], rel=0.25 if size == "1b" else 0.08)
 
 
 def test_flops_are_those_that_are_counted() -> None:
-    """Twice each multiply-add, of the forward pass and of both products of the backward pass."""
+    """6 for each parameter in a matrix of a layer or of the head, and 12 L d T for attention."""
     task = Llama(**SMALL)
-    counted = flops_per_sample(task, task.model(), task.train_data())
-    assert counted == task.flops_per_sample()
-
-
-def test_a_shape_survives_its_configuration(tmp_path: Path) -> None:
-    for size in ("400m", "8b"):
-        shape = LlamaShape.resolve(size, None, {})
-        (tmp_path / "config.json").write_text(json.dumps(shape.config("float32")))
-        again = LlamaShape.resolve(None, str(tmp_path), {})
-        assert again.config("float32") == shape.config("float32")
-        assert again.scaling == shape.scaling
+    layer = 32 * 8 * (2 * 4 + 2 * 2) + 3 * 32 * 48
+    per_token = 6 * (2 * layer + 300 * 32) + 12 * 2 * 32 * 16
+    assert flops_per_sample(task, task.model(), task.train_data()) == 16 * per_token
 
 
 def test_the_end_of_a_file_is_held_out(tmp_path: Path) -> None:
@@ -79,57 +46,31 @@ def test_the_end_of_a_file_is_held_out(tmp_path: Path) -> None:
     assert held_out[1].tolist() == numbers[16 * 60 : 16 * 60 + 17].tolist()
 
 
-def test_an_end_that_does_not_occur_is_a_note_of_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task_inspection, "run_probe", None)  # without another process
+def test_an_end_that_does_not_occur_is_a_note_of_the_plan(tmp_path: Path) -> None:
     data = str(write(tmp_path / "tokens.npy", numpy.arange(1000) % 299))
-    target = "launcher.tasks.llama.Llama"
-    (note,) = describe_task(inspection_of(target, **SMALL, data=data, eos=299)).data_notes
-    assert note.startswith(f"task.eos=299 does not occur in the 1,000 tokens of {data}")
-    assert not describe_task(inspection_of(target, **SMALL, data=data, eos=298)).data_notes
+    for eos, notes in ((299, 1), (298, 0)):
+        task = Llama(**SMALL, data=data, eos=eos)
+        task.train_data()
+        assert len(task.notes) == notes
+        assert all(f"task.eos=299 does not occur in the 1,000 tokens of {data}" in note for note in task.notes)
 
 
-def exported_config(task: Llama, directory: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """The configuration and the settings of generation that transformers reads from an export."""
-    from transformers import AutoConfig
-
-    directory.mkdir()
-    task.export_config(build_inspected(task, "Llama", 0), directory, dtype)
-    return AutoConfig.from_pretrained(directory)
-
-
-def test_an_exported_configuration_has_the_dtype_of_its_files(tmp_path: Path) -> None:
-    start = config(tmp_path / "start", dtype="float32")
-    exported = exported_config(Llama(model=start), tmp_path / "out", torch.bfloat16)
-    assert exported.dtype is torch.bfloat16
-    assert json.loads((tmp_path / "out" / "config.json").read_text()).keys().isdisjoint({"dtype", "rope_parameters"})
-
-
-def test_an_export_names_special_tokens_that_are_known(tmp_path: Path) -> None:
-    def found(task: Llama, name: str) -> list[Any]:
-        exported = exported_config(task, tmp_path / name)
-        return [getattr(exported, f"{each}_token_id") for each in ("bos", "eos", "pad")]
+def test_a_configuration_has_the_special_tokens_that_are_known(tmp_path: Path) -> None:
+    def found(**settings: Any) -> list[Any]:
+        config: Any = Llama(**settings).model().config
+        return [getattr(config, f"{each}_token_id") for each in ("bos", "eos", "pad")]
 
     data = str(write(tmp_path / "tokens.npy", numpy.arange(1000) % 300))
-    assert found(Llama(**SMALL), "bytes") == [None, None, None]
-    assert found(Llama(**SMALL, data=data, eos=7), "tokens") == [None, 7, None]
+    assert found(**SMALL) == [None, None, None]
+    assert found(**SMALL, data=data, eos=7) == [None, 7, None]
     save_tokenizer(tmp_path / "tokenizer")
-    texts = Llama(**SMALL | {"vocab": 400}, data="texts.jsonl", tokenizer=str(tmp_path / "tokenizer"))
-    assert found(texts, "texts") == [None, 0, 2]
-    start = config(tmp_path / "start", bos_token_id=290, eos_token_id=[5, 299, 310], pad_token_id=350)
-    (tmp_path / "start" / "generation_config.json").write_text('{"max_new_tokens": 9}')
-    assert found(Llama(model=start, data=data, eos=7), "model") == [290, [5, 299, 310], 350]
-    assert json.loads((tmp_path / "model" / "generation_config.json").read_text())["max_new_tokens"] == 9
-    assert found(Llama(model=start, data=data, eos=7, vocab=300), "smaller") == [290, [5, 299], None]
-    assert not (tmp_path / "smaller" / "generation_config.json").exists()
-
-
-@pytest.mark.parametrize("top", [True, False])
-def test_the_original_length_of_scaled_positions(top: bool, tmp_path: Path) -> None:
-    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    place = {"original_max_position_embeddings": 16} if top else {}
-    shape = LlamaShape.resolve(None, config(tmp_path, rope_scaling=scaling, max_position_embeddings=64, **place), {})
-    assert shape.scaling is not None
-    assert shape.scaling["original_max_position_embeddings"] == (16 if top else 64)
+    texts = {"data": "texts.jsonl", "tokenizer": str(tmp_path / "tokenizer")}
+    assert found(**SMALL | {"vocab": 400}, **texts) == [None, 0, None]
+    start = str(save_model(tmp_path / "start", "llama", weights=False) / "config.json")
+    settings = json.loads(Path(start).read_text()) | {"pad_token_id": 340, "eos_token_id": [5, 299]}
+    Path(start).write_text(json.dumps(settings))
+    assert found(model=start, data=data, eos=7) == [None, [5, 299], 340]
+    assert found(model=start, data=data, eos=7, vocab=300) == [None, [5, 299], None]
 
 
 def test_the_end_of_a_document_predicts_nothing(tmp_path: Path) -> None:
@@ -138,16 +79,15 @@ def test_the_end_of_a_document_predicts_nothing(tmp_path: Path) -> None:
     model = task.model()
     loss = task.loss(model, task.collate([task.train_data()[0]]))
     assert loss.items == 12
-    document = task.loss(model, torch.tensor([[1, 2, 3, 9]])).total
+    document = task.loss(model, task.collate([torch.tensor([1, 2, 3, 9])])).total
     assert loss.total.item() == pytest.approx(4 * document.item(), rel=1e-5)
-    assert task.loss(model, torch.tensor([[9, 9, 1]])).items == 0
+    assert task.loss(model, task.collate([torch.tensor([9, 9, 1])])).items == 0
 
 
 def test_without_documents_a_row_is_one_text(tmp_path: Path) -> None:
     data = write(tmp_path / "tokens.bin", [1, 2, 3, 9] * 100)
     task = Llama(**SMALL, data=str(data), eos="none", held_out=0)
     assert task.eval_data() is None
-    assert task.facts() is None, "the plan asks the task"
     assert task.loss(task.model(), task.collate([task.train_data()[0]])).items == 16
 
 
@@ -159,15 +99,13 @@ def test_texts_with_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     start = str(save_model(tmp_path / "llama", "llama"))
     data = str(save_lines(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS]))
     own, other = Llama(model=start, data=data, tokenizer=start, seq_len=64), HfCausalLM(start, data, seq_len=64)
-    theirs: Any = other.model()
-    model = own.model()
+    model, theirs = own.model(), other.model()
     model.load_state_dict(theirs.state_dict())
     rows = [own.train_data()[index] for index in range(4)]
     loss, expected = own.loss(model, own.collate(rows)), other.loss(theirs, other.collate(rows))
     assert loss.items == expected.items
     assert loss.total.item() == pytest.approx(expected.total.item(), rel=1e-5)
     assert own.tokenizer.eos_token == "<|end|>"
-    assert own.facts() is None
     assert "checkpoint.init_from=" in own.notes[0]
 
 
@@ -175,14 +113,6 @@ def test_parameters_in_bf16() -> None:
     model = Llama(**SMALL, dtype="bf16").model()
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
-    assert torch.get_default_dtype() is torch.float32
-
-
-def config(directory: Path, **changes: Any) -> str:
-    directory.mkdir(exist_ok=True)
-    settings = {**LlamaShape.resolve("15m", None, {}).config("float32"), **changes}
-    (directory / "config.json").write_text(json.dumps(settings))
-    return str(directory)
 
 
 @pytest.mark.parametrize(
@@ -191,14 +121,7 @@ def config(directory: Path, **changes: Any) -> str:
         ({"size": "9b"}, r"task.size=9b: no such size.\n  Sizes: 15m, 60m"),
         ({"size": "8b", "model": "x"}, "both name a shape"),
         ({"model": "missing"}, "task.model=missing: no such file or directory"),
-        ({"model": {"model_type": "qwen2"}}, "model_type is qwen2.*\n  Use task=hf_causal_lm"),
-        ({"model": {"attention_bias": True}}, "attention_bias=True, and task=llama has False only"),
-        ({"model": {"rope_scaling": {"rope_type": "yarn"}}}, "of the type yarn, and task=llama has default and llama3"),
         ({"seq_len": 5000}, "task.seq_len=5000: must be at least 2 and at most 4096, the length of the model's"),
-        (
-            {"model": {"rope_scaling": {"rope_type": "default"}, "rope_parameters": {"rope_theta": 1.0}}},
-            "its rope_scaling and rope_parameters differ",
-        ),
         (
             {"data": "texts.json"},
             r"task.data=texts.json: not a file of tokens.*\n.* name a tokenizer: task.tokenizer=DIR",
@@ -222,9 +145,7 @@ def config(directory: Path, **changes: Any) -> str:
         ({"held_out": 1.0}, "task.held_out=1.0: must be at least 0 and below 1"),
     ],
 )
-def test_wrong_values(params: dict[str, Any], message: str, tmp_path: Path) -> None:
-    if isinstance(params.get("model"), dict):
-        params = {"model": config(tmp_path, **params["model"])}
+def test_wrong_values(params: dict[str, Any], message: str) -> None:
     with pytest.raises(TaskError, match=message):
         Llama(**params)
 
@@ -237,15 +158,13 @@ def test_one_row_cannot_be_divided(tmp_path: Path) -> None:
 def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     data = save_lines(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])
-    with pytest.raises(
-        TaskError, match=r"it has \d+ tokens, more than the model's vocabulary of 256.\n  Use task.vocab="
-    ):
-        Llama(vocab=256, data=str(data), tokenizer=str(tmp_path)).train_data()
+    with pytest.raises(TaskError, match=r"the tokenizer has \d+ tokens, and the model only 256"):
+        Llama(vocab=256, data=str(data), tokenizer=str(tmp_path)).model()
 
 
-def test_the_largest_is_described_without_torch() -> None:
-    code = (
-        "import sys; from launcher.tasks.llama import Llama; "
-        "assert Llama(size='70b').facts()['parameters'] == 70_553_706_496; assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+@pytest.mark.parametrize("keys", [{}, {"tokenizer": "x", "data": "x"}])
+def test_it_needs_transformers(keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf_model, "find_spec", lambda _: None)
+    missing = "transformers, datasets" if keys else "transformers"
+    with pytest.raises(TaskError, match=rf"task=llama: {missing} must be installed.\n  pip install launcher\[hf\]"):
+        Llama(**keys)

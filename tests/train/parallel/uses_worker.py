@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from launcher import Engine, make_plan
+from launcher.tasks.chunked_loss import ChunkedHead
 from launcher.train.data.randomness import Permutation
 from launcher.train.world import World, device_of, join
 from tests.infra.workers import leave_group, print_on_rank_0
@@ -72,6 +73,21 @@ class Backwards(Model):
         return self.head(x)
 
 
+class Words(Model):
+    """Language model whose head is its embedding, and whose loss is computed in the head."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.words, self.head = nn.Embedding(40, WIDTH), ChunkedHead(WIDTH, 40)
+        self.head.weight = self.words.weight
+
+    def forward(self, x: Tensor, words: Tensor, targets: Tensor) -> Tensor:
+        x = x + self.words(words)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x, targets)
+
+
 def shared(model: Any, x: Tensor) -> Tensor:
     return model(x).double().square().sum()
 
@@ -96,17 +112,22 @@ def adversarial(model: Any, x: Tensor) -> Tensor:
     return model(x + 0.1 * gradient.detach()).double().square().sum()
 
 
+def vocabulary(model: Any, x: Tensor) -> Tensor:
+    return model(x, x.argmin(1), x.argmax(1))
+
+
 LOSSES: dict[str, tuple[int, Callable[[Any, Tensor], Tensor]]] = {
     "shared": (3, shared),
     "siamese": (1, siamese),
     "penalty": (1, penalty),
     "adversarial": (1, adversarial),
+    "vocabulary": (0, vocabulary),
 }
 
 
 def build(rounds: int) -> nn.Module:
     torch.manual_seed(0)
-    return Model(rounds)
+    return Model(rounds) if rounds else Words()
 
 
 def batch_of(indices: list[int]) -> Tensor:
