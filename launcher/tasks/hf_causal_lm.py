@@ -41,8 +41,6 @@ class CausalLM(HfTask):
         self, name: str, model: str, data: str, *, text: str | None, pack: bool, unusable: str, **arguments: Any
     ) -> None:
         super().__init__(name, model, data, **arguments)
-        if unusable not in ("error", "skip"):
-            raise TaskError(f"task.unusable={unusable}: must be error or skip.")
         self._text, self._pack, self._unusable = text, pack, unusable
 
     def _encoding(self, path: str, data: Any) -> tuple[Encode, dict[str, Any]]:
@@ -315,19 +313,9 @@ class HfCausalLM(CausalLM):
         revision: str | None = None,
     ) -> None:
         super().__init__(
-            "hf_causal_lm",
-            model,
-            data,
-            tokenizer=tokenizer,
-            seq_len=seq_len,
-            eval_data=eval_data,
-            held_out=held_out,
-            lora=lora,
-            revision=revision,
-            text=text,
-            pack=pack,
-            unusable=unusable,
-        )
+            "hf_causal_lm", model, data, tokenizer=tokenizer, seq_len=seq_len, eval_data=eval_data, held_out=held_out,
+            lora=lora, revision=revision, text=text, pack=pack, unusable=unusable,
+        )  # fmt: skip
 
 
 def _message(message: Any) -> dict[str, Any]:

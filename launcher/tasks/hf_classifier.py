@@ -50,18 +50,9 @@ class HfClassifier(HfTask):
         revision: str | None = None,
     ) -> None:
         super().__init__(
-            "hf_classifier",
-            model,
-            data,
-            tokenizer=tokenizer,
-            seq_len=seq_len,
-            eval_data=eval_data,
-            held_out=held_out,
-            lora=lora,
-            revision=revision,
-        )
-        if unusable not in ("error", "skip", "cut"):
-            raise TaskError(f"task.unusable={unusable}: must be error, skip or cut.")
+            "hf_classifier", model, data, tokenizer=tokenizer, seq_len=seq_len, eval_data=eval_data, held_out=held_out,
+            lora=lora, revision=revision,
+        )  # fmt: skip
         self._text, self._label, self._unusable = text, label, unusable
 
     @cached_property

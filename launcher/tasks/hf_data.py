@@ -97,8 +97,6 @@ def split_examples(data: Any, held_out: float) -> tuple[Any, Any]:
     Raises:
         TaskError: one of the two would be empty.
     """
-    if not 0 <= held_out < 1:
-        raise TaskError(f"task.held_out={held_out}: must be at least 0 and below 1.")
     if not held_out:
         return data, None
     count = max(1, round(len(data) * held_out))

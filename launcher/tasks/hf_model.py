@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,11 +17,11 @@ from launcher.errors import TaskError, did_you_mean
 from launcher.plan.float8_support import quiet_torchao
 from launcher.quantities import first_names
 from launcher.tasks.hf_data import Encode, read_examples, split_examples, tokenized
-from launcher.tasks.hf_hub import cached_commit, first_line, require_on_hub
 
 if TYPE_CHECKING:
     from torch import nn
 
+_HUB_WITHIN_S = 10
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 DEFAULT_LENGTH = 1024
 # arguments of a LoRA adapter: key of the task -> argument of peft's LoraConfig
@@ -55,10 +55,12 @@ class HfTask(ABC):
         _require_lora({} if lora is None else lora)
         self._model, self._tokenizer, self._lora = model, tokenizer, lora
         self._data, self._eval_data, self._held_out = data, eval_data, held_out
+        if not 0 <= held_out < 1:
+            raise TaskError(f"task.held_out={held_out}: must be at least 0 and below 1.")
         self.notes: list[str] = []  # which the plan shows
         self._config: Any = self._load_config(revision)
         # the commit that a name on the hub stands for now; None for a directory or a file
-        self._revision: str | None = None if not model or Path(model).exists() else cached_commit(model, revision)
+        self._revision: str | None = None if not model or Path(model).exists() else _cached_commit(model, revision)
         longest, why = _longest(self._config.get_text_config())
         self._seq_len: int = min(DEFAULT_LENGTH, longest or DEFAULT_LENGTH) if seq_len is None else seq_len
         if self._seq_len < 2 or (longest is not None and self._seq_len > longest):
@@ -171,7 +173,7 @@ def load_config(model: str, revision: str | None) -> Any:
     if path.exists() and revision is not None:
         raise TaskError(f"task.revision={revision}: task.model={model} is not on the hub, but here.\n  Leave it out.")
     if not path.exists():
-        require_on_hub("task.model", model, ("config.json",), revision=revision)
+        _require_on_hub("task.model", model, ("config.json",), revision)
     if path.is_dir() and not (path / "config.json").exists():
         raise TaskError(f"task.model={model}: it has no config.json.\n  Name a directory that save_pretrained wrote.")
     if path.is_dir() and not any(next(path.glob(pattern), None) for pattern in _WEIGHTS):
@@ -185,7 +187,7 @@ def load_config(model: str, revision: str | None) -> Any:
         return AutoConfig.from_pretrained(model, revision=revision or "main")
     except (OSError, ValueError, KeyError) as error:
         hub = "" if path.exists() else "as a name on the hub: "
-        raise TaskError(f"task.model={model}: {hub}{first_line(error)}") from None
+        raise TaskError(f"task.model={model}: {hub}{_first_line(error)}") from None
 
 
 def _build_pretrained(
@@ -215,7 +217,7 @@ def _build_pretrained(
             model, revision=revision or "main", config=config, dtype=torch.float32, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError) as error:
-        raise TaskError(f"task.model={model}: {first_line(error)}") from None
+        raise TaskError(f"task.model={model}: {_first_line(error)}") from None
     finally:
         logging.set_verbosity(verbosity)
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -243,7 +245,7 @@ def _load_tokenizer(key: str, path: str, revision: str | None) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, revision=revision or "main")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TaskError(f"{key}={path}: no tokenizer: {first_line(error)}\n  Name one with task.tokenizer=.") from None
+        raise TaskError(f"{key}={path}: no tokenizer: {_first_line(error)}\n  Name one with task.tokenizer=.") from None
 
 
 def _require_tokenizer_name(key: str, name: str, revision: str | None) -> None:
@@ -253,7 +255,7 @@ def _require_tokenizer_name(key: str, name: str, revision: str | None) -> None:
         problem = "a file is not one" if path.is_file() else "no such file"
         raise TaskError(f"{key}={name}: no tokenizer: {problem}.\n  Name its directory: task.tokenizer={path.parent}.")
     files = ("tokenizer_config.json", "tokenizer.json", "config.json")
-    require_on_hub(key, name, files, missing="no tokenizer: ", revision=revision, other_key="task.tokenizer")
+    _require_on_hub(key, name, files, revision, missing="no tokenizer: ", other_key="task.tokenizer")
 
 
 def _with_lora(model: Any, lora: dict[str, Any], kind: str, new: list[str]) -> Any:
@@ -286,7 +288,7 @@ def _with_lora(model: Any, lora: dict[str, Any], kind: str, new: list[str]) -> A
             settings: dict[str, Any] = {_LORA[name]: value for name, value in (lora | {"targets": targets}).items()}
             return get_peft_model(model, LoraConfig(task_type=kind, modules_to_save=new or None, **settings))
     except (ValueError, TypeError) as error:
-        raise TaskError(f"task.lora: {first_line(error)}") from None
+        raise TaskError(f"task.lora: {_first_line(error)}") from None
 
 
 def _matches(model: Any, target: str) -> bool:
@@ -309,3 +311,50 @@ def _require_lora(lora: dict[str, Any]) -> None:
     for name in ("r", "alpha", "dropout"):
         if not isinstance(value := lora.get(name, 0), int | float):
             raise TaskError(f"task.lora.{name}={value}: must be a number.")
+
+
+def _require_on_hub(
+    key: str, name: str, files: Sequence[str], revision: str | None, *, missing: str = "", other_key: str | None = None
+) -> None:
+    """Raise TaskError unless the hub has a repository ``name``, or the local cache has one of its ``files``.
+
+    The hub is asked once: transformers asks for each of several files and repeats it for about a minute.
+
+    Args:
+        key: config key that has the value ``name``.
+        revision: commit, branch or tag; None: main.
+        missing: start of the message.
+        other_key: key that may name another place; default: ``key``.
+    """
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    path = Path(name)
+    hint = f"Name a directory that save_pretrained wrote, or a name on the hub, with {other_key or key}=."
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        raise TaskError(f"{key}={name}: {missing}no such directory.\n  {hint}") from None
+    if "/" in name and path.parent.is_dir():
+        raise TaskError(f"{key}={name}: {missing}{path.parent} has no directory {path.name}.\n  {hint}")
+    if any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in files):
+        return
+    try:
+        HfApi().model_info(name, revision=revision, timeout=_HUB_WITHIN_S)
+    except Exception as error:  # of the network, the hub, and HF_HUB_OFFLINE, which have no common type
+        raise TaskError(
+            f"{key}={name}: {missing}there is no such file or directory, nor is it in the cache; as a name on the hub: "
+            f"{_first_line(error)}\n  {hint}"
+        ) from None
+
+
+def _cached_commit(name: str, revision: str | None) -> str | None:
+    """Return the commit of the configuration that was read last for a name on the hub; None if it is not cached."""
+    from huggingface_hub import try_to_load_from_cache
+
+    file = try_to_load_from_cache(name, "config.json", revision=revision)
+    return Path(file).parent.name if isinstance(file, str) else None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

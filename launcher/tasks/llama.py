@@ -13,7 +13,7 @@ from launcher.errors import TaskError, did_you_mean
 from launcher.tasks.bytes_gpt import VOCABULARY, BytesGPT
 from launcher.tasks.hf_causal_lm import IGNORED, CausalLM
 from launcher.tasks.hf_model import load_config
-from launcher.train.data.token_file import TOKEN_TYPES, TokenRows, require_token_file
+from launcher.train.data.token_file import TokenRows, require_token_file
 
 # key of the task -> attribute of transformers' LlamaConfig
 _KEYS = {
@@ -99,8 +99,6 @@ class Llama(CausalLM):
     ) -> None:
         if model is not None and size is not None:
             raise TaskError(f"task.size={size} and task.model={model}: both name a shape.\n  Leave one of them out.")
-        if dtype not in ("fp32", "bf16"):
-            raise TaskError(f"task.dtype={dtype}: must be fp32 or bf16.")
         values = zip(_KEYS, (width, depth, heads, kv_heads, ffn, vocab), strict=True)
         self._size, self._changes = size or "15m", {name: value for name, value in values if value is not None}
         self._dtype = "bfloat16" if dtype == "bf16" else "float32"
@@ -109,14 +107,14 @@ class Llama(CausalLM):
             held_out=held_out, lora=None, text=text, pack=True, unusable=unusable, examples=tokenizer is not None,
         )  # fmt: skip
         self._eval_samples = eval_samples
-        self._require_data(eos)
+        self._require_data(eos, token_type)
         self.eos = None if eos == "none" else eos
         self._pack = tokenizer is not None or self.eos is not None
-        self._token_type = self._checked_token_type(token_type)
-        special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")) | {"eos_token_id": self.eos}
+        self._token_type = token_type or ("uint16" if self._vocabulary <= 2**16 else "uint32")
         if model is None:  # those of a LlamaConfig without values are of Llama 2
-            names = ("bos_token_id", "eos_token_id") if tokenizer is not None else ()
-            self._config.update(special | {name: getattr(self.tokenizer, name) for name in names})
+            self._config.update({"bos_token_id": None, "eos_token_id": self.eos, "pad_token_id": None})
+            if tokenizer is not None:
+                self._config.update({name: getattr(self.tokenizer, name) for name in ("bos_token_id", "eos_token_id")})
         elif Path(model).is_dir():
             self.notes.append(
                 f"task.model={model} gives the shape; its weights are used with checkpoint.init_from={model}."
@@ -161,13 +159,11 @@ class Llama(CausalLM):
         if width // heads % 2:
             raise TaskError(f"task.width={width}: a head is {width // heads} wide, and must be even.")
 
-    def _require_data(self, eos: int | Literal["none"] | None) -> None:
+    def _require_data(self, eos: int | Literal["none"] | None, token_type: str | None) -> None:
         """Raise TaskError if keys of the data do not go together, or have impossible values."""
         vocab = self._vocabulary
         if self._eval_samples is not None and self._eval_samples < 1:
             raise TaskError(f"task.eval_samples={self._eval_samples}: must be at least 1.")
-        if not 0 <= self._held_out < 1:
-            raise TaskError(f"task.held_out={self._held_out}: must be at least 0 and below 1.")
         if self._tokenizer is not None and not self._data:
             raise TaskError("task.tokenizer needs examples in task.data.\n  Name them with task.data=PATH.")
         if self._tokenizer is None and self._text is not None:
@@ -188,16 +184,11 @@ class Llama(CausalLM):
             )
         if eos not in (None, "none") and not (isinstance(eos, int) and 0 <= eos < vocab):
             raise TaskError(f"task.eos={eos}: must be none, or a token from 0 to {vocab - 1}.")
-
-    def _checked_token_type(self, token_type: str | None) -> str:
-        if token_type not in (None, *TOKEN_TYPES):
-            raise TaskError(f"task.token_type={token_type}: must be {' or '.join(TOKEN_TYPES)}.")
         if token_type is not None and not any(Path(path).suffix == ".bin" for path in self._token_files.values()):
             raise TaskError(
                 f"task.token_type={token_type}: only a .bin file needs it; a .npy file names its own type.\n"
                 "  Leave it out."
             )
-        return token_type or ("uint16" if self._vocabulary <= 2**16 else "uint32")
 
     def model(self) -> Any:
         """Return the model with random values, and the settings of generation that belong to ``task.model``."""

@@ -117,7 +117,6 @@ def test_the_held_out_part_is_the_same_in_every_run(llama: Path, tmp_path: Path)
         ({"text": "txet"}, "task.text=txet: .* has no such column.\n.*text"),
         ({"seq_len": 4096}, "task.seq_len=4096: must be at least 2 and at most 128"),
         ({"held_out": 1.5}, "task.held_out=1.5"),
-        ({"unusable": "drop"}, "task.unusable=drop"),
         ({"lora": {"rank": 4}}, "task.lora.rank: no such argument"),
         ({"lora": {"targets": 5}}, "task.lora.targets=5: must be a list of names"),
         ({"lora": {"r": "many"}}, "task.lora.r=many: must be a number"),

@@ -140,8 +140,6 @@ def test_parameters_in_bf16() -> None:
         ({"depth": 0}, "task.depth=0: must be at least 1"),
         ({"vocab": 100}, "task.vocab=100: must be at least 256"),
         ({"tokenizer": "x"}, "task.tokenizer needs examples in task.data"),
-        ({"dtype": "fp8"}, "task.dtype=fp8: must be fp32 or bf16"),
-        ({"token_type": "int8"}, "task.token_type=int8: must be uint16 or uint32"),
         ({"held_out": 1.0}, "task.held_out=1.0: must be at least 0 and below 1"),
     ],
 )

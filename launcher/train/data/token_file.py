@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TOKEN_FILES = (".npy", ".bin")
-TOKEN_TYPES = ("uint16", "uint32")
 # the check of a file before training reads this many blocks of this many tokens; the second number is even
 _BLOCKS, _BLOCK_TOKENS = 1000, 1024
 
