@@ -20,6 +20,8 @@ from launcher.quantities import count
 DEFAULT_GLOBAL_SIZE = 64
 DEFAULT_MICRO_SIZE = 4
 AUTO = "auto"
+# ways out for a BatchNorm that fails on a micro-batch of one sample
+NOT_ONE_VALUE = "batch.norm=window, or a model() that returns the layer in eval mode."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,6 +126,8 @@ class TaskPlan:
         parameters, gradient_bytes: of the trained parameters.
         unit_parameters: trained parameters within shard units.
         batch_norms: number of BatchNorm layers.
+        one_value_norm: the first BatchNorm that has one value per channel if a micro-batch has one sample, on which it
+            fails; empty if there is none, None if that is not known.
         matmul_parameters, unit_matmul_parameters: parameters of linear and convolution layers (whole model, within
             shard units), frozen ones included; FSDP gathers them in bf16 or fp16.
         data_notes: features of the user's DataLoader that are not used.
@@ -150,6 +152,7 @@ class TaskPlan:
     gradient_bytes: int | None
     unit_parameters: int | None
     batch_norms: int | None = None
+    one_value_norm: str | None = None
     matmul_parameters: int | None = None
     unit_matmul_parameters: int | None = None
     data_notes: tuple[str, ...] = ()

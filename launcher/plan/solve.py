@@ -28,7 +28,15 @@ from launcher.config.schema import (
     check_values,
 )
 from launcher.errors import ConfigError, TaskError, did_you_mean
-from launcher.plan.batch import Batch, batch_notes, norm_of_window_loss, solve_batch, solve_largest, solve_smaller
+from launcher.plan.batch import (
+    NOT_ONE_VALUE,
+    Batch,
+    batch_notes,
+    norm_of_window_loss,
+    solve_batch,
+    solve_largest,
+    solve_smaller,
+)
 from launcher.plan.callback_plan import profile_notes, solve_callbacks, solve_notify
 from launcher.plan.data_shards import require_second_epoch, solve_data_shards
 from launcher.plan.float8_support import float8_notes
@@ -52,7 +60,7 @@ from launcher.plan.strategy import solve_precision, solve_strategy
 from launcher.plan.strategy_choice import ONE_RANK, UNKNOWN, with_reason, with_strategy
 from launcher.plan.sync_policy import SHARDED
 from launcher.plan.tracker_plan import solve_trackers
-from launcher.plan.windows import Windows, count_windows
+from launcher.plan.windows import Windows, count_windows, least_share
 from launcher.quantities import count, first_names
 
 
@@ -267,7 +275,7 @@ def _on_cluster(
             *_precision_notes(precision, strategy),
             *float8_notes(precision, task.float8_layers, compiles=config.train.compile),
             *_norm_notes(batch, task),
-            *_single_sample_notes(epoch, batch, task),
+            *_single_sample_notes(epoch, batch, task, steps),
             *_loss_notes(batch, task),
             *task.data_notes,
             *_mode_notes(task),
@@ -369,20 +377,41 @@ def _norm_notes(batch: Batch, task: TaskPlan) -> list[str]:
     return [] if note is None else [note]
 
 
-def _single_sample_notes(epoch: EpochPlan, batch: Batch, task: TaskPlan) -> list[str]:
-    """Return the note on micro-batches of one sample in an epoch's last window. torch's BatchNorm fails on one value a
-    channel, but a sample of an image has many."""
-    short = epoch.short_window
-    if not task.batch_norms or not short or batch.norm is not Norm.leave or batch.micro_size == 1:
+def _single_sample_notes(epoch: EpochPlan, batch: Batch, task: TaskPlan, steps: int | None) -> list[str]:
+    """Return the note on micro-batches of one sample, on which a BatchNorm may fail: a sample of an image has many
+    values per channel, others one.
+
+    Raises:
+        ConfigError: the run has such a micro-batch, and the model a BatchNorm that fails on it.
+    """
+    layer, full = task.one_value_norm, {batch.global_size, *(stage.global_size for stage in batch.ramp)}
+    if not task.batch_norms or layer == "" or batch.norm is not Norm.leave or batch.balance is not Balance.none:
         return []
-    shares = -(-short // (batch.micro_size * batch.world_size)) * batch.world_size
-    if short // shares > 1:
+    sizes = full
+    if task.samples is not None and steps is not None:
+        keep_short = epoch.short_window_policy is ShortWindow.exact
+        sizes = Windows(task.samples, batch, keep_short=keep_short).sizes(steps)
+    alone = [size for size in sorted(sizes, key=lambda size: size not in full) if least_share(size, batch) <= 1]
+    if not alone or (layer is None and batch.micro_size == 1):
         return []
-    return [
-        f"The short window of {count(short, 'sample')} has micro-batches of one sample, on which a BatchNorm with one "
-        "value a channel fails (Expected more than 1 value per channel): use batch.short_window=drop, or "
-        "batch.norm=sync."
-    ]
+    size = alone[0]
+    short = size not in full
+    window = f"The short window of {count(size, 'sample')}" if short else f"A window of {count(size, 'sample')}"
+    if layer is None:
+        return [
+            f"{window} has micro-batches of one sample, on which a BatchNorm with one value a channel fails (Expected "
+            "more than 1 value per channel): use batch.short_window=drop, or batch.norm=sync."
+        ]
+    end = f" at the end of each epoch of {count(task.samples or 0, 'sample')}" if short else ""
+    problem = (
+        f"the BatchNorm {layer} would fail. {window}{end} has micro-batches of one sample, in which that layer has 1 "
+        "value per channel."
+    )
+    if short:
+        remedy = f"Use batch.short_window=drop, another batch.global_size, {NOT_ONE_VALUE}"
+        raise ConfigError("batch.short_window", epoch.short_window_policy, problem, remedy)
+    remedy = f"Use a larger batch.micro_size or batch.global_size, {NOT_ONE_VALUE}"
+    raise ConfigError("batch.micro_size", batch.micro_size, problem, remedy)
 
 
 def _loss_notes(batch: Batch, task: TaskPlan) -> list[str]:

@@ -184,6 +184,7 @@ def _by_arithmetic(request: InspectionRequest) -> TaskPlan | None:
                 gradient_bytes=4 * facts["parameters"],
                 unit_parameters=facts["unit_parameters"],
                 batch_norms=facts["batch_norms"],
+                one_value_norm="",
                 matmul_parameters=facts["matmul_parameters"],
                 unit_matmul_parameters=facts["unit_matmul_parameters"],
                 group_parameters=_default_groups(optimizer, facts),

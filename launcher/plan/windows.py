@@ -102,6 +102,13 @@ class Windows:
         ahead, begin = index - self._begins[number], self._stretches[number]
         return begin._replace(window=begin.window + ahead, first=begin.first + ahead * begin.size)
 
+    def sizes(self, steps: int) -> set[int]:
+        """Return the numbers of samples of the run's first ``steps`` windows."""
+        sizes = {at.size for begin, at in zip(self._begins, self._stretches, strict=True) if begin < steps}
+        for index in (self._regular_from, self._regular_from + self._per_epoch - 1):
+            sizes |= {self.at(index).size} if index < steps else set()
+        return sizes
+
     def before(self, epoch: int) -> int:
         """Return the number of windows before an epoch."""
         if epoch >= self._regular_epoch:
@@ -113,6 +120,11 @@ def count_windows(samples: int, global_size: int, *, keep_short: bool) -> tuple[
     """Return (windows per epoch, samples of its short last window); 0 samples: the last one is full, or dropped."""
     full, rest = divmod(samples, global_size)
     return (full + 1, rest) if rest and keep_short else (full, 0)
+
+
+def least_share(samples: int, batch: Batch) -> int:
+    """Return the samples of the smallest micro-batch in a window of ``samples``, see ``share_of_window``."""
+    return samples // (-(-samples // (batch.micro_size * batch.world_size)) * batch.world_size)
 
 
 def share_of_window(samples: int, batch: Batch, rank: int) -> list[range]:

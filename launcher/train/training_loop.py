@@ -36,6 +36,7 @@ from launcher.train.engine.window_totals import StepResult
 from launcher.train.evaluation import Evaluation
 from launcher.train.measure.flops import peak_flops
 from launcher.train.metrics import Metrics, NoRecord, Sink
+from launcher.train.parallel.batchnorm import refusal_of_one_value
 from launcher.train.parallel.shard_units import direct_use, is_direct_use
 
 # messages on stragglers that a process prints: on a noisy machine ranks take turns
@@ -238,9 +239,11 @@ class TrainingLoop:
             return
         if (kind := engine.plan.strategy.kind) in SHARDED and is_direct_use(error):
             raise TaskError(direct_use("a parameter", kind)) from error
+        if (refusal := refusal_of_one_value(error, engine.parallel.module, self.plan, engine.place)) is not None:
+            raise refusal from error
         if not oom.is_out_of_memory(error):
             if not isinstance(error, LauncherError):  # shown without traceback, hence without notes
-                engine.note_place(error)
+                error.add_note(f"In {engine.place}.")
             raise error
         if batch.on_oom is OnOom.shrink and (smaller := batch.shrunk()) is not None:
             oom.store_micro_size(self.plan, smaller)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from launcher.errors import ConfigError
+from launcher.plan.run_plan import RunPlan
 from launcher.plan.solve import what_norms_do
 from tests.helpers import make_plan
 
@@ -72,3 +73,41 @@ def test_a_short_window_with_micro_batches_of_one_sample_is_said_with_a_way_out(
     ):  # fmt: skip
         assert not noted(samples, *overrides)
     assert not noted(33, one, batch_norms=0)
+
+
+@pytest.mark.parametrize(
+    ("samples", "overrides", "said"),
+    [
+        (33, [], "short window of 1 sample at the end of each epoch of 33 samples"),
+        (33, ["train.epochs=null", "train.steps=3"], "short window of 1 sample"),
+        (33, ["train.epochs=null", "train.steps=2"], None),  # ends before it
+        (33, ["batch.short_window=drop"], None),
+        (33, ["batch.norm=window"], None),
+        (35, ["cluster.workers_per_node=2"], "short window of 3 samples"),  # one rank has one of them
+        (34, [], None),
+        (34, ["cluster.workers_per_node=2"], "short window of 2 samples"),
+        (32, ["batch.micro_size=1"], "batch.micro_size=1: .*A window of 16 samples"),
+        (33, ["batch.micro_size=1"], "batch.micro_size=1: "),
+        (
+            32,
+            ["batch.global_size=5", "batch.micro_size=2", "batch.uneven=true", "cluster.workers_per_node=2"],
+            "window of 5",
+        ),
+    ],
+)
+def test_a_layer_that_fails_on_one_sample_is_refused_where_the_run_has_such_a_micro_batch(
+    samples: int, overrides: list[str], said: str | None
+) -> None:
+    def plan(layer: str) -> RunPlan:
+        task = replace(make_plan(batch_norms=1).task, samples=samples, one_value_norm=layer)
+        sizes = ("batch.global_size=16", "batch.micro_size=4", "train.epochs=1", "cluster.workers_per_node=1")
+        return make_plan(*sizes, *overrides, task=task)
+
+    assert not [note for note in plan("").notes if "one sample" in note], "no layer of it fails: images, say"
+    if said is None:
+        plan("net.1")
+        return
+    with pytest.raises(ConfigError, match=f"(?s){said}") as refused:
+        plan("net.1")
+    for text in ("the BatchNorm net.1 ", "batch.global_size", "batch.norm=window"):
+        assert text in str(refused.value)

@@ -347,14 +347,15 @@ class Engine(EngineProgress):
             self.sites.leave()
         return result
 
-    def note_place(self, error: Exception) -> None:
-        """Add to ``error``, which the loop's body raised, the step, and the micro-batch's samples or number."""
+    @property
+    def place(self) -> str:
+        """Step, rank, and the micro-batch's samples or number, where the loop's body is."""
         number = len(self._current.notes)
         if samples := self._samples_text(number):
             which = f", with {samples} of the training data"
         else:  # before the first micro-batch of the window, passes may have run any of them
             which = f", in micro-batch {number}" if self._current.handed_out else ""
-        error.add_note(f"In step {self.steps + 1} on rank {self.world.rank_in_job}{which}.")
+        return f"step {self.steps + 1} on rank {self.world.rank_in_job}{which}"
 
     def _samples_text(self, number: int) -> str:
         """Return a text on the samples of the window's micro-batch ``number``, from 1; empty if they are unknown."""

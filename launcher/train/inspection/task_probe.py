@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from difflib import get_close_matches
+from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
 from launcher.config.schema import Balance, Device, LrScaling, OptimizerConfig, ScheduleConfig
@@ -94,6 +95,7 @@ def probe(request: InspectionRequest) -> dict[str, Any]:
         **arrangement,
         "data_notes": tuple(notes),  # of all the checks above
         "flops_per_sample": _flops(task, model, data),
+        "one_value_norm": _one_value_norm(task, model, data),
     }
 
 
@@ -289,6 +291,30 @@ def _flops(task: Task, model: nn.Module, data: Any) -> float | None:
     from launcher.train.measure.flops import flops_per_sample
 
     return flops_per_sample(task, model, data)
+
+
+def _one_value_norm(task: Task, model: nn.Module, data: Any) -> str | None:
+    """Return the TaskPlan's ``one_value_norm``, by a forward pass of one sample on tensors without memory."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    from launcher.train.measure.flops import run_without_memory
+    from launcher.train.parallel.batchnorm import batch_norms
+
+    found: list[str] = []
+
+    def watch(twin: nn.Module) -> None:
+        for name, layer in batch_norms(twin).items():
+            if type(layer).forward is _BatchNorm.forward:
+                layer.register_forward_pre_hook(partial(look, name))
+
+    def look(name: str, layer: _BatchNorm, inputs: tuple[Any, ...]) -> None:
+        if (layer.training or layer.running_mean is None) and inputs[0].numel() == inputs[0].shape[1]:
+            found.append(name)
+
+    if not batch_norms(model):
+        return ""
+    ran = run_without_memory(task, model, data, watch)
+    return found[0] if found else "" if ran else None
 
 
 def in_eval_mode(module: nn.Module, name: str = "") -> list[str]:

@@ -62,6 +62,25 @@ def flops_per_sample(task: Task, model: nn.Module, data: Any) -> float | None:
         return None
 
 
+def run_without_memory(task: Task, model: nn.Module, data: Any, prepare: Callable[[nn.Module], None]) -> bool:
+    """Run the model and the loss on the first sample; return whether that was possible.
+
+    Args:
+        prepare: called with the copy without memory that is run.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with time_limit(LIMIT_S), ContextSource(torch.device("cpu"), seed=0).active():
+            batch, _ = first_batch(task, data, 1)
+            twin = without_memory(model, fake)
+            prepare(twin)
+            with fake:
+                loss_of_batch(task, twin, tree_map_only(Tensor, fake.from_tensor, batch))
+    except (Exception, SystemExit):  # as in flops_per_sample
+        return False
+    return True
+
+
 def _count(task: Task, model: nn.Module, batch: Any, samples: int) -> float | None:
     try:
         flops = _flops_of(task, model, batch, FakeTensorMode(allow_non_fake_inputs=True))

@@ -7,6 +7,7 @@ checkpoint is that of the plain model, and an evaluation runs torch's own code.
 from __future__ import annotations
 
 import functools
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from launcher.config.schema import Norm
 from launcher.errors import ConfigError, TaskError
+from launcher.plan.batch import NOT_ONE_VALUE
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import Collective
 from launcher.train.measure.comm_meter import Meter
@@ -132,6 +134,25 @@ def track(layer: _BatchNorm, statistics: Statistics) -> None:
     unbiased = statistics.variance * statistics.count / (statistics.count - 1).clamp(min=1)
     for running, new in ((layer.running_mean, statistics.mean), (layer.running_var, unbiased)):
         running.copy_((1 - part) * running + part * new)
+
+
+def refusal_of_one_value(error: Exception, model: nn.Module, plan: RunPlan, place: str) -> TaskError | None:
+    """Return the error to raise for ``error`` if a BatchNorm raised it because it has one value per channel, which the
+    plan did not know; None for another one. ``place``: step, rank and samples."""
+    if "Expected more than 1 value per channel when training" not in str(error):
+        return None
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = {id(layer): name for name, layer in batch_norms(model).items()}
+    layers = [names[key] for frame in frames if (key := id(frame.f_locals.get("self"))) in names]
+    if not layers and not any(frame.f_code is functional.batch_norm.__code__ for frame in frames):
+        return None  # a GroupNorm raises the same
+    layer, short, ends = layers[-1] if layers else "of the model", plan.epoch.short_window, ""
+    if short:
+        ends = f" An epoch of {plan.task.samples} samples ends with a window of {short}."
+    return TaskError(
+        f"The BatchNorm {layer} has 1 value per channel in {place}, and one value has no statistics.{ends}\n"
+        f"  Use {'batch.short_window=drop, ' if short else ''}another batch.global_size, {NOT_ONE_VALUE}"
+    )
 
 
 def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:

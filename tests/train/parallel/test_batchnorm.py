@@ -9,18 +9,21 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from launcher.config.schema import Norm
 from launcher.errors import ConfigError, TaskError
+from launcher.loss import Loss
 from launcher.plan.run_plan import RunPlan
 from launcher.train.data.loader import MicroBatch
 from launcher.train.engine.preserved_state import ChangingParameters, PreservedState
 from launcher.train.engine.window_batchnorm import WindowNorms, norms_of
+from launcher.train.inspection.task_probe import probe
 from launcher.train.parallel.base import Parallel
-from launcher.train.parallel.batchnorm import batch_norms
+from launcher.train.parallel.batchnorm import batch_norms, refusal_of_one_value
 from launcher.train.precision import Precision
-from tests.helpers import make_plan, torchrun
+from tests.helpers import inspection_of, make_plan, torchrun
 
 WORKER = Path(__file__).parent / "norm_worker.py"
 CALLS = 4  # of BatchNorm in one forward pass
@@ -237,3 +240,68 @@ def test_an_evaluation_is_torchs_own() -> None:
         wanted = model.eval()(x)
         norms_of(plan, Parallel(model, plan, CPU), Precision(plan.precision, CPU), CPU)
         assert torch.equal(model.eval()(x), wanted)
+
+
+class Ending(nn.Module):
+    """Model that has one value per channel and sample in what ``kind`` names."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.head = kind, nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6))
+        if kind == "spatial":
+            self.head = nn.Sequential(nn.Conv1d(1, 6, 3), nn.BatchNorm1d(6))
+        elif kind == "pooled":
+            self.head = nn.Sequential(nn.Unflatten(1, (1, 2, 4)), nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(1))
+        elif kind == "group":
+            self.head[1] = nn.GroupNorm(6, 6)
+        elif kind == "eval":
+            self.head.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "values" and float(x.sum()) > 1e9:
+            return x
+        if self.kind == "functional":
+            return functional.batch_norm(x, None, None, training=True)
+        return self.head[0](x) if self.kind == "unused" else self.head(x[:, None] if self.kind == "spatial" else x)
+
+
+class EndingTask:
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def model(self) -> nn.Module:
+        return Ending(self.kind)
+
+    def train_data(self) -> list[Tensor]:
+        return list(torch.ones(33, 8))
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Loss:
+        return Loss(model(batch).sum(), len(batch))
+
+
+ENDINGS = {
+    "plain": "head.1", "pooled": "head.2", "spatial": "", "eval": "", "unused": "", "values": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ENDINGS)
+def test_a_layer_that_fails_on_one_sample_is_found_without_a_step(kind: str) -> None:
+    fields = probe(inspection_of(f"{__name__}.EndingTask", kind=kind))
+    assert (fields["batch_norms"], fields["one_value_norm"]) == (1, ENDINGS[kind])
+
+
+def test_what_the_plan_cannot_know_names_the_layer_in_the_window_in_which_it_shows() -> None:
+    plan = make_plan("batch.global_size=16", "train.epochs=1", samples=33)
+
+    def refused(kind: str) -> str | None:
+        model = Ending(kind)
+        with pytest.raises(ValueError, match="more than 1 value") as raised:
+            model(torch.ones(1, 8))
+        refusal = refusal_of_one_value(raised.value, model, plan, "step 3 on rank 0")
+        return None if refusal is None else str(refusal)
+
+    said = refused("values") or ""
+    assert "The BatchNorm head.1 has 1 value per channel in step 3 on rank 0" in said
+    assert "An epoch of 33 samples ends with a window of 1.\n  Use batch.short_window=drop, " in said
+    assert "The BatchNorm of the model" in (refused("functional") or "")
+    assert refused("group") is None, "its own message"
