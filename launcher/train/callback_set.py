@@ -58,6 +58,7 @@ class CallbackSet:
         model: model whose parameters and buffers are left out of that state: checkpoints have them anyway.
 
     Attributes:
+        all: the callbacks by name.
         names: of each callback: its class, numbered where there are several of one class.
         changes: by callback, the methods that have changed parameters, learning rates or what is frozen on this rank.
     """
@@ -65,18 +66,18 @@ class CallbackSet:
     def __init__(self, callbacks: Sequence[Any], task: object = None, model: nn.Module | None = None) -> None:
         self._task = _StateOfModule(task, model) if isinstance(task, nn.Module) else task
         self.changes: dict[str, list[str]] = {}
-        counts, self._callbacks = Counter[str](), dict[str, Any]()
+        counts, self.all = Counter[str](), dict[str, Any]()
         for callback in callbacks:
             name = type(callback).__name__
             counts[name] += 1
-            self._callbacks[f"{name}_{counts[name]}" if counts[name] > 1 else name] = callback
-        self.names = list(self._callbacks)
+            self.all[f"{name}_{counts[name]}" if counts[name] > 1 else name] = callback
+        self.names = list(self.all)
         self._methods = {
-            event: [(name, getattr(callback, event)) for name, callback in self._callbacks.items()
+            event: [(name, getattr(callback, event)) for name, callback in self.all.items()
                     if callable(getattr(callback, event, None))]
             for event in (*EVENTS, AROUND_EVALUATION)
         }  # fmt: skip
-        for name, callback in self._callbacks.items():
+        for name, callback in self.all.items():
             if not any(callable(getattr(callback, method, None)) for method in METHODS):
                 raise CallbackFailed(f"Callback {name} has none of the methods {', '.join(METHODS)}.")
         self._started = False
@@ -129,7 +130,7 @@ class CallbackSet:
 
     def find(self, kind: type[Any]) -> Any:
         """Return the first callback of the class ``kind``; None if there is none."""
-        return next((callback for callback in self._callbacks.values() if isinstance(callback, kind)), None)
+        return next((callback for callback in self.all.values() if isinstance(callback, kind)), None)
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the tensors by name and path, and all other values by callback, for JSON. All ranks call it.
@@ -178,7 +179,7 @@ class CallbackSet:
         ])  # fmt: skip
 
     def _stateful(self) -> Iterator[tuple[str, Any]]:
-        for name, callback in (*self._callbacks.items(), (TASK, self._task)):
+        for name, callback in (*self.all.items(), (TASK, self._task)):
             if all(callable(getattr(callback, method, None)) for method in _STATE):
                 yield name, callback
 

@@ -106,10 +106,10 @@ def take_training_values(engine: Engine, values: Mapping[str, Tensor]) -> None:
 @contextmanager
 def any_signature(module: nn.Module) -> Iterator[nn.Module]:
     """Context manager in which torch's functions can load a model whose own ``load_state_dict`` lacks the argument
-    ``assign``, or ``strict``, of newer versions."""
+    ``assign``, or ``strict``, of newer versions, or has another name for the first one."""
     load = module.load_state_dict
     known = inspect.signature(load).parameters
-    if "assign" in known or any(each.kind is each.VAR_KEYWORD for each in known.values()):
+    if {"assign", "state_dict"} <= known.keys() or any(each.kind is each.VAR_KEYWORD for each in known.values()):
         yield module
         return
 

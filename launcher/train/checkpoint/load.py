@@ -257,7 +257,7 @@ def load(engine: Engine, directory: Path) -> Restored:
     stored = Reader(directory).read_metadata()
     origin, saved, plan = state["origin"], state["engine"], engine.plan
     require_same_run(directory, origin, saved["place"]["index"], plan)
-    _fit_buffers(engine, saved["changing_buffers"], stored)
+    _fit_buffers(engine, saved, stored)
     buffers = dict(engine.parallel.module.named_buffers())
     changing = [name for name in saved["changing_buffers"] if name in buffers]
     tensors = contents.checkpoint_tensors(engine, changing, create_optimizer_state=True)
@@ -313,18 +313,23 @@ def load(engine: Engine, directory: Path) -> Restored:
     return Restored(directory, state["run"], origin, ranks, comparable, hardware_before, hardware)
 
 
-def _fit_buffers(engine: Engine, changing: list[str], stored: Metadata) -> None:
-    """Give the buffers whose shape training has changed the shape in the checkpoint, and those that were None at first
-    a tensor.
+def _fit_buffers(engine: Engine, saved: Mapping[str, Any], stored: Metadata) -> None:
+    """Give the buffers whose shape training has changed the shape in the checkpoint, and those that were None or not
+    registered at first a tensor; remove those that training has removed.
 
     Args:
-        changing: names of the buffers that training changes.
+        saved: state of the engine, with names of buffers.
     """
     modules = dict(engine.parallel.module.named_modules())
-    for name in changing:
+    late: list[str] = saved.get("late_buffers", [])
+    for name in [*saved["changing_buffers"], *saved.get("gone_buffers", [])]:
         entries = [stored.state_dict_metadata.get(f"{part}.{name}") for part in ("model", "buffers")]
         owner, _, last = name.rpartition(".")
         buffers = modules[owner]._buffers if owner in modules else {}
+        if name in late and owner in modules and not hasattr(modules[owner], last):
+            modules[owner].register_buffer(last, None, persistent=entries[0] is not None)
+        if entries == [None, None] and last in buffers:
+            buffers[last] = None
         for entry in entries:
             if not isinstance(entry, TensorStorageMetadata) or last not in buffers:
                 continue

@@ -226,6 +226,7 @@ class TrainedParameters:
     def __init__(self, parallel: Parallel) -> None:
         self._parallel, self._model = parallel, parallel.module
         self._names, self._flags = self._current_names(), self._current_flags()
+        self._known = {name for name, _ in self._model.named_parameters()}
 
     @property
     def frozen(self) -> list[str]:
@@ -273,8 +274,16 @@ class TrainedParameters:
         return found
 
     def require_same(self) -> None:
-        """Raise EngineMisuse if the loop has set ``requires_grad`` of parameters since then."""
-        if self._current_flags() == self._flags or (names := self._current_names()) == self._names:
+        """Raise EngineMisuse if the loop has set ``requires_grad`` of parameters since then, or registered some."""
+        if self._current_flags() == self._flags:
+            return
+        if late := sorted({name for name, _ in self._model.named_parameters()} - self._known):
+            raise EngineMisuse(
+                f"Parameters were registered after the engine was made: {first_names(late, 8)}.\n"
+                "  The optimizer does not have them, and a resume has no place for them. Create them in the module's "
+                "__init__, or,\n  if they are not trained, register them as buffers (register_buffer)."
+            )
+        if (names := self._current_names()) == self._names:
             return
         changes = {"unfrozen": sorted(names - self._names), "frozen": sorted(self._names - names)}
         shown = "; ".join(f"{change}: {first_names(names, 8)}" for change, names in changes.items() if names)

@@ -7,7 +7,9 @@ that state. If the value is another one afterwards, it depends on earlier values
 pass computes from its inputs alone is no state. A value that differs between the two equal passes, such as a time, is
 not examined.
 Random generators of the user's code are state if a further pass leaves them in another state, unlike one that each pass
-seeds. A model and a task without such changes cost no pass.
+seeds. A model and a task without such changes cost no pass. Attributes of optimizers and of callbacks that change
+parameters are no part of a pass: they are state if they have changed, and code reads them. What code only collects or
+logs is not named.
 """
 
 from __future__ import annotations
@@ -26,21 +28,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from launcher.loss import Loss
 from launcher.plan.sync_policy import SHARDED
 from launcher.quantities import count, first_names
+from launcher.train.callback_set import CallbackSet
 from launcher.train.data.loader import MicroBatch
 from launcher.train.engine.build import EngineParts
 from launcher.train.engine.loss_trial import SAME, forward_pass
 from launcher.train.engine.preserved_state import (
+    FOREIGN,
     OF_TORCH,
+    SavedAttributes,
     attributes_of,
     generator_state,
+    is_iterator,
     is_users_package,
     packages_of,
 )
+from launcher.train.engine.read_names import names_read
+from launcher.train.optimizers import members_of
 from launcher.train.parallel.base import local
 
 # window in which the check runs: two optimizer steps have been taken, so that averages of parameters differ from them
@@ -63,7 +72,7 @@ class StatePlace:
 
     holder: Any
     attribute: str
-    saved: bool
+    saved: bool = False
 
     @property
     def is_buffer(self) -> bool:
@@ -76,7 +85,7 @@ class StatePlace:
         held = self.get()
         if isinstance(held, nn.Parameter):
             held.data.copy_(value)
-        elif isinstance(self.holder, nn.Module):
+        elif isinstance(self.holder, nn.Module | ModuleType | type):
             setattr(self.holder, self.attribute, value)
         else:
             object.__setattr__(self.holder, self.attribute, value)
@@ -98,16 +107,28 @@ class Found:
 
 
 class CarriedState:
-    """State of model and task before the first window, to be compared with that of a later one. All ranks run the same
-    passes."""
+    """State of model, task, optimizers and callbacks before the first window, to be compared with that of a later one.
+    All ranks run the same passes."""
 
-    def __init__(self, parts: EngineParts) -> None:
-        self._parts, self._model = parts, parts.parallel.module
+    def __init__(self, parts: EngineParts, schedule: object, callbacks: CallbackSet) -> None:
+        self._parts, self._model, self._callbacks = parts, parts.parallel.module, callbacks
         self._known = {id(each): each for each in (*self._model.modules(), *self._model.parameters())}
         self._packages = packages_of([self._model, parts.owner])
-        places = self._places()
+        self._optimizers = members_of(parts.optimizer)
+        beside = [*getattr(schedule, "lr_lambdas", ())]
+        beside += [each for one in self._optimizers for each in vars(type(one)).values() if callable(each)]
+        self._variables = self._variables_of([parts.owner, *parts.functions])
+        self._variables_beside = {name: place for name, place in self._variables_of(beside).items()
+                                  if name not in self._variables}  # fmt: skip
+        used = [type(each) for each in (*self._model.modules(), parts.owner, *callbacks.all.values())]
+        names = {each.__module__ for kind in used for each in kind.__mro__ if self._follows(each)}
+        names |= {each.__module__ for one in self._optimizers for each in type(one).__mro__}
+        names |= {getattr(each, "__module__", "torch") for each in (*parts.functions, *beside)}
+        self._code = {name for name in names if name.partition(".")[0] not in FOREIGN}
+        places = self._places() | self._beside()
         self._before = {name: self._digest(place.get()) for name, place in places.items()}
         self._drawn_from = {name: self._generators(place.get()) for name, place in places.items()}
+        self._unused = [self._twin(one) for one in self._optimizers]
 
     @torch.no_grad()
     def examine(self, run: Callable[[MicroBatch], list[Loss]], micro: MicroBatch, micro_batches: int) -> None:
@@ -121,20 +142,28 @@ class CarriedState:
         world = self._parts.world
         kept = self._parts.preserve()
         places = self._places()
-        changed = [name for name, place in places.items() if self._digest(place.get()) != self._before.get(name)]
+        changed = self._changed(places)
         drawn = [
             name
             for name, place in places.items()
             if not (place.saved or name in changed) and self._generators(place.get()) != self._drawn_from.get(name, [])
         ]
+        iterators = [
+            name
+            for name, place in places.items()
+            if is_iterator(place.get()) and (place.attribute in kept.names_read or name in self._variables)
+        ]
+        beside = self._lost_beside()
         # all ranks must run the same passes, though one may have objects of its own, such as a logger
-        changed_on, drawn_on, grad_read_on = zip(
-            *world.of_all((changed, drawn, "grad" in kept.names_read)), strict=True
+        changed_on, drawn_on, grad_read_on, iterators_on, beside_on = zip(
+            *world.of_all((changed, drawn, "grad" in kept.names_read, iterators, beside)), strict=True
         )
+        iterators = [*dict.fromkeys(itertools.chain.from_iterable(iterators_on))]
+        beside = [*dict.fromkeys(itertools.chain.from_iterable(beside_on))]
         names = [*dict.fromkeys(itertools.chain.from_iterable(changed_on))][:MAX_TRIED]
         names += [GRADIENTS] * any(grad_read_on)
         drawn = [*dict.fromkeys(itertools.chain.from_iterable(drawn_on))][:MAX_TRIED]
-        if not names and not drawn:
+        if not (names or drawn or iterators or beside):
             return
         advanced = list[str]()
         try:
@@ -147,18 +176,79 @@ class CarriedState:
         if found is None and self._parts.plan.strategy.kind in SHARDED:
             return  # see LossTrial
         everyone = [each for each in world.of_all(found) if each is not None]
-        divided, evaluated, lost = list[str](), list[str](), list[str]()
+        divided, evaluated, lost = iterators if micro_batches * world.size > 1 else [], list[str](), [*iterators]
+        reads = names_read(self._code) if names else None
         for number, name in enumerate(names if everyone else ()):
             ranks = [each[number] for each in everyone]
             differs = name == GRADIENTS or any(not _alike(each.value, ranks[0].value) for each in ranks)
             if micro_batches > 1 or differs:
                 divided += [name] * any(each.read for each in ranks)
                 evaluated += [name] * (any(each.evaluated for each in ranks) and name not in divided)
-            if any(each.carried for each in ranks) and name in places and not places[name].saved:
+            if not any(each.carried for each in ranks) or name not in places or places[name].saved:
+                continue
+            if reads is None or any(each.read for each in ranks) or reads.covers(name, places[name].holder):
                 lost.append(name)
+        lost += beside
         lost += dict.fromkeys(name for own in world.of_all(advanced) for name in own)
         if world.rank == 0:
             _print(divided, evaluated, lost, micro_batches, world.size)
+
+    def _variables_of(self, roots: Sequence[object]) -> dict[str, StatePlace]:
+        variables = SavedAttributes(self._model, *roots).variables
+        return {name: StatePlace(*place) for name, place in variables.items() if id(place[0]) not in self._known}
+
+    def _changed(self, places: Mapping[str, StatePlace]) -> list[str]:
+        return [name for name, place in places.items() if self._digest(place.get()) != self._before.get(name)]
+
+    def _beside(self) -> dict[str, StatePlace]:
+        """Return by name the attributes of optimizers, and of callbacks without state in checkpoints, and variables of
+        optimizers and schedules."""
+        several = len(self._optimizers) > 1
+        named: dict[str, Any] = {f"optimizer{[number] if several else ''}": one
+                                 for number, one in enumerate(self._optimizers)}  # fmt: skip
+        stateful = self._callbacks.stateful
+        named |= {name: callback for name, callback in self._callbacks.all.items() if name not in stateful}
+        return self._variables_beside | {
+            f"{name}.{attribute}": StatePlace(one, attribute)
+            for name, one in named.items()
+            for attribute in attributes_of(one)
+            if attribute not in ("state", "param_groups", "defaults", "step")
+        }
+
+    def _lost_beside(self) -> list[str]:
+        """Return the names of attributes that have changed, that code reads, and that checkpoints do not have."""
+        places = self._beside()
+        changed = self._changed(places)
+        idle = self._callbacks.all.keys() - self._callbacks.changes.keys()
+        changed = [name for name in changed if name.partition(".")[0] not in idle]
+        reads = names_read(self._code) if changed else None
+        lost = [name for name in changed if reads is None or reads.covers(name, places[name].holder)]
+        for one, unused in zip(self._optimizers, self._unused, strict=True):
+            if unused is None or not any(places[name].holder is one for name in lost):
+                continue
+            try:
+                unused.load_state_dict(one.state_dict())
+            except Exception:  # of the user's methods: the first checkpoint shows it
+                continue
+            lost = [
+                name for name in lost
+                if places[name].holder is not one
+                or self._digest(getattr(unused, places[name].attribute, None)) != self._digest(places[name].get())
+            ]  # fmt: skip
+        return lost
+
+    def _twin(self, optimizer: Optimizer) -> Optimizer | None:
+        """Return a copy of an optimizer with a ``state_dict`` of its own, for the same parameters; None: it cannot be
+        copied, or checkpoints have no attributes of it."""
+        if type(optimizer).state_dict is Optimizer.state_dict:
+            return None
+        twin = object.__new__(type(optimizer))
+        memo: dict[int, Any] = {id(optimizer): twin, **{id(p): p for p in self._model.parameters()}}
+        try:
+            vars(twin).update(copy.deepcopy(vars(optimizer), memo))
+        except Exception:  # of the user's objects
+            return None
+        return twin
 
     def _found(
         self,
@@ -247,8 +337,8 @@ class CarriedState:
 
     def _places(self) -> dict[str, StatePlace]:
         """Return all places by name: buffers of the model except those of BatchNorm, parameters that forward passes
-        change, and attributes of the model's parts and of the task."""
-        places: dict[str, StatePlace] = {}
+        change, attributes of the model's parts and of the task, and variables that code names."""
+        places: dict[str, StatePlace] = {**self._variables}
         task, changing = self._parts.owner, self._parts.changing.names
         for prefix, part in self._model.named_modules():
             above = f"model.{prefix}." if prefix else "model."
@@ -418,7 +508,7 @@ def _print(
     if lost:
         print(
             f"State that checkpoints do not have: {first_names(lost)}.\n  It changes in training, and has its initial "
-            "value after a resume. Give the task state_dict() and\n  load_state_dict(state), or make it a buffer of "
-            "the model.",
+            "value after a resume. Let state_dict() and load_state_dict(state)\n  of the task, the callback or the "
+            "optimizer keep it, or make it a buffer of the model.",
             flush=True,
         )

@@ -240,7 +240,7 @@ class Engine(EngineProgress):
             self._carried.examine(current.run_unwrapped, first, window.count)
         else:
             trial.require_sum(current.run_unwrapped, first, window.count)
-        self._carried = CarriedState(self._parts) if first_window else None
+        self._carried = CarriedState(self._parts, self.schedule, self.callbacks) if first_window else None
         self.context.take_scalars()  # the window itself logs them again
         current.start()
         return itertools.chain([first], micro_batches)
@@ -443,6 +443,8 @@ class Engine(EngineProgress):
             "noise": self._noise.state_dict(),
             "gathered_by_every": self.parallel.meter.gathered_by_every,
             "changing_buffers": self.buffers.changing,
+            "late_buffers": self.buffers.late,
+            "gone_buffers": self.buffers.gone,
             "constants": self._constants,
             "gradient_order": self.parallel.gradient_order(),
             "frozen": self._trained.frozen,

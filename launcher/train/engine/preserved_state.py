@@ -7,12 +7,14 @@ runs again, and trials before the first step. One mechanism serves all: ``Preser
 from __future__ import annotations
 
 import array
+import copy
 import functools
+import itertools
 import operator
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -41,7 +43,7 @@ MAX_ELEMENTS = 10_000
 # Torch's own bookkeeping of a module: parameters, buffers, hooks. Buffers are those of SavedState.
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _ATOMS = (int, float, complex, str, bytes, type(None), type, range, Enum, BuiltinFunctionType, ModuleType)
-_FOREIGN = frozenset({"torch", "launcher", "numpy"}) | sys.stdlib_module_names
+FOREIGN = frozenset({"torch", "launcher", "numpy"}) | sys.stdlib_module_names
 # methods that run before training, or in the loader
 _OF_DATA = frozenset({"__init__", "__new__", "model", "train_data", "eval_data", "collate"})
 
@@ -257,7 +259,12 @@ class SavedAttributes:
     Attributes, lists, dicts, sets, deques and tuples are followed; of functions and methods, the variables that they
     name: those of modules of the user, of enclosing functions, and of classes. Tensors that are neither parameters nor
     buffers of the first module, NumPy arrays, and random generators of torch, NumPy and Python are restored in place.
-    Of data sets, objects of installed packages, and iterators, only the reference is restored.
+    Attributes and variables that are iterators of Python or of a DataLoader are replaced by ones that can go back.
+    Of data sets, of objects of installed packages, and of iterators in containers, only the reference is restored.
+
+    Attributes:
+        names_read: names of variables and attributes in the user's code.
+        variables: variables of modules, classes and enclosing functions that the code names: holder and attribute.
     """
 
     def __init__(self, *roots: object) -> None:
@@ -265,6 +272,7 @@ class SavedAttributes:
         model = next((root for root in roots if isinstance(root, nn.Module)), nn.Module())
         self._of_model = {id(each) for each in (*model.modules(), *model.parameters())}
         self.names_read = set[str]()
+        self.variables: dict[str, tuple[Any, str]] = {}
         self._seen: dict[int, object] = {}  # holds the objects, so that no other one gets the same id
         self._names: dict[int, set[str]] = {}  # of the variables of a module that are saved
         self._undo: list[Callable[[], str | None]] = []
@@ -342,12 +350,16 @@ class SavedAttributes:
         if not followed:
             return parts
         attributes = {name: held for name, held in attributes_of(value).items() if name not in hidden}
+        for name, held in attributes.items():
+            if is_iterator(held):
+                attributes[name], now = itertools.tee(held)
+                object.__setattr__(value, name, now)
 
         def restore(saved: Mapping[str, Any]) -> None:
             for name in attributes_of(value).keys() - saved.keys() - hidden:
                 object.__delattr__(value, name)
             for name, held in saved.items():
-                object.__setattr__(value, name, held)
+                object.__setattr__(value, name, copy.copy(held) if is_iterator(held) else held)
 
         self._keep(restore, attributes)
         return [*attributes.values(), *parts, *self._save_classes(type(value))]
@@ -360,6 +372,7 @@ class SavedAttributes:
                 continue
             self._seen[id(each)] = each
             held = {name: value for name, value in vars(each).items() if not _is_bound(name, value)}
+            self.variables |= {f"{each.__name__}.{name}": (each, name) for name in held}
 
             def restore(saved: Mapping[str, Any], each: type = each) -> None:
                 now = {name: value for name, value in vars(each).items() if not _is_bound(name, value)}
@@ -378,10 +391,15 @@ class SavedAttributes:
             return ()
         self.names_read |= _names_of(value.__code__)
         found = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), value.__dict__]
-        for cell in value.__closure__ or ():
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
                 held = cell.cell_contents
             except ValueError:  # not assigned yet
+                continue
+            self.variables[f"{value.__qualname__}: {name}".replace(".<locals>", "")] = cell, "cell_contents"
+            if is_iterator(held):
+                held, cell.cell_contents = itertools.tee(held)
+                self._keep(lambda saved, cell=cell: setattr(cell, "cell_contents", copy.copy(saved)), held)
                 continue
             self._keep(functools.partial(setattr, cell, "cell_contents"), held)
             found.append(held)
@@ -393,11 +411,17 @@ class SavedAttributes:
         new = names - done
         done |= new
         saved = {name: scope[name] for name in new if name in scope}
+        for name, held in saved.items():
+            self.variables[f"{scope['__name__']}.{name}"] = sys.modules.get(scope["__name__"]), name
+            if is_iterator(held):
+                saved[name], scope[name] = itertools.tee(held)
 
         def restore(saved: Mapping[str, Any]) -> None:
             for name in new:
                 if name not in saved:
                     scope.pop(name, None)
+                elif is_iterator(saved[name]):
+                    scope[name] = copy.copy(saved[name])
                 elif scope.get(name, restore) is not saved[name]:
                     scope[name] = saved[name]
 
@@ -478,6 +502,14 @@ def generator_state(value: Any) -> tuple[Callable[[Any], object], Any] | None:
             return None
 
 
+def is_iterator(value: object) -> bool:
+    """Return whether ``value`` is an iterator of Python or of a DataLoader, which has no state that can be read."""
+    if not isinstance(value, Iterator):
+        return False
+    kind = type(value)
+    return kind.__module__ in ("builtins", "itertools") or kind.__module__.startswith("torch.utils.data.")
+
+
 def attributes_of(value: Any) -> dict[str, Any]:
     """Return an object's attributes, those in slots too."""
     found = {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
@@ -515,7 +547,7 @@ def _names_of(code: CodeType) -> frozenset[str]:
 
 def packages_of(roots: Iterable[object]) -> set[str]:
     """Return the packages of the user's objects, which may be installed."""
-    return {_package(type(root)) for root in roots} - _FOREIGN
+    return {_package(type(root)) for root in roots} - FOREIGN
 
 
 def is_users_package(package: str, packages: Collection[str]) -> bool:
@@ -532,4 +564,4 @@ def _is_installed(package: str) -> bool:
     """Return whether ``package`` is Python's own, or installed."""
     file = getattr(sys.modules.get(package), "__file__", None)
     installed = file is not None and not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
-    return package in _FOREIGN or installed
+    return package in FOREIGN or installed

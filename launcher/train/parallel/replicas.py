@@ -125,6 +125,7 @@ class Buffers:
     def __init__(self, module: nn.Module, world: World, device: torch.device) -> None:
         self._module, self._world, self._device = module, world, device
         self._still = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+        self._initial = frozenset(self._still)
         self._changing: dict[str, Form] = {}
         self._due = False  # a rank has seen a change in the window under way
         self._rank_local = set[str]()  # buffers whose shapes differ between ranks: each rank keeps its own
@@ -182,6 +183,16 @@ class Buffers:
         return {
             name for name in previous.keys() | forms.keys() if previous.get(name) != forms.get(name)
         } - self._rank_local
+
+    @property
+    def late(self) -> list[str]:
+        """Names of the buffers that forward passes have registered."""
+        return [name for name in self._changing if name not in self._initial]
+
+    @property
+    def gone(self) -> list[str]:
+        """Names of the buffers that forward passes have set to None or removed."""
+        return sorted(self._initial - dict(self._module.named_buffers()).keys())
 
     @property
     def changing(self) -> list[str]:

@@ -29,19 +29,29 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 
 class Grows(nn.Module):
-    """With a buffer that gets a row at each call, and one that is None until the first."""
+    """With a buffer that gets a row at each call, one that is None until the first, one that is None from then on, and
+    two that are registered there."""
 
     seen: Tensor
+    late: Tensor
     first: Tensor | None
+    start: Tensor | None
 
     def __init__(self) -> None:
         super().__init__()
         self.out = nn.Linear(4, 1)
         self.register_buffer("seen", torch.zeros(0, 4))
         self.register_buffer("first", None)
+        self.register_buffer("start", torch.ones(4))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
+            if "late" not in self._buffers:
+                self.register_buffer("late", torch.zeros(2))
+                self.out.register_buffer("hidden", torch.zeros(()), persistent=False)
+            self.late += 1
+            self.out.get_buffer("hidden").add_(1)
+            self.start = None
             self.first = x.detach()[:1].clone() if self.first is None else self.first
             self.seen = torch.cat([self.seen, x.detach().mean(0, keepdim=True)])
         return self.out(x)
@@ -167,6 +177,10 @@ def test_buffers_that_training_has_enlarged_or_filled(tmp_path: Path) -> None:
     assert first.first is not None
     assert second.first is not None
     assert second.first.equal(first.first)
+    assert second.late.tolist() == first.late.tolist() == [3.0, 3.0]
+    assert second.out.hidden == first.out.hidden
+    assert second.start is None
+    assert second.state_dict().keys() == first.state_dict().keys()
 
 
 START = [0.0]

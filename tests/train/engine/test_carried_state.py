@@ -4,10 +4,11 @@ attributes and buffers are not."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -81,6 +82,20 @@ class Logged(Counter):
     def aim(self, model: Any, rows: Tensor) -> Tensor:
         super().aim(model, rows)
         return torch.ones(())
+
+
+class Collected(Plain):
+    """A list and a counter that nothing reads, and a number that each pass sets before it reads it."""
+
+    def __init__(self) -> None:
+        self.history, self.passes, self.largest = list[float](), 0, 0.0
+
+    def aim(self, model: Any, rows: Tensor) -> Tensor:  # noqa: ARG002
+        self.history.append(float(rows.mean()))
+        self.passes += 1
+        print("passes", self.passes)
+        self.largest = float(rows.max())
+        return torch.tensor(self.largest)
 
 
 class Saved(Counter):
@@ -261,6 +276,105 @@ class Anneal:
         engine.owner.alpha = 0.1 * result.step
 
 
+CALLS = 0
+
+
+class GlobalCounter(Plain):
+    def aim(self, model: Any, rows: Tensor) -> Tensor:  # noqa: ARG002
+        global CALLS
+        CALLS += 1
+        return torch.tensor(CALLS / 100)
+
+
+class SecondData(Plain):
+    """Passes without training must take nothing from an iterator."""
+
+    taken: ClassVar[list[float]] = []
+
+    def __init__(self) -> None:
+        self.rows = (float(number) for number in itertools.count())
+
+    def aim(self, model: Any, rows: Tensor) -> Tensor:  # noqa: ARG002
+        value = next(self.rows)
+        if torch.is_grad_enabled():
+            self.taken.append(value)
+        return torch.tensor(value / 100)
+
+
+class Lookahead(torch.optim.SGD):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, 0.1)
+        self.slow, self.steps, self.norms = None, 0, list[float]()
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] # noqa: ARG002
+        parameters = self.param_groups[0]["params"]
+        self.slow = self.slow or [p.clone() for p in parameters]
+        super().step()
+        self.steps += 1
+        self.norms.append(float(parameters[0].norm()))
+        if self.steps % 10 == 0:
+            torch._foreach_copy_(parameters, self.slow)
+
+
+class SavesHalf(Lookahead):
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"slow": self.slow}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.slow = state_dict["slow"]
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != "slow"})
+
+
+class SlowWeights(Plain):
+    def optimizer(self, model: nn.Module) -> Any:
+        return Lookahead(model.parameters())
+
+
+class HalfSaved(Plain):
+    def optimizer(self, model: nn.Module) -> Any:
+        return SavesHalf(model.parameters())
+
+
+class CountingSchedule(Plain):
+    def optimizer(self, model: nn.Module) -> Any:
+        return torch.optim.SGD(model.parameters(), 0.1)
+
+    def schedule(self, optimizer: Any, steps: int) -> Any:  # noqa: ARG002
+        calls = 0
+
+        def factor(step: int) -> float:  # noqa: ARG001
+            nonlocal calls
+            calls += 1
+            return 1 / calls
+
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+class Decayed(Plain):
+    pass
+
+
+class Decay:
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_step(self, engine: Any, result: Any) -> None:  # noqa: ARG002
+        self.steps += 1
+        with torch.no_grad():
+            engine.model.out.weight.mul_(1 - self.steps / 1000)
+
+
+class Reports:
+    """A callback that changes no training."""
+
+    def __init__(self) -> None:
+        self.best = float("inf")
+
+    def on_step(self, engine: Any, result: Any) -> None:  # noqa: ARG002
+        self.best = min(self.best, result.loss)
+
+
 class Timed(Plain):
     """A value that differs each time, and tensors and arrays of special kinds."""
 
@@ -284,6 +398,10 @@ CASES: dict[type, tuple[str, str]] = {
     Spectral: ("model.weight_u", ""), ReadsGradients: ("the parameters' .grad", ""),
     Alternates: ("task.calls", "task.calls"), Annealed: ("", "task.alpha"),
     ModuleCounter: ("task.calls", "task.calls"), Timed: ("", ""),
+    Collected: ("", ""), GlobalCounter: (f"{__name__}.CALLS", f"{__name__}.CALLS"),
+    SecondData: ("task.rows", "task.rows"), SlowWeights: ("", "optimizer.slow, optimizer.steps"),
+    HalfSaved: ("", "optimizer.steps"), Decayed: ("", "Decay.steps"),
+    CountingSchedule: ("", "CountingSchedule.schedule.factor: calls"),
     Noise: ("", "task.random"), Shaken: ("", "model.out.random, task.past"), Reseeded: ("", ""),
 }  # fmt: skip
 
@@ -294,8 +412,10 @@ def run(place: Path, kind: type, *keys: str) -> None:
         "cluster.device=cpu", "cluster.workers_per_node=1", "train.steps=4", "checkpoint.enabled=false", *keys,
         samples=len(DATA), run_dir=str(place),
     )  # fmt: skip
-    callbacks = ({"_target_": f"{__name__}.Anneal"},) if kind is Annealed else ()
-    task = dataclasses.replace(plan.task, target=f"{__name__}.{kind.__name__}")
+    names = {Annealed: ["Anneal"], Decayed: ["Decay", "Reports"]}.get(kind, [])
+    callbacks = tuple({"_target_": f"{__name__}.{name}"} for name in names)
+    own = {"own_optimizer": hasattr(kind, "optimizer"), "own_schedule": hasattr(kind, "schedule")}
+    task = dataclasses.replace(plan.task, target=f"{__name__}.{kind.__name__}", **own)
     train(dataclasses.replace(plan, task=task, callbacks=callbacks), bool)
 
 
@@ -310,6 +430,8 @@ def test_state_of_forward_passes_is_named(tmp_path: Path, kind: type, capsys: py
     assert (f"State that checkpoints do not have: {lost}.\n" in out) == bool(lost), out
     assert ("State that checkpoints" in out) == bool(lost)
     assert "Evaluations read" not in out
+    if kind is SecondData:  # 4 steps of 2 micro-batches
+        assert SecondData.taken == [float(number) for number in range(8)]
     if read:
         run(tmp_path, kind, "batch.accumulation=1")
         assert ("The loss reads state" in capsys.readouterr().out) == (kind is ReadsGradients)

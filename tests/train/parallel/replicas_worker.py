@@ -161,6 +161,17 @@ def thaws(strategy: str, *, unfreezes: bool, inside: bool) -> None:
             model[0].bias.requires_grad_(unfreezes)
 
 
+class RegistersLate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.out = nn.Linear(6, 6), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self.body, "scale"):
+            self.body.register_parameter("scale", nn.Parameter(torch.ones(6), requires_grad=False))
+        return self.out(self.body(x) * self.body.get_parameter("scale"))
+
+
 def toggles() -> None:
     """Frozen and unfrozen again within a window, as adversarial training does: no fault."""
     torch.manual_seed(0)
@@ -249,6 +260,7 @@ def main() -> None:
             for unfreezes, inside in ((True, False), (False, False), (True, True))
         }
         seen["toggles"] = words(toggles)
+        seen["late"] = words(lambda: run(RegistersLate, "strategy=ddp", "precision=fp32"))
         seen["modes"] = modes()
         seen["evaluations"] = evaluations()
     print_on_rank_0(seen)

@@ -73,6 +73,7 @@ def test_parameters_that_change_sides_end_the_job(seen: dict[str, Any]) -> None:
         how = "unfrozen" if case.split()[1] == "1" else "frozen"
         assert f"the engine was made ({how}: 0.bias)" in said, (case, said)
     assert seen["toggles"] == ""
+    assert "registered after the engine was made: body.scale.\n" in seen["late"]
 
 
 @pytest.mark.slow
