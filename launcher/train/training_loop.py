@@ -181,6 +181,7 @@ class TrainingLoop:
         reads_state = self.plan.checkpoint.enabled and self.plan.outer is None
         if self.windows == 1 and self.plan.checkpoint.enabled:
             # errors of the first step, not of the first checkpoint
+            self.engine.left_out.require_unchanged()
             optimizer_state(self.engine)
             if reads_state:
                 self.engine.callbacks.state_dict()
@@ -313,6 +314,7 @@ class TrainingLoop:
             last: no step follows, although there would be further ones.
         """
         self.require_same_replicas(callbacks=True)
+        self.engine.left_out.require_unchanged()
         started = time.perf_counter()
         HEARTBEAT.beat(Phase.saving)
         with HEARTBEAT.waiting_for(Wait.collective):

@@ -31,6 +31,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
+from launcher.errors import TaskError, WrongCheckpoint
 from launcher.loss import Loss
 from launcher.plan.sync_policy import SHARDED
 from launcher.quantities import count, first_names
@@ -419,9 +420,54 @@ class CarriedState:
         return is_users_package(kind.__module__.partition(".")[0], self._packages)
 
 
-def constants_of(module: nn.Module, task: object) -> dict[str, Digest]:
+class LeftOut:
+    """Frozen parameters that the ``state_dict`` of a model leaves out, such as those of a model with adapters.
+
+    Attributes:
+        parameters: this rank's part of each, by the name in ``constants_of``.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
+        try:
+            state: Mapping[str, Any] = module.state_dict(keep_vars=True) if frozen else {}
+        except Exception:  # of the user's method; see require_restorable
+            state, frozen = {}, {}
+        held = {id(value) for value in state.values()}
+        self._frozen = {name: p for name, p in frozen.items() if name not in state and id(p) not in held}
+        self._before = self._digests()
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        return {f"model.{name}": local(parameter).detach() for name, parameter in self._frozen.items()}
+
+    def require_unchanged(self) -> None:
+        """Raise TaskError if training has changed one: a resume would have its initial value."""
+        changed = [name for name, value in self._digests().items() if value != self._before[name]]
+        if changed:
+            raise TaskError(
+                f"Training changes {first_names(changed)}, which the model's state_dict() leaves out: a resume would "
+                "have initial values.\n  Let state_dict() return them, or train without checkpoints: "
+                "checkpoint.enabled=false."
+            )
+
+    def require_same(self, different: Sequence[str]) -> None:
+        """Raise WrongCheckpoint if one has other values than in the saved run. ``different``: names of constants that
+        have."""
+        if names := [name for name in different if name.removeprefix("model.") in self._frozen]:
+            raise WrongCheckpoint(
+                f"Parameters have other values than in the saved run, and no checkpoint has them: {first_names(names)}."
+                "\n  Make them alike at each start (with train.seed, or from a file), or let the model's state_dict() "
+                "return them."
+            )
+
+    def _digests(self) -> dict[str, Digest]:
+        return {name: tuple(_numbers_of(parameter, MAX_READ)) for name, parameter in self._frozen.items()}
+
+
+def constants_of(module: nn.Module, task: object, left_out: LeftOut) -> dict[str, Digest]:
     """Return by name numbers that differ if tensors do which a model or task has from its construction, and which no
-    checkpoint has: attributes, and buffers with ``persistent=False``."""
+    checkpoint has: attributes, buffers with ``persistent=False``, and parameters that ``state_dict`` leaves out."""
     numpy: Any = sys.modules.get("numpy")
     held = {
         f"model.{prefix}.{name}".replace("..", "."): value
@@ -433,6 +479,8 @@ def constants_of(module: nn.Module, task: object) -> dict[str, Digest]:
     if not isinstance(task, nn.Module):
         held |= {f"task.{name}": value for name, value in attributes_of(task).items()}
     of_parameters = {p.untyped_storage()._cdata for p in module.parameters()}
+    of_parameters -= {p.untyped_storage()._cdata for p in left_out.parameters.values()}
+    held |= left_out.parameters
     found: dict[str, Digest] = {}
     for name, value in held.items():
         size = 0
@@ -447,9 +495,13 @@ def constants_of(module: nn.Module, task: object) -> dict[str, Digest]:
     return found
 
 
-def print_other_constants(before: Mapping[str, Sequence[float]], now: Mapping[str, Digest]) -> None:
+def print_other_constants(before: Mapping[str, Sequence[float]], now: Mapping[str, Digest], left_out: LeftOut) -> None:
     """Print which constants are not those with which a checkpoint was saved. Rounding and another size are no
-    difference: the processor, and the number of ranks, may have changed."""
+    difference: the processor, and the number of ranks, may have changed.
+
+    Raises:
+        WrongCheckpoint: one is a parameter.
+    """
     names = [
         name
         for name, (size, *sums) in now.items()
@@ -459,6 +511,7 @@ def print_other_constants(before: Mapping[str, Sequence[float]], now: Mapping[st
             abs(a - b) > CONSTANT * max(sums[-1], before[name][-1]) for a, b in zip(sums, before[name][1:], strict=True)
         )
     ]
+    left_out.require_same(names)
     if names:
         print(
             f"Other values than before this resume, and no checkpoint has them: {first_names(names)}.\n  Make them "

@@ -35,7 +35,7 @@ from launcher.train.data.window_feed import BEGINNING, Window, WindowPosition, o
 from launcher.train.engine import loss_terms, oom
 from launcher.train.engine.build import ModelFrom, OptimizerFrom, OtherValues, TrainedParameters, build_parts
 from launcher.train.engine.calibration import Calibrated, Calibration, hardware_of
-from launcher.train.engine.carried_state import WINDOW, CarriedState, constants_of, print_other_constants
+from launcher.train.engine.carried_state import WINDOW, CarriedState, LeftOut, constants_of, print_other_constants
 from launcher.train.engine.foreign_leaves import ForeignLeaves
 from launcher.train.engine.gradient_watch import GradientWatch
 from launcher.train.engine.item_count import ItemCount, Items
@@ -78,6 +78,7 @@ class Engine(EngineProgress):
 
     Attributes:
         callbacks: the callbacks, and their state.
+        left_out: frozen parameters that the model's state_dict leaves out.
         buffers: the model's buffers that training changes; ``sites``: the sites of the job.
         context: source of ``launcher.current()``; its ``take_scalars()`` returns what was logged there.
         position: that of the next window in the data, the same on all ranks.
@@ -116,7 +117,9 @@ class Engine(EngineProgress):
         self.precision, self._norms = parts.precision, parts.norms
         self._trained = TrainedParameters(self.parallel)
         self.buffers = Buffers(self.parallel.module, self.world, self.device)
-        self._constants = constants_of(self.parallel.module, owner) if self.world.rank == 0 else {}
+        self.left_out = LeftOut(self.parallel.module)
+        first = self.world.rank == 0
+        self._constants = constants_of(self.parallel.module, owner, self.left_out) if first else {}
         self._loss = WindowLoss(self.world, self.device, self.parallel.meter)
         self._optimizer_step = step = OptimizerStep(parts, self._loss, schedule)
         self.schedule = step.schedule
@@ -465,7 +468,7 @@ class Engine(EngineProgress):
         self._noise.load_state_dict(state["noise"])
         self.buffers.know(state["changing_buffers"])
         if self.world.rank == 0:
-            print_other_constants(state.get("constants", {}), self._constants)
+            print_other_constants(state.get("constants", {}), self._constants, self.left_out)
         self._trained.restore(state.get("frozen", []))
         if same_order:
             self.parallel.take_gradient_order(state["gradient_order"])

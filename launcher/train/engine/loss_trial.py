@@ -114,9 +114,6 @@ class LossTrial:
                 if number:  # the second pass continues with the state and the random numbers of the first one
                     changed = kept.undo()
         except Exception:  # training shows the error, unless it is due to the size
-            import traceback
-
-            traceback.print_exc()
             return None
         finally:
             changed = kept.undo() or changed

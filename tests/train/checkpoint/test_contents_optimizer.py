@@ -13,7 +13,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, CosineAnnealingLR, LinearLR, SequentialLR, StepLR
 
 from launcher import Engine, make_plan
-from launcher.errors import TaskError
+from launcher.errors import TaskError, WrongCheckpoint
 from launcher.rundir.fencing import Fence
 from launcher.train.checkpoint import load, save
 from launcher.train.checkpoint.contents import require_restorable
@@ -197,3 +197,34 @@ def test_models_with_methods_of_their_own(tmp_path: Path) -> None:
         require_restorable(engine_of(tmp_path, Broken(4, 1)))
     with pytest.raises(TaskError, match=r"leaves out trained parameters: bias\.\n[^\n]* return all parameters"):
         require_restorable(engine_of(tmp_path, Forgets(4, 1)))
+
+
+class Adapter(nn.Module):
+    """Whose checkpoints have no base, as those of adapters."""
+
+    def __init__(self, base: float) -> None:
+        super().__init__()
+        self.base, self.out = nn.Linear(4, 4, bias=False).requires_grad_(False), nn.Linear(4, 1)
+        nn.init.constant_(self.base.weight, base)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.base(x))
+
+    def state_dict(self, *arguments: Any, **keywords: Any) -> Any:
+        state = super().state_dict(*arguments, **keywords)
+        return {name: value for name, value in state.items() if not name.startswith("base.")}
+
+
+@pytest.mark.usefixtures("alone")
+def test_frozen_parameters_that_a_state_dict_leaves_out(tmp_path: Path) -> None:
+    first = engine_of(tmp_path, Adapter(0.5))
+    require_restorable(first)
+    place = save.write(save.take_snapshot(first, Fence.here(first.plan.paths)))
+    load.load(engine_of(tmp_path, Adapter(0.5)), place)
+    with pytest.raises(WrongCheckpoint, match=r"no checkpoint has them: model\.base\.weight\.\n"):
+        load.load(engine_of(tmp_path, Adapter(0.6)), place)
+    first.left_out.require_unchanged()
+    with torch.no_grad():
+        first.model.get_parameter("base.weight").mul_(0.9)
+    with pytest.raises(TaskError, match=r"Training changes base\.weight, which the model's state_dict\(\) leaves out"):
+        first.left_out.require_unchanged()
