@@ -1,9 +1,11 @@
 """Cost of the engine: the same model and data in a hand-written loop and in `launch train`'s engine, in one run.
 
-    launch run -- jobs/bench.py [--steps 60] [--case bytes_gpt|mlp|fsdp|meter|noise] [--loader-workers 1]
+    launch run -- jobs/bench.py [--steps 60] [--case CASE] [--loader-workers 1]
 
-`fsdp`: FSDP2 by hand with the collectives of sync=gather_once. `meter`, `noise`: instead of a hand-written loop, the
-engine with its meter disabled, or without the norms from which the gradient noise scale is computed.
+`batches`: the MLP on ready batches in memory, which both loops read themselves. `fsdp`: FSDP2 by hand with the
+collectives of sync=gather_once. `meter`, `noise`, `watches`: instead of a hand-written loop, the engine with its meter
+disabled, without the norms from which the gradient noise scale is computed, or (FSDP2 of the MLP) without what looks
+for lost writes, for another order of shard units, and at the first losses.
 
 The two loops alternate step by step on the same ranks, so that noise of the machine affects both: `ratio` is that of
 the two medians, `paired` the median of each step's ratio to its neighbour in the other loop, which is less sensitive to
@@ -22,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -35,9 +38,12 @@ from launcher import Engine, RunPlan, make_plan
 from launcher.tasks.bytes_gpt import BytesGPT
 from launcher.train.measure.comm_meter import CommStats
 from launcher.train.metrics import Record, peak_memory_bytes, step_metrics
+from launcher.train.parallel.fsdp import Fsdp
+from launcher.train.parallel.lost_writes import LostWrites
 
 WARM_UP = 5
-CASES = ["bytes_gpt", "mlp", "fsdp", "meter", "noise"]
+CASES = ["bytes_gpt", "mlp", "batches", "fsdp", "meter", "noise", "watches"]
+PARTS = ("meter", "noise", "watches")  # that the engine is compared without
 
 
 class Case:
@@ -45,7 +51,7 @@ class Case:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.gpt = name != "mlp"
+        self.gpt, self.ready = name not in ("mlp", "batches", "watches"), name == "batches"
         if self.gpt:
             task = BytesGPT(width=192, depth=4, heads=3)
             self.make_model, self.data = task.model, task.train_data()
@@ -53,11 +59,13 @@ class Case:
         else:  # so small that the time is that of the loop itself
             generator = torch.Generator().manual_seed(0)
             labels = torch.randint(10, (100_000,), generator=generator)
-            self.data = TensorDataset(torch.randn(100_000, 64, generator=generator), labels)
+            self.data: Any = TensorDataset(torch.randn(100_000, 64, generator=generator), labels)
+            if self.ready:
+                self.data = [*zip(*(column.split(32) for column in self.data.tensors), strict=True)]
             self.make_model = lambda: nn.Sequential(
                 nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
             )
-            self.options = ["precision=fp32"]
+            self.options = ["precision=fp32"] + ["strategy=fsdp"] * (name == "watches")
 
     def loss(self, model: Callable[..., Tensor], batch: Any) -> tuple[Tensor, int]:
         """Return (loss sum, items) of a micro-batch."""
@@ -91,8 +99,9 @@ def by_hand(case: Case, plan: RunPlan) -> Iterator[float]:
     else:
         model = DistributedDataParallel(raw, gradient_as_bucket_view=True)
     accumulation = plan.batch.accumulation
-    loader = DataLoader(
-        case.data, plan.batch.micro_size, sampler=DistributedSampler(case.data), num_workers=plan.train.loader_workers,
+    sampler: Any = DistributedSampler(case.data)
+    loader = (case.data[index] for _ in itertools.count() for index in sampler) if case.ready else DataLoader(
+        case.data, plan.batch.micro_size, sampler=sampler, num_workers=plan.train.loader_workers,
         prefetch_factor=2 * accumulation if plan.train.loader_workers else None,
     )  # fmt: skip
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: plan.schedule.factor(step, plan.train.steps))
@@ -121,16 +130,21 @@ def by_hand(case: Case, plan: RunPlan) -> Iterator[float]:
 
 
 def by_engine(case: Case, plan: RunPlan, directory: Path, *, without: str | None = None) -> Iterator[float]:
-    """Train with the engine; yield after each optimizer step. ``without``: the part to disable, meter or noise."""
+    """Train with the engine; yield after each optimizer step. ``without``: one of PARTS."""
     model, optimizer = new_model(case)
-    engine = Engine(model, optimizer, plan)
+    with mock.patch.object(LostWrites, "_watch") if without == "watches" else nullcontext():
+        engine = Engine(model, optimizer, plan)
+    if without == "watches":
+        engine._watches.clear()
+        cast("Fsdp", engine.parallel)._order.counts = False
     if without == "meter":
         engine.parallel.meter = cast("Any", Unmetered())
     if without == "noise":
         engine._noise.before_backward = lambda *_, **__: None  # so that no norm is ever due
     start = time.perf_counter()
-    record = Record(directory / "metrics.jsonl", wait_for_space=False) if engine.world.rank == 0 else None
-    for window in engine.windows(case.data):
+    writes = engine.world.rank == 0 and not case.ready  # a loop of the user's own has a record once it calls resume()
+    record = Record(directory / "metrics.jsonl", wait_for_space=False) if writes else None
+    for window in engine.windows(case.data, collate=(lambda samples: samples[0]) if case.ready else None):
         for batch in window:
             engine.backward(*case.loss(engine.model, batch))
         result = engine.step()
@@ -164,13 +178,13 @@ class Unmetered:
 
 def compare(case: Case, steps: int, loader_workers: int) -> str:
     """Return a line with the medians of ``steps`` measured steps of both loops."""
-    without = case.name if case.name in ("meter", "noise") else None
+    without = case.name if case.name in PARTS else None
     # short steps, in which small costs are visible, for the MLP, the meter and the noise scale
-    sizes = {"mlp": (512, 32), "meter": (16, 1), "noise": (16, 1)}
+    sizes = {"mlp": (512, 32), "watches": (512, 32), "batches": (16, 1), "meter": (16, 1), "noise": (16, 1)}
     global_size, micro_size = sizes.get(case.name, (64, 4))
     options = [
         *case.options, f"batch.global_size={global_size}", f"batch.micro_size={micro_size}", "cluster.device=cpu",
-        f"train.loader_workers={loader_workers}", f"train.steps={10**9}", "run.calibrate_s=0",
+        f"train.loader_workers={0 if case.ready else loader_workers}", f"train.steps={10**9}", "run.calibrate_s=0",
     ]  # fmt: skip
     plan = make_plan(options, samples=len(case.data))
     with tempfile.TemporaryDirectory() as name:
@@ -204,7 +218,9 @@ def main() -> None:
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
     for name in arguments.case or CASES:
-        steps = arguments.steps or {"mlp": 1000, "meter": 200, "noise": 200}.get(name, 60)
+        steps = arguments.steps or {"mlp": 1000, "batches": 1000, "watches": 1000, "meter": 200, "noise": 200}.get(
+            name, 60
+        )
         line = compare(Case(name), steps, arguments.loader_workers)
         if dist.get_rank() == 0:
             print(line, flush=True)

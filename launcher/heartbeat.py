@@ -147,7 +147,8 @@ class Heartbeat:
         """
         self._beats, self._phase, self._number = self._beats + 1, phase, number
         reads = phase in _IO_PHASES or (phase is Phase.starting and number != _BUILDING)
-        self._publish(Wait.io if reads else Wait.collective)
+        self._wait = wait = Wait.io if reads else Wait.collective
+        _RECORD.pack_into(self._memory, self._offset, self._beats, phase, number, self._window, self._step, wait, 0)
 
     @contextmanager
     def waiting_for(self, wait: Wait, thread: int = 0) -> Generator[None]:

@@ -49,8 +49,7 @@ def collectives(environment: Environment) -> str:
     from launcher.config.schema import StrategyKind
     from launcher.loss import Loss
     from launcher.plan.sync_policy import Layout
-    from launcher.train.engine.window_loss import WindowLoss
-    from launcher.train.engine.window_totals import WindowTotals
+    from launcher.train.engine.window_totals import WindowLoss, WindowTotals
     from launcher.train.measure.comm_meter import Meter, _union_s
     from launcher.train.measure.noise_scale import LocalGradNorm, NoiseScale
     from launcher.train.parallel.collectives import Gather, Scatter

@@ -28,10 +28,10 @@ from launcher.train.engine.build import OtherValues
 from launcher.train.engine.engine import Engine
 from launcher.train.engine.loss_terms import HeldOutSums, terms_of_forward
 from launcher.train.engine.modes import SavedModes
-from launcher.train.engine.output_rows import Rows, gathered, joined, same_random_numbers
 from launcher.train.engine.preserved_state import SavedState
 from launcher.train.engine.replica_check import ReplicaCheck
 from launcher.train.engine.window import Forward
+from launcher.train.engine.window_outputs import Rows, gathered, joined, same_random_numbers
 from launcher.train.eval_metrics import EvalMetrics
 from launcher.train.metrics import Metrics
 from launcher.train.world import World

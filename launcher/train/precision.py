@@ -87,6 +87,9 @@ class Precision:
     """Arithmetic of forward and backward passes: autocast, loss scaling, and TF32 on or off for the process.
 
     The scaler is disabled except in fp16; its methods then have no effect, and its ``step`` is the optimizer's.
+
+    Attributes:
+        scales: the loss is scaled, as in fp16.
     """
 
     def __init__(self, plan: PrecisionPlan, device: torch.device, gradients_on: torch.device | None = None) -> None:
@@ -103,7 +106,7 @@ class Precision:
         self._dtype = DTYPES.get(plan.kind)
         if self._dtype is not None:
             _require(plan.kind, self._dtype, device)
-        fp16 = plan.kind is PrecisionKind.fp16
+        self.scales = fp16 = plan.kind is PrecisionKind.fp16
         self.scaler = torch.amp.GradScaler(
             self._device, init_scale=plan.init_scale, growth_interval=plan.growth_interval, enabled=fp16
         )
@@ -120,11 +123,10 @@ class Precision:
         """Return the context for the backward pass, which uses the dtypes that the forward pass has chosen."""
         return nullcontext() if self._dtype is None else torch.autocast(self._device, enabled=False)
 
-    @property
-    def scales(self) -> bool:
-        return self.scaler.is_enabled()
-
     def backward(self, loss: Tensor) -> None:
+        if self._dtype is None:
+            loss.backward()
+            return
         with self.no_autocast():
             self.scaler.scale(loss).backward()
 

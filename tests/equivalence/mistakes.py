@@ -29,7 +29,7 @@ def _with_items(engine: Engine, items: Callable[[ReducedTotals], int]) -> None:
     def wrong(
         gradients: list[Tensor], agreed: ReducedTotals, totals: WindowTotals, samples: Callable[[int], str]
     ) -> float:
-        return apply(gradients, dataclasses.replace(agreed, items=items(agreed)), totals, samples)
+        return apply(gradients, dataclasses.replace(agreed, divisor=items(agreed)), totals, samples)
 
     engine._optimizer_step.apply = wrong
 
@@ -62,7 +62,8 @@ def clip_per_micro_batch(engine: Engine) -> None:
 
 
 def schedule_per_micro_batch(engine: Engine) -> None:
-    _after_backward(engine, lambda: engine._current.at_boundary or engine._optimizer_step.schedule.step())
+    current, accumulation = engine._current, engine.plan.batch.accumulation
+    _after_backward(engine, lambda: current.handed_out == accumulation or engine._optimizer_step.schedule.step())
 
 
 def sync_never_skipped(engine: Engine) -> None:

@@ -4,7 +4,6 @@ they compute."""
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,15 +15,13 @@ from torch.utils.checkpoint import checkpoint
 
 from launcher.config.schema import Parameters, PrecisionKind, Recompute, StrategyKind
 from launcher.errors import EngineMisuse, TaskError
-from launcher.plan.optimizer_plan import assign
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import SHARDED
-from launcher.quantities import first_names
 from launcher.train.data.randomness import random_state, restore_random_state
 from launcher.train.engine.modes import start_training
 from launcher.train.engine.preserved_state import ChangingParameters, PreservedState
 from launcher.train.engine.window_batchnorm import norms_of
-from launcher.train.optimizers import as_one, set_mode, trained_parameters
+from launcher.train.optimizers import as_one, set_mode
 from launcher.train.parallel.base import Parallel, ShardUnits
 from launcher.train.parallel.batchnorm import Norms
 from launcher.train.parallel.deferred_init import InitialShards, build_for_shards
@@ -214,97 +211,6 @@ def _make(
                 if initial is not None:
                     initial.left_out = replaced
     return model, initial
-
-
-class TrainedParameters:
-    """Parameters that required a gradient when the strategy and the optimizer were set up, some of them frozen since.
-
-    They are kept by name, because FSDP has other parameter objects in forward and backward passes. A frozen parameter
-    still requires a gradient, so that the same collectives run in every window; its gradient is discarded.
-    """
-
-    def __init__(self, parallel: Parallel) -> None:
-        self._parallel, self._model = parallel, parallel.module
-        self._names, self._flags = self._current_names(), self._current_flags()
-        self._known = {name for name, _ in self._model.named_parameters()}
-
-    @property
-    def frozen(self) -> list[str]:
-        """Names of the frozen parameters."""
-        return sorted(name for name, p in self._model.named_parameters() if p in self._parallel.frozen)
-
-    def freeze(self, match: str) -> list[str]:
-        """Freeze the parameters that ``match`` selects, and return their names.
-
-        Raises:
-            EngineMisuse: it selects none, or no parameter would be left to train.
-        """
-        found = self._select("freeze", match)
-        if self._parallel.frozen | set(found) == {p for _, p in trained_parameters(self._model)}:
-            raise EngineMisuse(f"engine.freeze({match!r}): would leave nothing to train.")
-        self._parallel.frozen.update(found)
-        return list(found.values())
-
-    def unfreeze(self, match: str) -> list[str]:
-        """Train the parameters that ``match`` selects again, and return their names."""
-        found = self._select("unfreeze", match)
-        self._parallel.frozen.difference_update(found)
-        return list(found.values())
-
-    def restore(self, frozen: list[str]) -> None:
-        """Freeze exactly the parameters of these names."""
-        parameters = dict(self._model.named_parameters())
-        self._parallel.frozen = {parameters[name] for name in frozen}
-
-    def _select(self, method: str, match: str) -> dict[nn.Parameter, str]:
-        named = trained_parameters(self._model)
-        try:
-            chosen = assign([(names, p.ndim) for names, p in named], [{"match": match}])
-        except re.error as error:
-            raise EngineMisuse(
-                f"engine.{method}({match!r}): is neither a regular expression nor a number of dimensions: {error}."
-            ) from None
-        found = {p: names[0] for (names, p), group in zip(named, chosen, strict=True) if group is not None}
-        if not found:
-            raise EngineMisuse(
-                f"engine.{method}({match!r}): matches no parameter that is trained.\n"
-                f"  Names: {first_names([names[0] for names, _ in named], 8)}. A parameter that did not require a "
-                "gradient when the engine was made stays as it is."
-            )
-        return found
-
-    def require_same(self) -> None:
-        """Raise EngineMisuse if the loop has set ``requires_grad`` of parameters since then, or registered some."""
-        if self._current_flags() == self._flags:
-            return
-        if late := sorted({name for name, _ in self._model.named_parameters()} - self._known):
-            raise EngineMisuse(
-                f"Parameters were registered after the engine was made: {first_names(late, 8)}.\n"
-                "  The optimizer does not have them, and a resume has no place for them. Create them in the module's "
-                "__init__, or,\n  if they are not trained, register them as buffers (register_buffer)."
-            )
-        if (names := self._current_names()) == self._names:
-            return
-        changes = {"unfrozen": sorted(names - self._names), "frozen": sorted(self._names - names)}
-        shown = "; ".join(f"{change}: {first_names(names, 8)}" for change, names in changes.items() if names)
-        raise EngineMisuse(
-            f"requires_grad of parameters has changed since the engine was made ({shown}).\n"
-            "  The engine synchronises, shards and updates the parameters that were trained at that time. Let all "
-            "parameters that\n  are ever trained require a gradient from the start, and use engine.freeze(match) and "
-            "engine.unfreeze(match)."
-        )
-
-    def _current_names(self) -> set[str]:
-        return {name for name, parameter in self._model.named_parameters() if parameter.requires_grad}
-
-    def _current_flags(self) -> list[bool]:
-        """Return ``requires_grad`` of all parameters. It runs in each window; names would take ten times as long."""
-        flags, modules = list[bool](), [self._model]
-        while modules:
-            module = modules.pop()
-            flags += [parameter.requires_grad for parameter in module._parameters.values() if parameter is not None]
-            modules += [child for child in module._modules.values() if child is not None]
-        return flags
 
 
 def _require_all_parameters(model: nn.Module, optimizer: Optimizer) -> None:

@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -33,32 +34,33 @@ from launcher.train.data.loader import Collate, MicroBatch, to_device
 from launcher.train.data.stream_state import StreamCheckpoint
 from launcher.train.data.window_feed import BEGINNING, Window, WindowPosition, open_feed
 from launcher.train.engine import loss_terms, oom
-from launcher.train.engine.build import ModelFrom, OptimizerFrom, OtherValues, TrainedParameters, build_parts
+from launcher.train.engine.build import ModelFrom, OptimizerFrom, OtherValues, build_parts
 from launcher.train.engine.calibration import Calibrated, Calibration, hardware_of
 from launcher.train.engine.carried_state import WINDOW, CarriedState, LeftOut, constants_of, print_other_constants
 from launcher.train.engine.foreign_leaves import ForeignLeaves
 from launcher.train.engine.gradient_watch import GradientWatch
 from launcher.train.engine.item_count import ItemCount, Items
+from launcher.train.engine.loss_collectives import LossCollectives
+from launcher.train.engine.loss_terms import LossWatch
 from launcher.train.engine.loss_trial import LossTrial
-from launcher.train.engine.optimizer_step import OptimizerStep
-from launcher.train.engine.progress import EngineProgress
-from launcher.train.engine.window import CurrentWindow, Forward, Stage
+from launcher.train.engine.optimizer_step import Counters, OptimizerStep, TrainedParameters
+from launcher.train.engine.window import CurrentWindow, Forward, Stage, WindowPass
 from launcher.train.engine.window_batchnorm import WindowNorms
-from launcher.train.engine.window_loss import WindowLoss
 from launcher.train.engine.window_outputs import WindowOutputs
-from launcher.train.engine.window_totals import StepResult, WindowTotals
-from launcher.train.measure.noise_scale import NoiseScale
+from launcher.train.engine.window_totals import ReducedTotals, StepResult, WindowLoss, WindowTotals
+from launcher.train.measure.noise_scale import Noise, NoiseScale
 from launcher.train.measure.observer import EndedWindow, Observer
 from launcher.train.measure.straggler import StragglerDetector
 from launcher.train.outer.outer_steps import OuterSteps
 from launcher.train.outer.sites import Sites, own_site
 from launcher.train.parallel.base import ShardUnits
+from launcher.train.parallel.batchnorm import PlainNorms
 from launcher.train.parallel.replicas import Buffers
 from launcher.train.schedules import MakeSchedule
 from launcher.train.world import device_of, join
 
 
-class Engine(EngineProgress):
+class Engine:
     """A model wrapped as the plan says, whose windows of micro-batches become optimizer steps.
 
     Args:
@@ -99,9 +101,9 @@ class Engine(EngineProgress):
         model: ModelFrom,
         optimizer: OptimizerFrom,
         plan: RunPlan,
-        stop: Callable[[], bool] = lambda: False,
+        stop: Callable[[], bool] = bool,  # bool() is False
         shard_units: ShardUnits | None = None,
-        save_due: Callable[[], bool] = lambda: False,
+        save_due: Callable[[], bool] = bool,
         owner: object = None,
         schedule: MakeSchedule | None = None,
         callbacks: Sequence[object] | None = None,
@@ -114,7 +116,8 @@ class Engine(EngineProgress):
         values = self._initial_values()
         parts = build_parts(model, optimizer, plan, self.device, shard_units, self.world, owner, values)
         self._parts, self.parallel, self.optimizer = parts, parts.parallel, parts.optimizer
-        self.precision, self._norms = parts.precision, parts.norms
+        self.precision, self._reduces_each = parts.precision, reduces(plan.strategy.sync, last=False)
+        self._norms = None if isinstance(parts.norms, PlainNorms) else parts.norms
         self._trained = TrainedParameters(self.parallel)
         self.buffers = Buffers(self.parallel.module, self.world, self.device)
         self.left_out = LeftOut(self.parallel.module)
@@ -123,18 +126,22 @@ class Engine(EngineProgress):
         self._loss = WindowLoss(self.world, self.device, self.parallel.meter)
         self._optimizer_step = step = OptimizerStep(parts, self._loss, schedule)
         self.schedule = step.schedule
-        self.outputs, self._leaves = WindowOutputs(parts), ForeignLeaves(parts)
-        self._gradients = GradientWatch(parts.parallel, tells=self.world.rank == 0)
+        self.outputs = WindowOutputs(parts)
+        # they look at the first micro-batches of this process
+        self._watches: list[LossWatch] = [LossCollectives()] if self.world.size > 1 else []
+        self._watches += [ForeignLeaves(parts), GradientWatch(parts.parallel, tells=self.world.rank == 0)]
         count = ItemCount(parts, self._loss, step.weight)
         self._current = CurrentWindow(parts, self.buffers, step, count, self.outputs)
         self._calibration, self.preserve = Calibration(parts), parts.preserve
-        self._stop, self._save_due = stop, save_due if self.world.rank == 0 else lambda: False
+        self._stop, self._save_due = stop, save_due if self.world.rank == 0 else bool
         self.stragglers = StragglerDetector(self.world, self.device, plan.train.straggler_share)
         self._noise = NoiseScale(self.world.size, self.device, self.parallel.local_norm, random=plan.batch.random_parts)
-        own = [self._noise, self.buffers, self.stragglers, self.outputs]
-        self._observers: list[Observer] = [*own, *self.parallel.observers]
+        self._observers: list[Observer] = [self._noise, self.buffers, self.stragglers, *self.parallel.observers]
+        if self.outputs.active:
+            self._observers.append(self.outputs)
+        self._bytes_of_norm = 8 * (plan.strategy.shard_size > 1)  # a sharded norm is summed
         self._totals = WindowTotals(self.world, self.device, self.parallel.meter, self._loss, self._observers)
-        self.tries_loss, self._carried = False, None
+        self.tries_loss, self._carried, self._again = False, None, False
         self.position, self.stream, self._finished = BEGINNING, StreamCheckpoint(), False
         self.context = ContextSource(self.device, plan.train.seed, *self.world.in_job, progress=self._step_and_epoch)
         self.context.activate()
@@ -152,6 +159,73 @@ class Engine(EngineProgress):
     def model(self) -> nn.Module:
         """The user's own model, for the forward pass: its methods, attributes and parameters can be used as well."""
         return self.parallel.module
+
+    @property
+    def counters(self) -> Counters:
+        """Counters of the run."""
+        return self._optimizer_step.counters
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps taken."""
+        return self.counters.steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Windows not applied because fp16 overflowed."""
+        return self.counters.skipped_steps
+
+    @property
+    def empty_windows(self) -> int:
+        """Windows not applied because they held no item."""
+        return self.counters.empty_windows
+
+    @property
+    def nonfinite_windows(self) -> int:
+        """Windows not applied because their loss or gradient was not finite (train.on_nonfinite=skip)."""
+        return self.counters.nonfinite_windows
+
+    @property
+    def samples(self) -> int:
+        """Samples seen so far, on all ranks."""
+        return self.counters.samples
+
+    @property
+    def items(self) -> float:
+        """Items seen so far, on all ranks."""
+        return self.counters.items
+
+    @property
+    def over(self) -> bool:
+        """True if the plan's steps or epochs are done."""
+        steps, epochs = self.plan.train.steps, self.plan.train.epochs
+        over_by_steps = steps is not None and self.steps >= steps
+        return over_by_steps if epochs is None else self.position.epoch >= epochs
+
+    @property
+    def samples_in_batch(self) -> int:
+        """Samples of the current micro-batch; 0 in a placeholder that only keeps step with the other ranks."""
+        if self._current.micro is None:
+            raise EngineMisuse("No micro-batch is under way.")
+        return self._current.micro.samples
+
+    @property
+    def window_index(self) -> int:
+        """Index of the next window in the run, from 0."""
+        return self.position.index
+
+    @property
+    def calibrated(self) -> Calibrated | None:
+        """Result of the calibration; None without one."""
+        return self._calibration.result
+
+    @property
+    def noise(self) -> Noise | None:
+        """Gradient noise scale; None before enough windows."""
+        return self._noise.estimate
+
+    def _step_and_epoch(self) -> tuple[int, int]:
+        return self.steps + (self._current.window is not None), self.position.epoch
 
     def windows(
         self, dataset: Any, collate: Collate | None = None, forward: Forward | None = None, items: Items | None = None,
@@ -173,8 +247,10 @@ class Engine(EngineProgress):
             DataError: the data is not that of the plan, or differs between ranks.
             EngineMisuse: the loop left a window before ``step``.
         """
-        self._current.set_forward(forward, items)
-        self._current.require_closed()
+        current = self._current
+        calibration = WindowPass(self._calibrates, functools.partial(self._calibrate, forward))
+        current.set_forward(forward, items, calibration)
+        current.require_closed()
         if self.over or self._finished:
             return
         self.callbacks.start(self)
@@ -188,20 +264,23 @@ class Engine(EngineProgress):
             compare_data = False
             try:
                 for window in feed.windows():
-                    self._totals.clear(metrics=self.plan.records(self.steps + 1, window.index))
+                    step = self.steps + 1
+                    self.parallel.last_window = self.plan.ends_with(step, window.index)
+                    self._totals.clear(metrics=self.plan.records(step, window.index))
                     self.context.activate()
-                    HEARTBEAT.begin_window(window.index + 1, self.steps + 1)
-                    batches = self._current.open(window, self._micro_batches(window))
+                    HEARTBEAT.begin_window(window.index + 1, step)
+                    batches = current.open(window, self._micro_batches(window))
                     self.callbacks.call("on_window", self)
                     yield batches
                     if self._again:
+                        current.set_forward(forward, items, calibration)
                         break
-                    self._current.require_closed()
+                    current.require_closed()
                     if self._finished:
                         return
             finally:
                 if self._feed is feed:
-                    self._current.close_batches()
+                    current.close_batches()
                 feed.close()
                 self._windows_ended()
 
@@ -210,33 +289,39 @@ class Engine(EngineProgress):
 
     def _micro_batches(self, window: Window) -> Generator[Any, None, None]:
         """Yield the window's batches; the loop runs forward and ``backward`` of each before it requests the next."""
-        current, forward = self._current, self._current.forward
-        due = self.calibrated is None and self._calibration.wanted(self.plan)
-        calibrate = functools.partial(self._calibrate, forward) if forward is not None and due else None
-        self.parallel.last_window = self.plan.ends_with(self.steps + 1, window.index)
-        micro_batches = self._try_loss(current.prepare(window, calibrate), window)
-        while current.handed_out < window.count:
-            micro = current.fetch(micro_batches, window.count)
-            with self.parallel.micro_batch(current.sync, first=current.handed_out == 1, last=current.at_boundary):
-                # the loop's forward and backward run in this context: DDP decides in forward whether to synchronise
-                self._norms.micro_batch(counts=micro.samples > 0)
-                self._gradients.hand_out(current.handed_out)
-                with self.precision.autocast():
-                    yield micro.data
-                current.require_backward()
+        current, count = self._current, window.count
+        micro_batches = current.prepare(window)
+        if self.tries_loss or self._carried is not None:
+            micro_batches = self._try_loss(micro_batches, window)
+        while current.handed_out < count:
+            micro = current.fetch(micro_batches)
+            number = current.handed_out
+            # the loop's forward and backward run in this context: DDP decides in forward whether to synchronise
+            with self.parallel.micro_batch(current.sync, first=number == 1, last=number == count):
+                if self._norms is not None:
+                    self._norms.micro_batch(counts=micro.samples > 0)
+                for watch in self._watches:
+                    watch.hand_out(number, count)
+                try:
+                    with self.precision.autocast():
+                        yield micro.data
+                finally:
+                    for watch in self._watches:
+                        watch.stop()
+                if current.micro is not None:
+                    raise EngineMisuse("engine.backward(loss_sum, items) was not called for a micro-batch.")
             if current.stage is Stage.restarting:
                 micro_batches = current.count_first(micro, micro_batches)
 
     def _try_loss(self, micro_batches: Iterator[MicroBatch], window: Window) -> Iterator[MicroBatch]:
         """Try the loss with the first of the window's micro-batches if that is due, and return all of them."""
         first_window, self.tries_loss = self.tries_loss and not self.outputs.active, False
-        trial, current, due = (
-            LossTrial(self._parts),
-            self._current,
-            self._carried is not None and window.index >= WINDOW,
-        )
+        due = self._carried is not None and window.index >= WINDOW
+        if not (first_window or due):
+            return micro_batches
+        trial, current = LossTrial(self._parts), self._current
         possible = current.forward is not None and not isinstance(self._norms, WindowNorms) and trial.possible
-        if not (first_window or due) or not possible:
+        if not possible:
             return micro_batches
         first = next(micro_batches)
         if self._carried is not None:
@@ -264,35 +349,42 @@ class Engine(EngineProgress):
             TaskError: the loss is no scalar, ``items`` no number of at least 0, terms or metrics are not those of
                 other micro-batches, or the loss or a hook changes gradients or parameters itself.
         """
-        current, totals = self._current, self._totals
-        micro = current.take_micro_batch()
-        samples = micro.samples
+        current, totals, micro = self._current, self._totals, self._current.micro
+        if micro is None or current.window is None:
+            raise EngineMisuse("engine.backward() must be called once for each micro-batch of `for batch in window`.")
+        current.micro, count = None, current.window.count
         losses = loss_terms.as_terms(loss, items, metrics)
-        current.require_sum(losses)
-        assert current.window is not None  # it has the micro-batch
-        self._leaves.require_none(losses, micro.data, parts=current.window.count * self.world.size)
-        self._gradients.before_backward()
-        weight = self._optimizer_step.weight(losses, samples)
-        self._loss.require_parts(losses)
+        if not losses[0].total.requires_grad:
+            loss_terms.require_gradient(losses)
+        for watch in self._watches:
+            watch.before_backward(losses, micro, count)
+        weight = self._optimizer_step.weight(losses, micro.samples)
+        if not self._loss.plain or len(losses) > 1 or losses[0].metrics or losses[0].name is not None:
+            self._loss.require_parts(losses)
         if self._loss.several and current.must_count():
             return  # the window starts again, after the count
-        if samples:
-            totals.add(losses, samples)
-        first, last = current.handed_out == 1, current.at_boundary
-        if not self._loss.several and not self.outputs.active:
+        if micro.samples:
+            totals.add(losses, micro.samples)
+        first, last = current.handed_out == 1, current.handed_out == count
+        if (first or last or self.parallel.local_norm.due) and not (self._loss.several or self.outputs.active):
             self._noise.before_backward(current.sync, totals.own_part, first=first, last=last)
-        if reduces(current.sync, last=last):
+        if last or self._reduces_each:
             self._trained.require_same()
         if last:
-            stop, save_due = self.sites.agree(self.position.index, stop=self._stop(), save_due=self._save_due())
+            stop, save_due = self._stop(), self._save_due()
+            if self.sites.count > 1:
+                stop, save_due = self.sites.agree(self.position.index, stop=stop, save_due=save_due)
             totals.send(more=self._feed.has_next(), stop=stop, save_due=save_due)
             if current.may_abandon and totals.out_of_memory():
                 raise oom.WindowAbandoned
-        items_of_terms = (self._loss.counted or totals.items_by_term()) if self._loss.several else ()
-        weighted = self._loss.weighted(losses, weight, items_of_terms)
-        with self.parallel.backward(weighted, totals.divisor_of_all if last else None):
-            self.precision.backward(weighted)
-        self._gradients.after_backward()
+        if self._loss.several:
+            total = self._loss.weighted(losses, weight, self._loss.counted or totals.items_by_term())
+        else:
+            total = losses[0].total * weight
+        with self.parallel.backward(total, totals.divisor_of_all if last else None):
+            self.precision.backward(total)
+        for watch in self._watches:
+            watch.after_backward()
 
     def step(self) -> StepResult:
         """Take the window's optimizer step: sum over ranks, check, average exactly, clip, apply, schedule.
@@ -304,51 +396,66 @@ class Engine(EngineProgress):
             SyncPolicyViolated: other collectives ran than those of the sync policy.
             UnusedParameters: a parameter has no gradient.
         """
-        current, window = self._current, self._current.window
-        if window is None or not self._totals.sent:
-            raise EngineMisuse("engine.step() must be called once, after the last micro-batch of a window.")
+        current, window, totals, step = self._current, self._current.window, self._totals, self._optimizer_step
+        if window is None or not totals.sent:
+            after = "twice" if window is None else f"after {current.handed_out} of {window.count} micro-batches"
+            raise EngineMisuse(
+                f"engine.step() must be called once, after the last micro-batch of a window; it was called {after}."
+            )
         HEARTBEAT.beat(Phase.waiting, window.count)
         gradients = self.parallel.gradients()
-        self.precision.unscale(self.optimizer)
-        agreed = self._totals.receive(self.parallel.total_norm(gradients))
-        current.gradients_arrived()
+        if self.precision.scales:
+            self.precision.unscale(self.optimizer)
+        agreed = totals.receive(self.parallel.total_norm(gradients))
+        arrived = time.perf_counter()  # the host has just waited for the device
+        if current.saved is not None:
+            current.saved.keep_changing()
         comm = self.parallel.meter.close_window(window.count, current.sync)
 
-        scale, divisor = self._optimizer_step.scale, self._optimizer_step.divisor
         HEARTBEAT.beat(Phase.updating, window.count)
-        norm = self._optimizer_step.apply(gradients, agreed, self._totals, self._samples_text)
-        skipped, nonfinite = not math.isfinite(norm), self._optimizer_step.nonfinite
-        if nonfinite is not None:
+        scale, gradient_unit = step.scale, step.divisor
+        norm = step.apply(gradients, agreed, totals, self._samples_text)
+        skipped = not math.isfinite(norm)
+        if step.nonfinite is not None:
             current.restore()
-        step_s = current.close()
-        full = agreed.samples == self.plan.batch.global_size_at(window.index)
-        ended = EndedWindow(
-            samples=agreed.samples, items=agreed.items, grad_norm=norm,
-            comparable=full and not skipped and not self.parallel.frozen and self.plan.batch.even_at(window.index),
-            gradient_unit=divisor / (scale or 1.0),
-            step_s=step_s, data_s=current.data_s, wait_s=self.parallel.meter.waited_s,
-        )  # fmt: skip
-        for observer in self._observers:
-            observer.window_ended(ended)
+        step_s = current.close(arrived)
+        self._observe(window, agreed, norm, gradient_unit / (scale or 1.0), step_s)
         self.position = self._feed.advance(agreed.more)
-        self._optimizer_step.count(agreed, window.epoch, epoch_over=self.position.epoch > window.epoch)
-        flags_bytes = self._totals.payload_bytes + 8 * (self.plan.strategy.shard_size > 1)  # a sharded norm is summed
-        stopped = agreed.stop and not self.over
-        self._finished = stopped or self.over
+        step.count(agreed, window.epoch, epoch_over=self.position.epoch > window.epoch)
+        over = self.over
+        self._finished = over or agreed.stop
         result = StepResult(
-            step=self.steps, window=window.index, epoch=window.epoch, micro_batches=window.count,
-            samples=agreed.samples, items=agreed.items, grad_norm=norm, lr=self._optimizer_step.lr,
+            step=step.counters.steps, window=window.index, epoch=window.epoch, micro_batches=window.count,
+            samples=agreed.samples, items=agreed.items, grad_norm=norm, lr=step.lr,
             loss=agreed.loss, padding_fraction=window.padding_fraction,
-            skipped=skipped, nonfinite=nonfinite, scale=scale, sync=current.sync, comm=comm,
-            noise=self.noise, spent=self.stragglers.spent, straggler=self.stragglers.straggler,
-            step_s=step_s, data_s=current.data_s, last=self._finished, stopped=stopped,
-            save_due=agreed.save_due, flags_bytes=flags_bytes, metrics=self._loss.averages,
+            skipped=skipped, nonfinite=step.nonfinite, scale=scale, sync=current.sync, comm=comm,
+            noise=self._noise.estimate, spent=self.stragglers.spent, straggler=self.stragglers.straggler,
+            step_s=step_s, data_s=current.data_s, last=self._finished, stopped=agreed.stop and not over,
+            save_due=agreed.save_due, flags_bytes=totals.payload_bytes + self._bytes_of_norm,
+            metrics=self._loss.averages,
         )  # fmt: skip
-        self.callbacks.call("on_step", self, result)
+        if self.callbacks.names:
+            self.callbacks.call("on_step", self, result)
         self.parallel.end_step()
+        if self._watches:
+            self._watches = [watch for watch in self._watches if not watch.over]
         if result.last:
             self.sites.leave()
         return result
+
+    def _observe(self, window: Window, agreed: ReducedTotals, norm: float, gradient_unit: float, step_s: float) -> None:
+        """Notify the observers of how the window ended."""
+        batch, size = self.plan.batch, agreed.samples
+        whole = batch.global_size_at(window.index) if batch.ramp else batch.global_size
+        full = size == whole and size % (batch.micro_size * batch.world_size) == 0
+        ended = EndedWindow(
+            samples=size, items=agreed.items, grad_norm=norm,
+            comparable=full and math.isfinite(norm) and not self.parallel.frozen,
+            gradient_unit=gradient_unit, step_s=step_s, data_s=self._current.data_s,
+            wait_s=self.parallel.meter.waited_s,
+        )  # fmt: skip
+        for observer in self._observers:
+            observer.window_ended(ended)
 
     @property
     def place(self) -> str:
@@ -405,7 +512,13 @@ class Engine(EngineProgress):
         self._calibrate(forward, [MicroBatch(to_device(batch, self.device), size) for batch in batches])
         return self.calibrated
 
-    def _calibrate(self, forward: Forward, micro_batches: list[MicroBatch]) -> None:
+    def _calibrates(self, _: int = 0) -> bool | None:
+        """Return whether the next window starts with the calibration; None: no later one will, either."""
+        due = self._current.forward is not None and self._calibration.wanted(self.plan) and self.calibrated is None
+        return due or None
+
+    def _calibrate(self, forward: Forward | None, micro_batches: list[MicroBatch]) -> None:
+        assert forward is not None
         self._calibration.measure(self.plan, functools.partial(self._current.run, forward), micro_batches, self.steps)
         self.context.take_scalars()  # the window itself logs them again
 

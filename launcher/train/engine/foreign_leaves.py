@@ -17,7 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from launcher.errors import TaskError
 from launcher.loss import Loss
+from launcher.train.data.loader import MicroBatch
 from launcher.train.engine.build import EngineParts
+from launcher.train.engine.loss_terms import LossWatch
 from launcher.train.parallel.base import Parallel
 from launcher.train.parallel.mixed_precision import Narrowed
 from launcher.train.parallel.model_check import SCALED_GRADIENTS, SPARSE_GRADIENTS, refuse
@@ -29,7 +31,7 @@ _MAX_DEPTH = 4
 _TRAINED: weakref.WeakSet[Parallel] = weakref.WeakSet()
 
 
-class ForeignLeaves:
+class ForeignLeaves(LossWatch):
     """Watch on the leaves of the first losses of this process.
 
     Inputs may require a gradient, as for a gradient penalty: they are other tensors in each micro-batch.
@@ -40,11 +42,12 @@ class ForeignLeaves:
         self._before: list[weakref.ref[Tensor]] = []
         _TRAINED.add(parts.parallel)
 
-    def require_none(self, losses: Sequence[Loss], batch: Any, parts: int) -> None:
-        """Look at the leaves that the losses of a micro-batch depend on, except through its data.
+    @property
+    def over(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return not self._left
 
-        Args:
-            parts: number of micro-batches in the window, on all ranks.
+    def before_backward(self, losses: Sequence[Loss], micro: MicroBatch, count: int) -> None:
+        """Look at the leaves that the losses of a micro-batch depend on, except through its data.
 
         Raises:
             TaskError: the gradient of a parameter is sparse, or no sum over micro-batches; or a leaf is trainable, is
@@ -54,9 +57,9 @@ class ForeignLeaves:
         if not self._left:
             return
         self._left -= 1
-        require_dense_gradients(losses, self._parts.parallel.module, parts)
+        require_dense_gradients(losses, self._parts.parallel.module, count * self._parts.world.size)
         own = {id(leaf) for parallel in _TRAINED for leaf in parallel.leaves()}
-        own |= {id(leaf) for leaf in leaves_of([part for part in tree_leaves(batch) if isinstance(part, Tensor)])}
+        own |= {id(leaf) for leaf in leaves_of([part for part in tree_leaves(micro.data) if isinstance(part, Tensor)])}
         found = [
             leaf
             for leaf in leaves_of([loss.total for loss in losses])

@@ -7,16 +7,21 @@ with a part of the window's sum. A forward pass that initialises parameters from
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from launcher.errors import TaskError
+from launcher.loss import Loss
 from launcher.quantities import first_names
+from launcher.train.data.loader import MicroBatch
+from launcher.train.engine.loss_terms import LossWatch
 from launcher.train.parallel.base import Parallel, times_written
 
 LOOKS = 4  # micro-batches: some of them follow another one of their window
 
 
-class GradientWatch:
+class GradientWatch(LossWatch):
     """Watch on the first micro-batches of this process, from the hand-out to the end of the backward pass."""
 
     def __init__(self, parallel: Parallel, *, tells: bool) -> None:
@@ -25,12 +30,16 @@ class GradientWatch:
         self._written: dict[str, int] = {}
         self._first: set[str] = set()  # parameters that the first forward pass has written
 
-    def hand_out(self, number: int) -> None:
+    @property
+    def over(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return not self._left
+
+    def hand_out(self, number: int, count: int) -> None:  # noqa: ARG002
         """Note gradients and parameters before the loss of the window's micro-batch ``number`` is computed."""
         if self._left:
             self._number, self._gradients, self._written = number, self._now(), self._parallel.written()
 
-    def before_backward(self) -> None:
+    def before_backward(self, losses: Sequence[Loss], micro: MicroBatch, count: int) -> None:  # noqa: ARG002
         """Check that the loss has left the gradients alone, and name parameters that only the first of several
         micro-batches has written.
 

@@ -21,7 +21,7 @@ from launcher.train.engine.build import EngineParts
 from launcher.train.engine.oom import WindowAbandoned
 from launcher.train.engine.preserved_state import PreservedState
 from launcher.train.engine.window_batchnorm import WindowNorms
-from launcher.train.engine.window_loss import WindowLoss
+from launcher.train.engine.window_totals import WindowLoss
 
 # batch -> number of items of each term
 Items = Callable[[Any], Sequence[float | Tensor]]
@@ -50,8 +50,11 @@ class ItemCount:
         terms are not counted yet, each term has the same weight."""
         return self._loss.weighted(losses, weight, self._loss.counted or [1.0] * len(losses))
 
-    def due(self, count: int) -> bool:
-        """Return whether the items of a window of ``count`` micro-batches must be counted before the next one."""
+    def due(self, count: int) -> bool | None:
+        """Return whether the items of a window of ``count`` micro-batches must be counted before the next one; None for
+        a plain loss."""
+        if self._loss.plain:
+            return None
         ahead = count > 1 or isinstance(self._norms, WindowNorms)  # whose passes need the terms' weights
         return ahead and self._loss.several and self._loss.counted is None
 
@@ -62,14 +65,13 @@ class ItemCount:
         Args:
             possible: the window has several micro-batches, and their items can be counted.
         """
-        wanted = possible and self._loss.parts is None
+        wanted = possible and self._loss.parts is None and not self.due(2)
         self._start = self._preserve() if wanted else None
 
     def report_out_of_memory(self, count: int) -> bool:
         """Take part in the count of a window of ``count`` micro-batches as a rank that is out of memory; return whether
         there is one."""
-        due = self.due(count)
-        if due:
+        if due := bool(self.due(count)):
             self._loss.share_counts(out_of_memory=True)
         return due
 

@@ -31,6 +31,8 @@ from torch.utils._pytree import tree_leaves
 
 from launcher.errors import CollectiveInLoss
 from launcher.loss import Loss
+from launcher.train.data.loader import MicroBatch
+from launcher.train.engine.loss_terms import LossWatch
 
 # methods of a process group through which values of single ranks arrive
 _BRINGS = (
@@ -64,14 +66,16 @@ class _Call:
     function: type | None
 
 
-class LossCollectives:
-    """Watch for collectives in one micro-batch, from ``start`` to ``stop``."""
+class LossCollectives(LossWatch):
+    """Watch for collectives in the first micro-batch of a window of several, until ``stop``."""
 
     def __init__(self) -> None:
         self._calls: list[_Call] | None = None
 
-    def start(self) -> None:
+    def hand_out(self, number: int, count: int) -> None:  # noqa: ARG002
         """Record the collectives that this thread runs from now on."""
+        if self.over or count == 1:
+            return
         self._calls, self._thread = [], threading.get_ident()
         if not _watches:
             for name in (*_BRINGS, *_SUMS):
@@ -98,13 +102,12 @@ class LossCollectives:
             floats = any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in tree_leaves(arguments))
             self._calls.append(_Call(method, place, method in _BRINGS and floats, function))
 
-    def require_none(self, losses: Sequence[Loss], micro_batches: int) -> None:
-        """Raise CollectiveInLoss if the loss contains what other ranks have computed.
-
-        Args:
-            losses: terms of the loss of the micro-batch that was watched.
-            micro_batches: number in the window.
-        """
+    def before_backward(self, losses: Sequence[Loss], micro: MicroBatch, count: int) -> None:  # noqa: ARG002
+        """Raise CollectiveInLoss if the loss contains what other ranks have computed."""
+        self.stop()
+        if self.over or count == 1:
+            return
+        self.over = True
         calls, self._calls = self._calls or [], None
         nodes, functional = _nodes([loss.total for loss in losses])
         found = [f"{call.method.strip('_')} in {call.place}" for call in calls if call.brings or call.function in nodes]
@@ -112,7 +115,7 @@ class LossCollectives:
             names = ", ".join(dict.fromkeys([*found, *functional]))
             raise CollectiveInLoss(
                 f"The loss of a micro-batch depends on what other ranks have computed ({names}), and a window has "
-                f"{micro_batches} micro-batches: its gradient would be another one than that of one big batch. Nothing "
+                f"{count} micro-batches: its gradient would be another one than that of one big batch. Nothing "
                 "was applied.\n"
                 "  Give the task outputs(model, batch) and window_loss(outputs) in place of loss: the launcher gathers "
                 "the rows of all ranks and micro-batches, exactly. Or use batch.accumulation=1. If the result is only "

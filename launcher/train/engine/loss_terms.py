@@ -17,6 +17,7 @@ from launcher.config.schema import StrategyKind
 from launcher.errors import TaskError
 from launcher.loss import METRIC_NAME, RESERVED_NAMES, Loss
 from launcher.quantities import count, first_names
+from launcher.train.data.loader import MicroBatch
 from launcher.train.parallel.shard_units import direct_use
 from launcher.train.world import World
 
@@ -25,6 +26,28 @@ NO_COUNT = (
     "The items of a micro-batch must be a finite number, 0 or more: {}.\n"
     "  Return how many items the loss is a sum over (target tokens, or samples), or the sum of their weights."
 )
+
+
+class LossWatch:
+    """Watch on the first micro-batches of this process. A method without a body here may be left out.
+
+    Attributes:
+        over: it looks at no further micro-batch.
+    """
+
+    over = False
+
+    def hand_out(self, number: int, count: int) -> None:
+        """Note what is there before the loss of the window's micro-batch ``number``, of ``count``, is computed."""
+
+    def stop(self) -> None:
+        """End what ``hand_out`` has started, also after an exception. It may be called several times."""
+
+    def before_backward(self, losses: Sequence[Loss], micro: MicroBatch, count: int) -> None:
+        """Check the losses of a micro-batch, of ``count``, before their backward pass."""
+
+    def after_backward(self) -> None:
+        """Check what the backward pass has done."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +197,9 @@ def require_terms(losses: Sequence[Loss]) -> None:
     """Raise TaskError if a term or a metric has a wrong type or shape. Values on a GPU are checked later, by the
     window's totals."""
     for loss in losses:
-        require_sum(loss.total, loss.items)
+        total, items = loss.total, loss.items
+        if type(total) is not Tensor or total.numel() != 1 or type(items) is not int or items < 0:
+            require_sum(total, items)
         if loss.metrics:
             _require_metrics(loss.metrics)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from enum import Enum, auto
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-import torch.distributed as dist
 from torch import Tensor
 
 from launcher.config.schema import OnNonfinite
@@ -20,7 +20,6 @@ from launcher.train.data.window_feed import Window
 from launcher.train.engine import loss_terms, oom
 from launcher.train.engine.build import EngineParts
 from launcher.train.engine.item_count import ItemCount, Items
-from launcher.train.engine.loss_collectives import LossCollectives
 from launcher.train.engine.optimizer_step import OptimizerStep
 from launcher.train.engine.preserved_state import PreservedState
 from launcher.train.engine.window_batchnorm import WindowNorms
@@ -30,8 +29,19 @@ from launcher.train.parallel.replicas import Buffers
 
 # the loop's own forward pass: (model, batch) -> (loss_sum, items), a Loss, or a list of several
 Forward = Callable[[Callable[..., Any], Any], tuple[Tensor, float | Tensor] | Loss | Sequence[Loss]]
-Calibrate = Callable[[list[MicroBatch]], None]
 T = TypeVar("T")
+
+
+class WindowPass(NamedTuple):
+    """Passes over all micro-batches of a window, before the first one is handed out.
+
+    Args:
+        due: (number of micro-batches) -> whether a window needs them; None: no window will.
+        prepare: runs them.
+    """
+
+    due: Callable[[int], bool | None]
+    prepare: Callable[[list[MicroBatch]], object]
 
 
 class Stage(Enum):
@@ -56,8 +66,10 @@ class CurrentWindow:
         micro: the micro-batch that was handed out last, until ``backward`` is called for it.
         sync: the job's policy.
         forward: the loop's own forward pass, if it was given.
+        passes: passes that the next window may need ahead; none for a plain loss, after its first windows.
         started: start of the window, by ``time.perf_counter``.
         data_s: seconds waited for data.
+        saved: state from the start of the window, if it may be restored.
         notes: ``MicroBatch.note`` of those handed out so far; the last is None while its micro-batch is waited for.
     """
 
@@ -79,20 +91,19 @@ class CurrentWindow:
         self.stage = Stage.running
         self.handed_out, self.sync = 0, plan.strategy.sync
         self._batches: Generator[Any, None, None] | None = None
-        self._saved: PreservedState | None = None
+        self.saved: PreservedState | None = None
         self._preserve, self._functions = parts.preserve, parts.functions
         self.forward: Forward | None = None
+        self.passes: list[WindowPass] = []
         self.notes: list[Any] = []
-        self._arrived = self._queueing_s = 0.0
-        # None once a micro-batch of a window of several was watched
-        self._watch = LossCollectives() if dist.is_initialized() and dist.get_world_size() > 1 else None
+        self._queueing_s = 0.0
 
     def open(self, window: Window, batches: Generator[Any, None, None]) -> Iterator[Any]:
         """Start a window, and return ``batches``, which yields the data of its micro-batches."""
         self.window = window
         self.data_s = 0.0
         self.handed_out, self.stage, self.notes = 0, Stage.running, []
-        self._saved = self._preserve() if self._saves else None
+        self.saved = self._preserve() if self._saves else None
         self._batches = batches
         self.started = time.perf_counter()
         return batches
@@ -107,11 +118,12 @@ class CurrentWindow:
         self._parallel.meter.open_window()
         self._buffers.share(self._parallel.meter)
 
-    def set_forward(self, forward: Forward | None, items: Items | None) -> None:
-        """Set the loop's own forward pass, and its own function for the number of items of a batch's terms.
+    def set_forward(self, forward: Forward | None, items: Items | None, calibration: WindowPass) -> None:
+        """Set the loop's own forward pass, its own function for the number of items of a batch's terms, and the passes
+        that windows may need ahead.
 
         Raises:
-            ConfigError: ``batch.norm=window`` without it.
+            ConfigError: ``batch.norm=window`` without the forward pass.
         """
         if forward is None and isinstance(self._norms, WindowNorms):
             raise ConfigError(
@@ -122,49 +134,101 @@ class CurrentWindow:
             )  # fmt: skip
         self.forward, self._count.items = forward, items
         self._functions[:] = [each for each in (forward, items) if each is not None]
+        self.passes = [
+            calibration._replace(prepare=functools.partial(self._calibrate, calibration.prepare)),
+            WindowPass(self._count.due, functools.partial(self._count.count, run=self.run_unwrapped)),
+        ]
+        if isinstance(self._norms, WindowNorms):
+            self.passes.append(WindowPass(lambda _: True, functools.partial(self._look_ahead, self._norms)))
+        if self._outputs.active:
+            rows = functools.partial(self._run_copy, self._outputs.outputs, self._parallel.module)
+            self.passes.append(
+                WindowPass(lambda count: count > 1, functools.partial(self._outputs.look_ahead, outputs=rows))
+            )
 
-    def take_micro_batch(self) -> MicroBatch:
-        """Return the current micro-batch for its backward pass, and mark that pass as done.
+    def prepare(self, window: Window) -> Iterator[MicroBatch]:
+        """Return the window's micro-batches, after the passes that need all of them before the first one runs.
 
-        Raises:
-            EngineMisuse: it was done already, or no micro-batch was handed out.
+        Gradients and collectives of passes that the loop ran before it requested the first micro-batch do not count.
         """
-        if self.micro is None:
-            raise EngineMisuse("engine.backward() must be called once for each micro-batch of `for batch in window`.")
-        if self._watch is not None:
-            self._watch.stop()
-        micro, self.micro = self.micro, None
+        self._parallel.begin_window()
+        self._share_buffers()
+        if self._outputs.active:
+            self._outputs.begin(window.index)
+        if not self.passes:
+            return window.micro_batches
+        known = self.forward is not None or self._count.items is not None
+        self._count.save(possible=known and window.count > 1)
+        due = [(each, each.due(window.count)) for each in self.passes]
+        self.passes = [each for each, needed in due if needed is not None]
+        if not any(needed for _, needed in due):
+            return window.micro_batches
+        started, ahead = time.perf_counter(), list(window.micro_batches)
+        self.data_s += time.perf_counter() - started
+        for each, needed in due:
+            if needed:
+                each.prepare(ahead)
+        return iter(ahead)
+
+    def _calibrate(self, calibrate: Callable[[list[MicroBatch]], object], ahead: list[MicroBatch]) -> None:
+        self.stage = Stage.calibrating  # also after an exception
+        with self._outputs.alone():
+            calibrate(ahead)
+        self.stage = Stage.running
+        self.start()
+        self.started -= self.data_s
+
+    def _look_ahead(self, norms: WindowNorms, ahead: list[MicroBatch]) -> None:
+        norms.look_ahead(ahead, self._scaled_loss, self._preserve())
+        if self._count.due(len(ahead)):  # the first passes of a process show that the loss has several terms
+            self._count.count(ahead, self.run_unwrapped)
+            norms.look_ahead(ahead, self._scaled_loss, self._preserve())
+
+    def fetch(self, micro_batches: Iterator[MicroBatch]) -> MicroBatch:
+        """Wait for the next micro-batch, and return it."""
+        started = time.perf_counter()
+        HEARTBEAT.beat(Phase.data, self.handed_out + 1)
+        self.notes.append(None)
+        self.micro = micro = next(micro_batches)
+        self.handed_out, self.notes[-1] = self.handed_out + 1, micro.note
+        self.data_s += time.perf_counter() - started
+        HEARTBEAT.beat(Phase.computing, self.handed_out)
         return micro
 
-    def require_sum(self, losses: Sequence[Loss]) -> None:
-        """Check that the window's gradient can be the sum of its micro-batches' gradients.
+    def must_count(self) -> bool:
+        """Return whether the micro-batch cannot run backward, because the items of the loss's terms must be counted
+        first. The window then starts again.
 
         Raises:
-            CollectiveInLoss: see ``LossCollectives``.
-            TaskError: no term requires a gradient.
+            EngineMisuse: they cannot be counted.
         """
-        loss_terms.require_gradient(losses)
-        if self._watch is not None and self.window is not None and self.window.count > 1:
-            self._watch.require_none(losses, self.window.count)
-            self._watch = None
+        assert self.window is not None
+        if self._count.due(self.window.count):
+            self._count.require_saved(self.window.count)
+            self.stage = Stage.restarting
+        return self.stage is Stage.restarting
 
-    def gradients_arrived(self) -> None:
-        """Record that the host has just waited for the device."""
-        self._arrived = time.perf_counter()
-        if self._saved is not None:
-            self._saved.keep_changing()
+    def count_first(self, micro: MicroBatch, rest: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """Count the items of the window, of which ``micro`` has run, and return all of its micro-batches."""
+        self.stage = Stage.running
+        self._count.restore()
+        ahead = [micro, *rest]
+        self.start()
+        self.handed_out, self.notes = 0, []
+        self._count.count(ahead, self.run_unwrapped)
+        return iter(ahead)
 
-    def close(self) -> float:
+    def close(self, arrived: float) -> float:
         """End the window and return its duration in seconds.
 
-        On a GPU the optimizer step has only been queued by now, so the time since ``gradients_arrived`` counts for the
-        next window.
+        On a GPU the optimizer step has only been queued by now, so the time since ``arrived``, when the host had waited
+        for the gradients, counts for the next window.
         """
         self.window, ended = None, time.perf_counter()
         if self._device.type != "cuda":
             return ended - self.started
-        before_s, self._queueing_s = self._queueing_s, ended - self._arrived
-        return before_s + self._arrived - self.started
+        before_s, self._queueing_s = self._queueing_s, ended - arrived
+        return before_s + arrived - self.started
 
     def require_closed(self) -> None:
         """Raise EngineMisuse if the loop has left the window without ``engine.step``."""
@@ -180,8 +244,11 @@ class CurrentWindow:
         """Leave the contexts of the current micro-batch, such as autocast, if the loop has left it."""
         if self._batches is not None:
             self._batches.close()
-        if self._watch is not None:
-            self._watch.stop()
+
+    @property
+    def may_abandon(self) -> bool:
+        """True if a window is open that can run again."""
+        return self._may_abandon and self.window is not None and self.stage is not Stage.calibrating
 
     def abandoned_for(self, error: BaseException, totals: WindowTotals) -> bool:
         """Return whether ``error``, which the loop's body raised, makes all ranks run the window again because one of
@@ -207,104 +274,10 @@ class CurrentWindow:
 
     def restore(self) -> None:
         """Restore the state that passes can change from the start of the window."""
-        assert self._saved is not None
-        self._saved.restore(
+        assert self.saved is not None
+        self.saved.restore(
             "a window that is left out or runs again", "Use batch.on_oom=stop and train.on_nonfinite=stop."
         )
-
-    @property
-    def at_boundary(self) -> bool:
-        """True if the micro-batch that was handed out last is the window's last one on this rank, its boundary."""
-        return self.window is not None and self.handed_out == self.window.count
-
-    @property
-    def may_abandon(self) -> bool:
-        """True if a window is open that can run again."""
-        return self.window is not None and self._may_abandon and self.stage is not Stage.calibrating
-
-    def prepare(self, window: Window, calibrate: Calibrate | None) -> Iterator[MicroBatch]:
-        """Return the window's micro-batches, after the passes that need all of them before the first one runs.
-
-        Gradients and collectives of passes that the loop ran before it requested the first micro-batch do not count.
-
-        Args:
-            calibrate: called with all micro-batches; None: no calibration.
-        """
-        self._parallel.begin_window()
-        self._share_buffers()
-        due, outputs = self._count.due(window.count), self._outputs
-        if outputs.active:
-            outputs.begin(window.index)
-        looks_ahead = isinstance(self._norms, WindowNorms) or (outputs.active and window.count > 1)
-        if calibrate is None and not due and not looks_ahead:
-            self._save_for_count(window)
-            return window.micro_batches
-        started, ahead = time.perf_counter(), list(window.micro_batches)
-        self.data_s += time.perf_counter() - started
-        if calibrate is not None:
-            self.stage = Stage.calibrating  # also after an exception
-            with outputs.alone():
-                calibrate(ahead)
-            self.stage = Stage.running
-            self.start()
-            self.started -= self.data_s
-        if due:
-            self._count.count(ahead, self.run_unwrapped)
-        else:
-            self._save_for_count(window)
-        if isinstance(self._norms, WindowNorms):
-            self._norms.look_ahead(ahead, self._scaled_loss, self._preserve())
-            if self._count.due(window.count):  # the first passes of a process show that the loss has several terms
-                self._count.count(ahead, self.run_unwrapped)
-                self._norms.look_ahead(ahead, self._scaled_loss, self._preserve())
-        if outputs.active and window.count > 1:
-            outputs.look_ahead(ahead, self._outputs_of)
-        return iter(ahead)
-
-    def _save_for_count(self, window: Window) -> None:
-        can_count = self.forward is not None or self._count.items is not None
-        self._count.save(possible=can_count and window.count > 1)
-
-    def must_count(self) -> bool:
-        """Return whether the micro-batch cannot run backward, because the items of the loss's terms must be counted
-        first. The window then starts again.
-
-        Raises:
-            EngineMisuse: they cannot be counted.
-        """
-        assert self.window is not None
-        if self._count.due(self.window.count):
-            self._count.require_saved(self.window.count)
-            self.stage = Stage.restarting
-        return self.stage is Stage.restarting
-
-    def count_first(self, micro: MicroBatch, rest: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """Count the items of the window, of which ``micro`` has run, and return all of its micro-batches."""
-        self.stage = Stage.running
-        self._count.restore()
-        ahead = [micro, *rest]
-        self.start()
-        self.handed_out, self.notes = 0, []
-        self._count.count(ahead, self.run_unwrapped)
-        return iter(ahead)
-
-    def fetch(self, micro_batches: Iterator[MicroBatch], count: int) -> MicroBatch:
-        """Wait for the next of ``count`` micro-batches, and return it."""
-        started = time.perf_counter()
-        HEARTBEAT.beat(Phase.data, self.handed_out + 1)
-        self.notes.append(None)
-        self.micro = micro = next(micro_batches)
-        self.handed_out, self.notes[-1] = self.handed_out + 1, micro.note
-        self.data_s += time.perf_counter() - started
-        HEARTBEAT.beat(Phase.computing, self.handed_out)
-        if self._watch is not None and count > 1:
-            self._watch.start()
-        return micro
-
-    def require_backward(self) -> None:
-        """Raise EngineMisuse if the loop has not called ``engine.backward`` for the micro-batch."""
-        if self.micro is not None:
-            raise EngineMisuse("engine.backward(loss_sum, items) was not called for a micro-batch.")
 
     def run(self, forward: Forward, model: Callable[..., Any], micro: MicroBatch) -> list[Loss]:
         """Run ``forward`` on a copy of the micro-batch and return the terms of its loss; training uses the original."""
@@ -319,9 +292,6 @@ class CurrentWindow:
             raise
         finally:
             self.micro = None
-
-    def _outputs_of(self, micro: MicroBatch) -> Any:
-        return self._run_copy(self._outputs.outputs, self._parallel.module, micro)
 
     def run_unwrapped(self, micro: MicroBatch) -> list[Loss]:
         """Run the loop's forward pass on a copy of the micro-batch, with the unwrapped model."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -11,11 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from launcher import quantities
 from launcher.config.schema import Sync
-from launcher.errors import NotFinite
+from launcher.errors import NotFinite, TaskError
 from launcher.loss import Loss
-from launcher.train.engine.loss_terms import sum_of_means
-from launcher.train.engine.window_loss import WindowLoss, explain_bad_items, sum_of
+from launcher.train.engine.loss_terms import (
+    NO_COUNT,
+    LossParts,
+    metrics_of,
+    require_items,
+    same_parts,
+    sum_of_means,
+    term_names,
+)
 from launcher.train.measure.comm_meter import CommStats, Meter
 from launcher.train.measure.noise_scale import Noise
 from launcher.train.measure.observer import Observer
@@ -90,31 +99,302 @@ class ReducedTotals:
     """Totals and flags of a window, equal on all ranks.
 
     Args:
-        items, loss_sum: of the loss; of several terms, the items of the first one and the sum of all.
+        items: number of items; of several terms, that of the first one.
+        divisor: N, by which the summed gradients are divided: the number of items; of several terms, the largest.
+        loss_sum: of all terms.
+        loss: mean over the items, or the sum of the means of several terms; nan without items.
         grad_norm: norm of the gradients before they are multiplied by C*W/N.
-        terms: (loss_sum, items) of each term if there are several.
     """
 
     items: float
+    divisor: float
     loss_sum: float
+    loss: float
     samples: int
     more: bool
     stop: bool
     save_due: bool
     grad_norm: float
-    terms: tuple[tuple[float, float], ...] = ()
+
+
+# relative difference between a number counted ahead and that of the window: weights may be summed in another order
+_SAME_COUNT = 1e-6
+
+
+class WindowLoss:
+    """Terms and metrics of the loss. A loss of one term without metrics has no numbers here.
+
+    Each term has a denominator of its own, its number of items in the window on all ranks: N_1, N_2, ... The gradient
+    of
+
+        L_1 / N_1 + L_2 / N_2 + ...        (L_j: sum of term j over the window)
+
+    is one backward pass for each micro-batch on the sum of its terms, each multiplied by N / N_j, with N the largest
+    N_j; the optimizer step then divides by N, as it divides the only term of a usual loss by its number of items. So
+    the N_j must be known before the first backward pass of a window: a window of one micro-batch has them from its
+    totals, which are sent before its backward pass; in others the items are counted ahead (see ``CurrentWindow``). The
+    sums of the window itself must then be those that were counted.
+
+    Attributes:
+        parts: names of terms and metrics, the same on all ranks; None before the first micro-batch of this process.
+        plain: known to be one term without name and metrics.
+        several: several terms, as far as known.
+        counted: number of items of each term in the window on all ranks, counted ahead; None if they were not.
+        counted_bytes: that a rank passed to the all-reduce of these.
+        averages: averages of the latest window by name, see ``LossParts.averages``.
+    """
+
+    def __init__(self, world: World, device: torch.device, meter: Meter) -> None:
+        self._world, self._device, self._meter = world, device, meter
+        self.parts: LossParts | None = None
+        self._terms, self._metrics, self.plain, self.several = 1, 0, False, False
+        self.clear()
+
+    def clear(self, *, due: bool = True) -> None:
+        """Start a window. ``due``: its metrics are wanted; otherwise they are neither kept nor summed."""
+        self._due = due
+        self.counted: list[float] | None = None
+        self.counted_bytes = 0
+        self.averages: dict[str, float] = {}
+        self._own_counts: list[list[float | Tensor]] = []
+        self._totals: list[list[Tensor]] = []
+        self._items: list[list[float | Tensor]] = []
+        self._pairs: list[Sequence[tuple[float | Tensor, float | Tensor]]] = []
 
     @property
-    def divisor(self) -> float:
-        """N, by which the summed gradients are divided: the number of items; of several terms, the largest."""
-        return max(items for _, items in self.terms) if self.terms else self.items
+    def width(self) -> int:
+        return 2 * (self._terms - 1) + 2 * self._metrics
+
+    def agree(self, losses: Sequence[Loss] | None, samples: int) -> float:
+        """Agree on the names of terms and metrics, and return the largest number of items of any rank and term. All
+        ranks call it in the first micro-batch of a process.
+
+        Args:
+            losses: the terms; None on a rank that ran out of memory in this micro-batch.
+            samples: of the micro-batch.
+
+        Raises:
+            TaskError: a name is not allowed, or the ranks' names differ; on all ranks.
+        """
+        parts = None if losses is None else LossParts.of(losses)
+        most = torch.full((5,), -math.inf, dtype=torch.float64, device=self._device)
+        most[0] = 0.0
+        if losses is not None and parts is not None:
+            mark = float(zlib.crc32(repr(parts).encode()))
+            most[1:] = torch.tensor([mark, -mark, len(parts.terms), len(parts.metrics)], dtype=torch.float64)
+            for loss in losses if samples else ():
+                most[0] = most[0].maximum(torch.as_tensor(loss.items, dtype=torch.float64, device=self._device))
+        if self._world.size > 1:
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+        items, mark, other, terms, metrics = most.tolist()
+        if mark != -other:
+            same_parts(self._world.of_all(parts))
+        if parts is not None:
+            parts.require_names()
+        self.parts, self.plain = parts, parts is not None and parts.plain
+        if math.isfinite(terms):
+            self._terms, self._metrics, self.several = int(terms), int(metrics), terms > 1
+        return items
+
+    def forget(self) -> None:
+        """Let the ranks agree again in the next micro-batch: one of them may not know the names yet."""
+        self.parts, self.plain = None, False
+
+    def require_parts(self, losses: Sequence[Loss]) -> None:
+        """Raise TaskError if the terms or metrics are not those that the ranks have agreed on."""
+        parts = self.parts
+        assert parts is not None
+        if (own := LossParts.of(losses)) != parts:
+            raise TaskError(
+                f"A micro-batch of rank {self._world.rank} has another loss than the first one: "
+                f"{parts.difference(own, 'the first one', 'this one')}"
+            )
+
+    def count(self, items: Sequence[float | Tensor]) -> None:
+        """Add the items of a micro-batch, by term, before the window's first backward pass.
+
+        Raises:
+            TaskError: there are not as many numbers as terms.
+        """
+        if not isinstance(items, list | tuple) or len(items) != self._terms:
+            given = (
+                quantities.count(len(items), "number")
+                if isinstance(items, list | tuple)
+                else f"a {type(items).__name__}"
+            )
+            raise TaskError(
+                f"items(batch) returned {given} for a loss of {self._terms} terms.\n"
+                "  Return a list with the number of items of each term, in the order of the terms."
+            )
+        for number in items:
+            require_items(number)
+        self._own_counts.append([*items])
+
+    def share_counts(self, *, out_of_memory: bool = False) -> bool:
+        """Set ``counted`` from the counts of all ranks. All ranks call it before the window's first backward pass.
+
+        Args:
+            out_of_memory: this rank could not complete its count.
+
+        Returns:
+            False if a rank ran out of memory.
+
+        Raises:
+            TaskError: a number of items is not finite, or negative; on all ranks.
+        """
+        counts = torch.zeros(self._terms + 1, dtype=torch.float64, device=self._device)
+        counts[-1] = out_of_memory
+        for term in range(0 if out_of_memory else self._terms):
+            counts[term] = sum_of([items[term] for items in self._own_counts], valid=True)
+        if self._world.size > 1:
+            self.counted_bytes = counts.nbytes
+            with self._meter.waiting():
+                dist.all_reduce(counts)
+        *items, failed = counts.tolist()
+        if failed:
+            return False
+        if not all(map(math.isfinite, items)):
+            raise self._explain_bad_items(self._own_counts)
+        self.counted = items
+        return True
+
+    def add(self, losses: Sequence[Loss]) -> None:
+        """Add a micro-batch that has samples."""
+        if self._terms > 1:
+            self._totals.append([loss.total.detach() for loss in losses])
+            self._items.append([loss.items for loss in losses])
+        if self._metrics and self._due:
+            self._pairs.append([(_detached(total), _detached(count)) for total, count in metrics_of(losses)])
 
     @property
-    def loss(self) -> float:
-        """Mean over the items, or the sum of the means of several terms; nan without items."""
-        if self.terms:
-            return sum_of_means(self.terms)
-        return self.loss_sum / self.items if self.items else math.nan
+    def own_totals(self) -> Sequence[Sequence[Tensor]]:
+        """Loss sums of this rank's micro-batches, by term; empty for a loss of one term."""
+        return self._totals
+
+    def weighted(self, losses: Sequence[Loss], weight: float, items: Sequence[float]) -> Tensor:
+        """Return the scalar of a micro-batch's backward pass.
+
+        Args:
+            weight: factor of the term with the largest number of items.
+            items: number of items of each term in the window on all ranks; not needed for one term.
+        """
+        if len(losses) == 1:
+            return losses[0].total * weight
+        largest = max(items)
+        factors = [weight * (largest / number) if number else 0.0 for number in items]
+        first, *others = (loss.total * factor for loss, factor in zip(losses, factors, strict=True))
+        return sum(others, first)
+
+    def contribution(self) -> Sequence[Tensor | float]:
+        numbers: list[Tensor | float] = []
+        for term in range(1, self._terms):
+            numbers.append(sum_of([items[term] for items in self._items], valid=True))
+            numbers.append(sum_of([totals[term] for totals in self._totals]))
+        for metric in range(self._metrics):
+            for place in (0, 1):
+                numbers.append(sum_of([pairs[metric][place] for pairs in self._pairs]))
+        return numbers
+
+    def items_of_terms(self, first: float, sums: Sequence[float]) -> list[float]:
+        """Return the number of items of each term on all ranks. ``first``: that of the first term."""
+        return [first, *sums[: 2 * (self._terms - 1) : 2]]
+
+    def complete(self, first: tuple[float, float], sums: Sequence[float]) -> tuple[tuple[float, float], ...]:
+        """Return (loss_sum, items) of each term over the window and all ranks if there are several, and set
+        ``averages``.
+
+        Args:
+            first: those of the first term.
+            sums: of ``contribution``, over the ranks.
+
+        Raises:
+            TaskError: a number of items is not finite, negative, or not the one counted ahead; or a metric's count is
+                not finite, or negative. On all ranks.
+        """
+        split = 2 * (self._terms - 1)
+        terms = (first, *zip(sums[1:split:2], sums[:split:2], strict=True))
+        metrics = list(zip(sums[split::2], sums[split + 1 :: 2], strict=True))
+        if not all(math.isfinite(items) for _, items in terms):
+            raise self._explain_bad_items(self._items)
+        assert self.parts is not None
+        for name, (_, count) in zip(self.parts.metrics, metrics, strict=True):
+            if not 0 <= count < math.inf:
+                raise TaskError(
+                    f"The count of the metric {name} is {count:g} over all ranks, and must be a finite number, 0 or "
+                    "more.\n  Return (sum, count) with the number of what it is a sum over."
+                )
+        if self.counted is not None:
+            self._require_counted([items for _, items in terms])
+        self.averages = self.parts.averages(terms, metrics)
+        return terms if self._terms > 1 else ()
+
+    def _require_counted(self, items: Sequence[float]) -> None:
+        assert self.parts is not None
+        assert self.counted is not None
+        for name, ahead, now in zip(term_names(self.parts), self.counted, items, strict=True):
+            if abs(ahead - now) > _SAME_COUNT * max(ahead, now) or (
+                float(ahead).is_integer() and abs(ahead - now) > 0.5
+            ):
+                raise TaskError(
+                    f"The loss's {name} had {ahead:g} items in this window when they were counted before its first "
+                    f"backward pass, and {now:g} in the window itself. Nothing was applied.\n"
+                    "  The number of items must not depend on random numbers (dropout) or on state that changes. Give "
+                    "the task a method items(batch) that returns the numbers of a micro-batch, or use "
+                    "batch.accumulation=1, where nothing is counted ahead."
+                )
+
+    def _explain_bad_items(self, counts: Sequence[Sequence[float | Tensor]]) -> TaskError:
+        return explain_bad_items(counts, [f": {name}" for name in term_names(self.parts)], self._world)
+
+
+def explain_bad_items(counts: Sequence[Sequence[float | Tensor]], names: Sequence[str], world: World) -> TaskError:
+    """Return the error for numbers of items that are not finite, or negative. All ranks call it.
+
+    Args:
+        counts: by micro-batch and term, on this rank.
+        names: text that follows the number of the micro-batch, for each term.
+    """
+    bad = [
+        (number, term, float(count))
+        for number, items in enumerate(counts, 1)
+        for term, count in enumerate(items)
+        if not 0 <= float(count) < math.inf
+    ]
+    where = "; ".join(
+        f"rank {rank}, micro-batch {number}{names[term]} has {count:g}"
+        for rank, bad_of_rank in enumerate(world.of_all(bad))
+        for number, term, count in bad_of_rank
+    )
+    return TaskError(NO_COUNT.format(where))
+
+
+def _detached(value: float | Tensor) -> float | Tensor:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def sum_of(values: Sequence[float | Tensor], *, valid: bool = False) -> Tensor | float:
+    """Return the sum of scalars in fp64, on a GPU as a tensor, for which the host does not wait.
+
+    Args:
+        valid: the values are counts; the sum is nan if one of them is not finite, or negative.
+    """
+    numbers: list[float] = []
+    tensors: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor) and value.device.type != "cpu":
+            tensors.append(value.detach())
+            continue
+        number = float(value) if isinstance(value, Tensor) else value
+        if valid and not 0 <= number < math.inf:
+            return math.nan
+        numbers.append(number)
+    own = float(sum(numbers))
+    if not tensors:
+        return own
+    stacked = torch.stack([value.reshape(()).double() for value in tensors])
+    if valid:
+        stacked = stacked.where((stacked >= 0) & stacked.isfinite(), torch.nan)
+    return stacked.sum() + own
 
 
 # positions of the step's own numbers in the all-reduce; those of the observers follow
@@ -129,29 +409,28 @@ class WindowTotals:
 
     Args:
         meter: records how long the all-reduce blocks the host.
-        loss: terms and metrics of the loss, the last of the observers.
+        loss: terms and metrics of the loss, whose numbers are the last ones.
         observers: their numbers are summed too.
 
     Attributes:
         losses: loss sums of this rank's micro-batches.
+        sent: from the start of the all-reduce until the next window.
+        payload_bytes: that a rank passes to the all-reduce, and to that of the items that are counted ahead.
     """
 
     def __init__(
         self, world: World, device: torch.device, meter: Meter, loss: WindowLoss, observers: Sequence[Observer]
     ) -> None:
         self._world, self._device, self._meter, self._loss = world, device, meter, loss
-        self._observers = [*observers, loss]
+        self._observers = [observer for observer in observers if observer.width]
+        # position of each observer's first number, and of the first one of the loss
+        self._ends = [*itertools.accumulate((observer.width for observer in self._observers), initial=_FLAGS)]
         self.clear()
 
     @property
-    def payload_bytes(self) -> int:
-        """Bytes that a rank passes to the all-reduce, and to that of the items that are counted ahead."""
-        return 8 * self._ends[-1] + self._loss.counted_bytes if self._world.size > 1 else 0
-
-    @property
-    def _ends(self) -> list[int]:
-        """Position of each observer's first number, and the total width. The ranks agree on that of the loss."""
-        return [*itertools.accumulate((observer.width for observer in self._observers), initial=_FLAGS)]
+    def _width(self) -> int:
+        """Number of all numbers. The ranks agree on that of the loss."""
+        return self._ends[-1] + self._loss.width
 
     def clear(self, *, metrics: bool = True) -> None:
         """Start a window. ``metrics``: those of the loss are wanted."""
@@ -160,6 +439,7 @@ class WindowTotals:
         self._items: list[float | Tensor] = []  # numbers of items of this rank's micro-batches
         self._samples = 0
         self._shared: Tensor | None = None
+        self.sent, self.payload_bytes = False, 0
         self._work: dist.Work | None = None
 
     def add(self, losses: Sequence[Loss], samples: int) -> None:
@@ -167,7 +447,8 @@ class WindowTotals:
         self._items.append(losses[0].items)
         self.losses.append(losses[0].total.detach())
         self._samples += samples
-        self._loss.add(losses)
+        if not self._loss.plain:
+            self._loss.add(losses)
 
     def losses_by_term(self) -> Sequence[Sequence[Tensor]]:
         """Return the loss sums of this rank's micro-batches, each by term."""
@@ -179,12 +460,15 @@ class WindowTotals:
 
     def send(self, *, more: bool, stop: bool, save_due: bool) -> None:
         """Start the all-reduce. ``more``: this rank has samples for another window."""
-        shares = [number for observer in self._observers for number in observer.contribution()]
         # an invalid number of items makes the sum nan on every rank, which needs neither a separate flag nor the host
         items, loss_sum = sum_of(self._items, valid=True), sum_of(self.losses)
-        values = [items, loss_sum, self._samples, more, stop, save_due, False, *shares]  # of _ITEMS, _LOSS, ...
+        values = [items, loss_sum, self._samples, more, stop, save_due, False]  # of _ITEMS, _LOSS, ...
+        for observer in self._observers:
+            values += observer.contribution()
+        if not self._loss.plain:
+            values += self._loss.contribution()
         if self._device.type == "cpu":
-            flags = torch.tensor([float(value) for value in values], dtype=torch.float64)
+            flags = torch.tensor([*map(float, values)], dtype=torch.float64)
         else:
             computed = {position: value for position, value in enumerate(values) if isinstance(value, Tensor)}
             known = [0.0 if isinstance(value, Tensor) else value for value in values]
@@ -192,30 +476,26 @@ class WindowTotals:
             flags = torch.tensor(known, dtype=torch.float64, pin_memory=True).to(self._device, non_blocking=True)
             for position, value in computed.items():
                 flags[position] = value
+        self.payload_bytes = self._loss.counted_bytes + flags.nbytes if self._world.size > 1 else 0
         self._all_reduce(flags)
 
     def send_out_of_memory(self) -> None:
         """Start the all-reduce on a rank that cannot complete its window, without the observers, which may need
         memory."""
-        flags = torch.zeros(self._ends[-1], dtype=torch.float64, device=self._device)
+        flags = torch.zeros(self._width, dtype=torch.float64, device=self._device)
         flags[_OUT_OF_MEMORY] = 1
         self._all_reduce(flags)
 
     def _all_reduce(self, flags: Tensor) -> None:
         if self._world.size > 1:
             self._work = dist.all_reduce(flags, async_op=True)
-        self._shared = flags
-
-    @property
-    def sent(self) -> bool:
-        """True from the start of the all-reduce until the next window."""
-        return self._shared is not None
+        self._shared, self.sent = flags, True
 
     def items_by_term(self) -> list[float]:
         """Wait for the all-reduce, and return each term's number of items in the window on all ranks; 0 for a number
         that is not finite, which ``receive`` reports."""
         sums = self._arrived()
-        start = self._ends[-2]
+        start = self._ends[-1]
         items = self._loss.items_of_terms(sums[_ITEMS].item(), sums[start:].tolist() if self._loss.several else ())
         return [whole(number) if math.isfinite(number) else 0 for number in items]
 
@@ -243,12 +523,15 @@ class WindowTotals:
         sums = self._arrived().tolist()
         if not math.isfinite(sums[_ITEMS]):
             raise explain_bad_items([[items] for items in self._items], [""], self._world)
-        for observer, (start, end) in zip(self._observers, itertools.pairwise(self._ends), strict=True):
-            observer.receive(sums[start:end])
-        terms = self._loss.complete((sums[_LOSS], sums[_ITEMS]))
-        loss_sum = sum(total for total, _ in terms) if terms else sums[_LOSS]
+        for observer, start in zip(self._observers, self._ends, strict=False):
+            observer.receive(sums[start : start + observer.width])
+        loss_sum, items = sums[_LOSS], whole(sums[_ITEMS])
+        divisor, loss = items, loss_sum / items if items else math.nan
+        if not self._loss.plain and (terms := self._loss.complete((loss_sum, items), sums[self._ends[-1] :])):
+            loss_sum, loss = sum(total for total, _ in terms), sum_of_means(terms)
+            divisor = max(number for _, number in terms)
         flags = (sums[_MORE] > 0, sums[_STOP] > 0, sums[_SAVE_DUE] > 0)
-        return ReducedTotals(whole(sums[_ITEMS]), loss_sum, round(sums[_SAMPLES]), *flags, grad_norm.item(), terms)
+        return ReducedTotals(items, divisor, loss_sum, loss, round(sums[_SAMPLES]), *flags, grad_norm.item())
 
     def sum_of(self, observer: Observer) -> list[float]:
         """Return the sums that ``observer`` would receive with the next window. All ranks call it.
@@ -257,7 +540,7 @@ class WindowTotals:
         the last bit of a sum, depends on the position.
         """
         start = self._ends[self._observers.index(observer)]
-        flags = torch.zeros(self._ends[-1], dtype=torch.float64, device=self._device)
+        flags = torch.zeros(self._width, dtype=torch.float64, device=self._device)
         for position, value in enumerate(observer.contribution(), start):
             flags[position] = value
         if self._world.size > 1:

@@ -6,6 +6,7 @@ send what its policy requires stops the run.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -67,7 +68,7 @@ class Timer:
 
     def __init__(self, cuda: bool) -> None:
         self._cuda = cuda
-        self.began = self._read_clock()
+        self.began: Any = self._read_clock() if cuda else time.perf_counter()
         self.ended: Any = None
 
     def _read_clock(self) -> Any:
@@ -197,36 +198,31 @@ class Meter:
         Raises:
             SyncPolicyViolated: it is not what ``sync`` requires for a window of ``micro_batches``.
         """
-        self._check(micro_batches, sync)
+        expected, every_gathers, times, factors = _expected(self.layout, self._strategy, sync, micro_batches)
+        self._check(expected, micro_batches, sync)
+        payload = self._payload
         if sync is Sync.every:
-            gathered = self._payload[Collective.all_gather] - self._gathered_beside
+            gathered = payload[Collective.all_gather] - self._gathered_beside
             self.gathered_by_every = gathered / micro_batches
-        layout = self.layout
-        kinds = {
-            kind: Traffic(number, self._payload[kind], round(self._payload[kind] * layout.wire_factor(kind)))
-            for kind, number in self._collectives.items()
-            if number
-        }
-        return CommStats(kinds, layout.wire(self._had_it_been_every(micro_batches, sync)), _union_s(self._timers))
+        kinds: dict[Collective, Traffic] = {}
+        for kind, number in self._collectives.items():
+            if number:
+                kinds[kind] = Traffic(number, payload[kind], round(payload[kind] * factors[kind]))
+        # had it been `every`: each reduction once per micro-batch; gathers as measured when `every` ran, or by the
+        # policy table if it has not
+        wire = 0.0
+        for kind, sent in payload.items():
+            if kind is Collective.all_gather:
+                gathered = every_gathers
+                if self.gathered_by_every is not None:
+                    gathered = round(self.gathered_by_every * micro_batches)
+                sent = gathered + self._gathered_beside
+            else:
+                sent *= times.get(kind, 1)
+            wire += sent * factors[kind]
+        return CommStats(kinds, round(wire), _union_s(self._timers))
 
-    def _had_it_been_every(self, micro_batches: int, sync: Sync) -> dict[Collective, int]:
-        """Return the payload that the window would have had under `every`: each reduction once per micro-batch, gathers
-        as measured when `every` ran, or by the policy table if it has not."""
-        ran, every = (transfers_per_window(self._strategy, policy, micro_batches) for policy in (sync, Sync.every))
-        payload = dict(self._payload)
-        if ran.all_reduce:
-            payload[Collective.all_reduce] = payload[Collective.all_reduce] * every.all_reduce // ran.all_reduce
-        if ran.reduce_scatter:
-            scattered = payload[Collective.reduce_scatter]
-            payload[Collective.reduce_scatter] = scattered * every.reduce_scatter // ran.reduce_scatter
-        gathered = self.layout.payload(every)[Collective.all_gather]
-        if self.gathered_by_every is not None:
-            gathered = round(self.gathered_by_every * micro_batches)
-        payload[Collective.all_gather] = gathered + self._gathered_beside
-        return payload
-
-    def _check(self, micro_batches: int, sync: Sync) -> None:
-        expected = self.layout.payload(transfers_per_window(self._strategy, sync, micro_batches))
+    def _check(self, expected: Mapping[Collective, int], micro_batches: int, sync: Sync) -> None:
         for kind, wanted in expected.items():
             seen = self._covered[kind]
             if kind is Collective.all_gather and sync is not Sync.gather_once:
@@ -244,12 +240,29 @@ class Meter:
                 )
 
 
+@functools.cache
+def _expected(
+    layout: Layout, strategy: StrategyKind, sync: Sync, micro_batches: int
+) -> tuple[Mapping[Collective, int], int, Mapping[Collective, int], Mapping[Collective, float]]:
+    """Return the payload that the policy requires of a window; the gathers of `every`; how many times as often it
+    reduces; and wire bytes per payload byte."""
+    ran, every = (transfers_per_window(strategy, policy, micro_batches) for policy in (sync, Sync.every))
+    times = {
+        Collective.all_reduce: every.all_reduce // ran.all_reduce if ran.all_reduce else 1,
+        Collective.reduce_scatter: every.reduce_scatter // ran.reduce_scatter if ran.reduce_scatter else 1,
+    }
+    gathers = layout.payload(every)[Collective.all_gather]
+    return layout.payload(ran), gathers, times, {kind: layout.wire_factor(kind) for kind in Collective}
+
+
 def _union_s(timers: list[Timer]) -> float:
     """Return the seconds during which at least one of ``timers`` was in progress."""
     if not timers:
         return 0.0
-    now = time.perf_counter()
-    first = timers[0]
+    now, first = time.perf_counter(), timers[0]
+    if len(timers) == 1:
+        began_s, ended_s = first.span(first, now)
+        return ended_s - began_s
     spans = [timer.span(first, now) for timer in timers]
     total, end = 0.0, float("-inf")
     for began_s, ended_s in sorted(spans):

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from launcher.config.schema import Sync
-from launcher.plan.sync_policy import reduces
 from launcher.train.measure.observer import EndedWindow
 
 # decay of the averages per window: they cover about a hundred windows, over which the scale changes little
@@ -76,10 +75,13 @@ class LocalGradNorm:
         """Add a piece of the gradient, just before it is reduced; ignored unless ``due``."""
         if self.due:
             # one kernel for all wide tensors; norms of half-precision tensors are computed in fp32, one by one
-            wide = [gradient for gradient in gradients if gradient.dtype.itemsize >= 4]
-            narrow = [gradient for gradient in gradients if gradient.dtype.itemsize < 4]
+            wide: list[Tensor] = []
+            for gradient in gradients:
+                if gradient.dtype.itemsize >= 4:
+                    wide.append(gradient)
+                else:
+                    self._norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
             self._norms += torch._foreach_norm(wide) if wide else ()
-            self._norms += [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in narrow]
 
     def square(self, device: torch.device) -> Tensor | float | None:
         """Return the squared norm in fp64, and reset it; None if no gradient was taken. The host waits for no GPU."""
@@ -88,7 +90,10 @@ class LocalGradNorm:
             return None
         norms, self._norms = self._norms, []
         if device.type == "cpu":
-            return sum(norm.item() * norm.item() for norm in norms)  # ** raises an error where * is inf
+            total = 0.0
+            for norm in norms:
+                total += norm.item() * norm.item()  # ** raises an error where * is inf
+            return total
         return torch.stack(norms).detach().to(device, torch.float64).square().sum()
 
 
@@ -121,8 +126,8 @@ class NoiseScale:
         """
         if not self._random:
             return
-        single = self._ranks == 1
-        self._gradient.due = first and not last if single else first if reduces(sync, last=False) else last
+        single, each = self._ranks == 1, sync in (Sync.every, Sync.replicas_at_boundary)
+        self._gradient.due = first and not last if single else first if each else last
         if self._gradient.due:
             self._gradient.clear()
             self._part = totals()

@@ -9,6 +9,7 @@ blocked. On GPUs the host only queues work, and its waits tell little about the 
 
 from __future__ import annotations
 
+import operator
 import socket
 from collections import deque
 from collections.abc import Sequence
@@ -119,12 +120,14 @@ class StragglerDetector:
         if not self.width or self._windows <= _LEFT_OUT:
             return
         self._tables.append(sums)
-        compute, data, wait = (sums[kind::_KINDS] for kind in range(_KINDS))
+        compute, data, wait = sums[_COMPUTE::_KINDS], sums[_DATA::_KINDS], sums[_WAIT::_KINDS]
         self.spent = TimeSplit(fmean(compute), max(compute), fmean(wait), max(data))
         if self._share is None:
             return
         self.measured += 1
-        if (alone := slowest([sums], self._hosts)).above(self._share):
+        busy = [*map(operator.add, compute, data)]
+        # no rank is slower than the others by more than that, and few are by so much
+        if max(busy) - min(busy) >= NEGLIGIBLE_S and (alone := slowest([sums], self._hosts)).above(self._share):
             self.slow[alone.rank] += 1
         if self.measured % LOOK_EVERY == 0:
             self._look(self._share)

@@ -55,6 +55,10 @@ class Parallel:
         self.module = model
         self._parameters = trained(model)
         self._compress, self._long = plan.strategy.compress, plan.batch.accumulation > MOST_NARROW
+        # some gradients would be added up in a narrow format
+        self._narrow_sums = self._compress is Compress.bf16 or (
+            self._long and any(p.dtype in NARROW_DTYPES for p in self._parameters)
+        )
         self._unused_allowed = plan.strategy.find_unused_parameters
         self.frozen: set[nn.Parameter] = set()
         self._left_out: list[tuple[nn.Parameter, Tensor]] = []  # frozen ones of this window, with their gradients
@@ -78,10 +82,11 @@ class Parallel:
             first: the micro-batch is the first of its window.
             last: it is the window's boundary.
         """
-        if not first:
-            self._sums.take(self._summed_wide(sync))
-        if last and sync is not Sync.every:
-            self._sums.give()  # the boundary's backward pass may reduce the sum
+        if self._narrow_sums:
+            if not first:
+                self._sums.take(self._summed_wide(sync))
+            if last and sync is not Sync.every:
+                self._sums.give()  # the boundary's backward pass may reduce the sum
         return self._synchronised(sync, first=first, last=last)
 
     def _synchronised(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:  # noqa: ARG002
@@ -129,7 +134,8 @@ class Parallel:
         Raises:
             UnusedParameters: a parameter has none, and ``strategy.find_unused_parameters`` is false.
         """
-        self._sums.give()
+        if self._narrow_sums:
+            self._sums.give()
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if len(gradients) < len(self._parameters) and not self._unused_allowed:
             names = [name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
@@ -158,7 +164,8 @@ class Parallel:
         for parameter, gradient in self._left_out:
             parameter.grad = gradient
         self._left_out = []
-        self._sums.clear()
+        if self._narrow_sums:
+            self._sums.clear()
         self._zero_gradients()
 
     def _zero_gradients(self) -> None:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from launcher.config.schema import Compress, Sync
 from launcher.errors import TaskError
 from launcher.plan.run_plan import RunPlan, StrategyPlan
-from launcher.plan.sync_policy import Collective, reduces
+from launcher.plan.sync_policy import Collective
 from launcher.train.measure.comm_meter import Meter
 from launcher.train.parallel.base import Parallel
 
@@ -88,7 +88,7 @@ class Ddp(Parallel):
         return sent.then(finished)
 
     def _synchronised(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:
-        self._sync, self._reduces = sync, reduces(sync, last=last)
+        self._sync, self._reduces = sync, last or sync is Sync.every
         # under `every` a mean: a bucket also holds the window's earlier micro-batches, already reduced
         sums = self._compression.can_sum and sync is not Sync.every
         self.averaged_over = 1 if sums else self._world_size
@@ -96,7 +96,8 @@ class Ddp(Parallel):
             self._attach_gradients()  # so that they move to the new buckets, where the views are taken again
             if self._order:  # DDP lays them out now
                 self._shrink_gradients()
-        self._rebuild_buckets()  # before the forward pass needs memory
+        if not self._ddp._has_rebuilt_buckets:
+            self._rebuild_buckets()  # before the forward pass needs memory
         if first:
             self._copies = self._reduces and not self._keeps_buckets
             self._detach_gradients() if self._copies else self._attach_gradients()

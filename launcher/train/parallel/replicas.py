@@ -135,6 +135,8 @@ class Buffers:
         """Return a value above 0 if a buffer that was not known to change has changed on this rank. It may be a tensor
         on the device, to be sent with the window's totals without waiting for a GPU."""
         now = dict(self._module.named_buffers())
+        if not (now or self._still or self._changing):
+            return 0.0
         if self._strange(now):
             return 1.0
         if self._device.type == "cpu":

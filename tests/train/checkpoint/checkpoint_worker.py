@@ -125,7 +125,7 @@ def main() -> None:
         require_no_gradient_copy(overrides)
         resume_with_more_trained_parameters(overrides, RunPaths(paths.root / "thawed"))
     for steps in (999_998, 999_999, 1_000_000):
-        second._optimizer_step.steps = steps
+        second.counters.steps = steps
         save.write(save.take_snapshot(second, Fence.here(paths), Retention(keep=2)))
     if second.world.rank == 0:
         assert paths.latest.read_text() == "step_1000000\n"

@@ -59,7 +59,7 @@ def save_for_ever(plan: RunPlan, rank: int, meeting: Path, told: int) -> None:
     if rank == 0:
         os.write(told, f"{engine.steps}\n".encode())
     while True:
-        engine._optimizer_step.steps += 1  # as if a step had been taken
+        engine.counters.steps += 1  # as if a step had been taken
         with torch.no_grad():
             for tensor in (*model.parameters(), *(t for s in engine.optimizer.state.values() for t in s.values())):
                 tensor.fill_(engine.steps)
