@@ -77,6 +77,7 @@ _SIGN_ROUNDS = 6
 # with more, the normal approximation gives the same interval
 _MANY_ROUNDS = 200
 # 97.5% quantile of Student's t distribution by number of values
+_WIDE = 2.5  # factor between the ends of an interval from which a ratio of speeds says nothing
 _T_QUANTILE = {3: 4.303, 4: 3.182, 5: 2.776}
 
 
@@ -91,6 +92,13 @@ class Interval:
     def excludes(self, value: float) -> bool:
         """Return True if a difference from ``value`` may be claimed."""
         return not self.low <= value <= self.high
+
+    def undecided(self, than: str = "") -> str:
+        """Return the text on a ratio of speeds whose interval contains 1. ``than``: from what it does not differ."""
+        ends = f"between {self.low:.2f} and {self.high:.2f} times as fast"
+        if self.low * _WIDE < self.high:
+            return f"not measured precisely enough ({ends}): the measured passes differ too much"
+        return f"not distinguishable{than} ({ends})"
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any], name: str) -> Self | None:
@@ -160,7 +168,7 @@ def speedup_text(record: Mapping[str, Any]) -> str | None:
         return None
     times = f"{record['comm/step_s'] * 1e3:,.1f} ms a step, {record['comm/step_s_every'] * 1e3:,.1f} ms with sync=every"
     if not speedup.excludes(1):
-        return f"not distinguishable from no speed-up (between {speedup.low:.2f}x and {speedup.high:.2f}x): {times}"
+        return f"{speedup.undecided(' from no speed-up')}: {times}"
     return f"{speedup.value:.2f}x measured ({speedup.low:.2f} to {speedup.high:.2f}): {times}"
 
 
@@ -187,7 +195,10 @@ def exposed_text(record: Mapping[str, Any]) -> str | None:
         return None
     value, low, high = (seconds * 1e3 for seconds in (exposed.value, exposed.low, exposed.high))
     if not exposed.excludes(0) or exposed.value < 0:  # collectives cannot make a pass faster
-        return f"no exposed communication measured (95%: {low:,.1f} to {high:,.1f} ms)"
+        ends = f"95%: {low:,.1f} to {high:,.1f} ms"
+        if high - low > record.get("comm/step_s", math.inf) * 1e3 / 2:
+            return f"not measured precisely enough ({ends}): the measured passes differ too much"
+        return f"no exposed communication measured ({ends})"
     shown = f"{value:,.1f} ms of a step ({low:,.1f} to {high:,.1f}) is exposed communication"
     return f"{shown}; {record['comm/overlap']:.0%} is hidden"
 

@@ -71,6 +71,14 @@ def test_a_speedup_is_claimed_where_the_interval_excludes_1(low: float, high: fl
     assert text.startswith("not distinguishable from no speed-up (between ") == (not claimed)
 
 
+def test_an_interval_that_says_nothing_is_no_result() -> None:
+    text = speedup_text(speedup(1.2, 0.01, 4.51)) or ""
+    assert text.startswith("not measured precisely enough (between 0.01 and 4.51 times as fast): ")
+    times = {"comm/step_s": 0.6, "comm/overlap": 0.0}
+    assert "precisely enough" in (exposed_text(times | Interval(0.05, -0.2, 0.3).as_record("comm/exposed_s")) or "")
+    assert "no exposed" in (exposed_text(times | Interval(0.0, -0.02, 0.03).as_record("comm/exposed_s")) or "")
+
+
 def test_a_record_without_an_interval_claims_neither_a_difference_nor_its_absence() -> None:
     """Versions before the calibration compared training windows with each other."""
     old = {"comm/speedup": 1.5, "comm/step_s": 0.2, "comm/step_s_every": 0.3, "comm/exposed_s": 0.1}

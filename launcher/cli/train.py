@@ -57,7 +57,7 @@ def launch_train(arguments: list[str]) -> int:
         for name, value in dataclasses.asdict(config.sweep).items():
             if value is not None:
                 raise ConfigError(f"sweep.{name}", value, "has no effect on a single run.", "Add -m for a sweep.")
-        _require_new_name(config)
+        require_new_name(config)
         with live.waiting("Inspecting the task", quiet=quiet):
             plan = plan_job(config)
         return _start(plan, yaml, config, live.console(quiet=quiet), wait=wait)
@@ -98,7 +98,7 @@ def _require_startable(config: Config, *, wait: bool) -> None:
         client.require()
 
 
-def _require_new_name(config: Config) -> None:
+def require_new_name(config: Config) -> None:
     """Raise SiteError if a run of this name exists, before the task is inspected, which can take minutes."""
     # on several hosts, another one may have made the directory on a shared disk
     if config.run.name is not None and config.cluster.kind is not ClusterKind.hosts:

@@ -112,11 +112,10 @@ def status_table(run: Run, events: Sequence[dict[str, Any]] = ()) -> Table:
     if run.held_out is not None:
         add("held-out", f"{run.held_out:.4f}")
     over = run.state is RunState.done or run.state in ACTIVE
-    if run.resumes_from is not None:
-        hint = resume_hint(run.failure, run.resumes_from, command_name(Path(run.dir))).strip()
-        add("checkpoint", f"of step {run.resumes_from}" + ("" if over or not hint else f": {hint}"))
-    elif run.step is not None and not over:
-        add("checkpoint", "none")
+    if run.resumes_from is not None or (run.step is not None and not over):
+        hint = "" if over else resume_hint(run.failure, run.resumes_from or 0, command_name(Path(run.dir))).strip()
+        step = "none" if run.resumes_from is None else f"of step {run.resumes_from}"
+        add("checkpoint", step + (hint and f": {hint}"))
     if run.metrics:
         add("averages", metrics_text(run.metrics))
     if run.best is not None:

@@ -316,7 +316,7 @@ class _Read:
             return RunState.failed, _first_line(self.summary)
         if self.verdict in ("stopped", "killed") or ended == "PREEMPTED":
             unsaved = ", before it could save" if self.verdict == "killed" else ""
-            return RunState.stopped, f"by {self.summary.get('stopped_by', 'Slurm')}{unsaved}; `launch resume` continues"
+            return RunState.stopped, f"by {self.summary.get('stopped_by', 'Slurm')}{unsaved}"
         if ended:
             began = "" if self.has_started else f" before its first line: {self._reason_without_start()}"
             begin = self.newest_attempt.get("output_from", 0) if self.has_started else 0
@@ -362,13 +362,13 @@ class _Read:
             case "done":
                 return RunState.done, history.early_end(self.summary)
             case "stopped":
-                return RunState.stopped, f"by {self.summary.get('stopped_by', 'a signal')}; `launch resume` continues"
+                return RunState.stopped, f"by {self.summary.get('stopped_by', 'a signal')}"
             case "failed":
                 return RunState.failed, _first_line(self.summary)
             case "killed" if "stopped_by" in self.summary:
                 return (
                     RunState.stopped,
-                    f"by {self.summary['stopped_by']}, before it could save; `launch resume` continues",
+                    f"by {self.summary['stopped_by']}, before it could save",
                 )
             case "killed":
                 return RunState.failed, "killed"

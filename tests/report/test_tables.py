@@ -77,13 +77,13 @@ def test_dropped_samples_are_said() -> None:
     [
         (
             300.0, 257.0, 576.0,
-            "about 300, between 257 and 576 samples (95%); the global batch of 64 is far below this critical size: by "
-            "the model of tuned SGD a step makes 10% to 20% of the progress of one without noise; a larger one",
+            "about 300, between 257 and 576 samples (95%). The global batch of 64 is far below it: a larger one would "
+            "save many steps for few more samples. (With tuned SGD, a step makes 10% to 20% of the progress of a step",
         ),
-        (1800.0, 400.0, None, "about 1,800, 400 or more samples (95%); the global batch of 64 is far below this"),
-        (None, 400.0, None, "400 or more samples (95%); the global batch of 64 is far below this critical size"),
-        (64.0, 16.0, 256.0, "about 64, between 16 and 256 samples (95%); the global batch of 64 is near this critical"),
-        (4.25, 0.0, 15.9, "about 4.2, between 0.0 and 16 samples (95%); the global batch of 64 is far above this"),
+        (1800.0, 400.0, None, "about 1,800, 400 or more samples (95%). The global batch of 64 is far below it: "),
+        (None, 400.0, None, "400 or more samples (95%). The global batch of 64 is far below it: "),
+        (64.0, 16.0, 256.0, "about 64, between 16 and 256 samples (95%). The global batch of 64 is near it: steps and"),
+        (4.25, 0.0, 15.9, "about 4.2, between 0.0 and 16 samples (95%). The global batch of 64 is far above it: "),
         (300.0, 255.0, 400.0, "not known yet: between 255 and 400 samples (95%)"),
         (300.0, 15.0, None, "not known yet: 15 or more samples (95%)"),
         (40.0, 15.0, 100.0, "not known yet: between 15 and 100 samples (95%)"),
@@ -166,7 +166,7 @@ def test_the_summary(tmp_path: Path) -> None:
     assert "best           none (eval/f1 was not finite in any evaluation)" in shown(summary_table(plan, summary))
     del summary["stopped_early"], summary["best"]
     summary |= {"comm/speedup": 1.01, "comm/speedup_low": 0.98, "comm/speedup_high": 1.03}
-    text = "speed-up      not distinguishable from no speed-up (between 0.98x and 1.03x): 200.0 ms"
+    text = "speed-up      not distinguishable from no speed-up (between 0.98 and 1.03 times as fast): 200.0 ms"
     assert text in shown(summary_table(plan, summary))
     del summary["comm/speedup"]
     assert "speed-up      not measured" in shown(summary_table(plan, summary)), "a speed-up is never computed"

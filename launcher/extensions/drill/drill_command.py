@@ -20,6 +20,7 @@ from launcher.cli.overrides import (
     take_value,
     with_config,
 )
+from launcher.cli.train import require_new_name
 from launcher.config.choices import OuterKind
 from launcher.config.schema import ClusterKind, Config
 from launcher.errors import ConfigError, RunError, UserError
@@ -77,6 +78,7 @@ def _drill(config: Config, yaml: str, windows: int, *, as_json: bool) -> int:
     from launcher.extensions.drill.runner import Drill, Length, shortened
 
     _require_drillable(config)
+    require_new_name(config)
     plan = plan_job(dataclasses.replace(config, trackers=[]))
     if config.run.name is None:
         directory = Path(plan.run.dir).with_name(f"drill-{plan.run.name}")

@@ -273,7 +273,7 @@ def _gain(row: Row, few: Row) -> str:
         return f"{ratio.value:.2f} times as fast, of too few steps"
     if ratio.excludes(1):
         return f"{_text(ratio, '.2f')} times as fast"
-    return f"not distinguishable (between {ratio.low:.2f} and {ratio.high:.2f} times as fast)"
+    return ratio.undecided()
 
 
 def _policy(group: TaskGroup, rows: Sequence[Row]) -> Finding | None:
@@ -285,8 +285,7 @@ def _policy(group: TaskGroup, rows: Sequence[Row]) -> Finding | None:
     if best.claimed_speedup is not None and best.speedup is not None:
         gain = f"a step ran {_text(best.speedup, '.2f')} times as fast"
     elif best.speedup is not None:
-        ends = f"between {best.speedup.low:.2f} and {best.speedup.high:.2f}"
-        gain = f"speed not distinguishable ({ends} times as fast)"
+        gain = f"speed {best.speedup.undecided()}"
     else:
         gain = "the effect on speed was not measured"
     bytes_saved = f"{best['comm/saved_fraction']:.1%} fewer bytes on the wire"
