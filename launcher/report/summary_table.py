@@ -144,8 +144,8 @@ def _noise_advice(summary: dict[str, Any], global_size: int) -> str:
     shares = [f"{1 / (1 + scale / global_size):.0%}" for scale in (high, low)]
     progress = shares[0] if shares[0] == shares[1] else f"{shares[0]} to {shares[1]}"
     return (
-        f"{about}{between} samples (95%). The global batch of {global_size:,} is {where} it: {advice}. (With tuned SGD, "
-        f"a step makes {progress} of the progress of a step without noise.)"
+        f"{about}{between} samples (95%). The global batch of {global_size:,} is {where} it: {advice}. (With tuned "
+        f"SGD, a step makes {progress} of the progress of a step without noise.)"
     )
 
 

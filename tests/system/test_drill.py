@@ -87,3 +87,9 @@ def test_a_job_that_fails_by_itself_is_not_drilled(project: Path, monkeypatch: p
     with pytest.raises(RunError, match=r"was not interrupted(.|\n)*the eleventh utterance is cursed"):
         drill.run(Length(4))
     assert processes_of(project / "runs") == []
+
+
+def test_the_name_of_another_run_is_refused_before_the_inspection(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "taken").mkdir(parents=True)
+    done = launch("drill", "run.name=taken", "task._target_=no.such.Task")
+    assert (done.returncode, "run.name=taken: " in done.stderr, "no.such" in done.stderr) == (2, True, False)
