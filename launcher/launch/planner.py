@@ -29,7 +29,7 @@ from launcher.config.schema import (
 from launcher.errors import ConfigError, UserError
 from launcher.launch.credentials import require_credentials
 from launcher.plan import host
-from launcher.plan.batch import AUTO
+from launcher.plan.batch import with_any_global_size
 from launcher.plan.float8_support import require_float8
 from launcher.plan.gpus import find_gpu
 from launcher.plan.host import Partition, Site, allowed_env
@@ -174,7 +174,7 @@ class _Ready:
     run: RunInfo
     initial: InitialWeights | None
     request: InspectionRequest
-    global_size: int
+    window: int
     notes: list[str]
 
 
@@ -183,7 +183,7 @@ def _solve_job(config: Config, once: Once, *, starts: bool) -> tuple[RunPlan, Co
     job = _before_inspection(config, once, starts=starts)
     task = once(describe_task, job.request, starts=starts, limit_s=job.config.train.hang_timeout)
     if not starts:
-        task = _with_a_window(task, job.global_size, job.notes)
+        task = _with_a_window(task, job.window, job.notes)
     plan = solve(job.config, job.site, task, job.run)
     return dataclasses.replace(plan, initial=job.initial), job.config, job.notes
 
@@ -205,7 +205,9 @@ def _before_inspection(config: Config, once: Once, *, starts: bool) -> _Ready:
     except ConfigError as error:
         if not error.key.startswith("batch.global_size") or config.cluster.kind is not ClusterKind.elsewhere:
             raise
-        config = _with_batch(config, error, notes)
+        batch, note = with_any_global_size(config.batch, error)
+        config = dataclasses.replace(config, batch=batch)
+        notes.append(note)
         unknown = _solve_any_task(config, site, run)
     cluster = unknown.cluster
     require_trackers(config, os.environ)
@@ -251,23 +253,6 @@ def _solve_any_task(config: Config, site: Site, run: RunInfo) -> RunPlan:
     """Return the plan of a task that is not inspected."""
     of_streams = dataclasses.replace(config, train=dataclasses.replace(config.train, data_shards=None))
     return solve(of_streams, site, TaskPlan.unknown(ANY_NUMBER), run)
-
-
-def _with_batch(config: Config, error: ConfigError, notes: list[str]) -> Config:
-    """Return ``config`` with a global batch that the ranks can share, for hosts that are not at hand.
-
-    Raises:
-        ConfigError: ``error``, if the user has chosen the global batch.
-    """
-    batch = config.batch
-    if batch.global_size is not None or batch.micro_size == AUTO or None not in (batch.micro_size, batch.accumulation):
-        raise error
-    batch = dataclasses.replace(batch, micro_size=batch.micro_size or 1, accumulation=batch.accumulation or 1)
-    notes.append(
-        f"batch.global_size is not set, and its default cannot be shared by the ranks: batch.micro_size="
-        f"{batch.micro_size} and batch.accumulation={batch.accumulation} are assumed."
-    )
-    return dataclasses.replace(config, batch=batch)
 
 
 def initial_weights(config: Config, cwd: str) -> InitialWeights | None:

@@ -71,6 +71,16 @@ class Batch:
         sizes = scaled(self.global_size), scaled(self.world_size)
         return dataclasses.replace(self, global_size=sizes[0], world_size=sizes[1], ramp=ramp, sites=sites)
 
+    @property
+    def unit(self) -> int:
+        """Return the samples of one micro-batch on every rank."""
+        return self.micro_size * self.world_size
+
+    @property
+    def sizes(self) -> list[int]:
+        """Return the samples of a full window: after the ramp, and in each of its stages."""
+        return [self.global_size, *(stage.global_size for stage in self.ramp)]
+
     def shrunk(self) -> Batch | None:
         """Return the same windows in micro-batches of half the size; None if micro_size is 1."""
         if self.micro_size == 1:
@@ -84,13 +94,12 @@ class Batch:
 
     def accumulation_at(self, index: int) -> int:
         """Return the accumulation of window ``index`` of the run if that window is full."""
-        return -(-self.global_size_at(index) // (self.micro_size * self.world_size))
+        return -(-self.global_size_at(index) // self.unit)
 
     @property
     def even(self) -> bool:
         """Return whether all ranks have equally many samples in every full window."""
-        unit = self.micro_size * self.world_size
-        return all(size % unit == 0 for size in (self.global_size, *(stage.global_size for stage in self.ramp)))
+        return all(size % self.unit == 0 for size in self.sizes)
 
     @property
     def random_parts(self) -> bool:
@@ -99,7 +108,7 @@ class Batch:
 
     def even_at(self, index: int) -> bool:
         """Return whether all ranks have equally many samples in window ``index`` of the run if that window is full."""
-        return self.global_size_at(index) % (self.micro_size * self.world_size) == 0
+        return self.global_size_at(index) % self.unit == 0
 
     @property
     def text(self) -> str:
@@ -165,6 +174,22 @@ def solve_batch(config: BatchConfig, world_size: int) -> Batch:
         global_size=total, micro_size=micro, accumulation=accumulation, world_size=world_size, ramp=ramp,
         norm=config.norm, on_oom=OnOom.shrink if config.micro_size == AUTO else config.on_oom, balance=config.balance,
     )  # fmt: skip
+
+
+def with_any_global_size(config: BatchConfig, error: ConfigError) -> tuple[BatchConfig, str]:
+    """Return ``config`` with a global batch that any number of ranks can share, and a note on it.
+
+    Raises:
+        ConfigError: ``error``, if the user has chosen the global batch.
+    """
+    sizes = config.micro_size, config.accumulation
+    if config.global_size is not None or config.micro_size == AUTO or None not in sizes:
+        raise error
+    config = dataclasses.replace(config, micro_size=config.micro_size or 1, accumulation=config.accumulation or 1)
+    return config, (
+        f"batch.global_size is not set, and its default cannot be shared by the ranks: batch.micro_size="
+        f"{config.micro_size} and batch.accumulation={config.accumulation} are assumed."
+    )
 
 
 def solve_largest(config: BatchConfig, world_size: int) -> Batch:

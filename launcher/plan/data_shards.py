@@ -31,7 +31,7 @@ def solve_data_shards(asked: int | None, batch: Batch, task: TaskPlan) -> int:
     """
     if asked == 1 or (asked is None and (task.stream is None or not task.stream.automatic)):
         return 1
-    unit = math.gcd(batch.global_size, *(stage.global_size for stage in batch.ramp))
+    unit = math.gcd(*batch.sizes)
     if asked is None:
         assert task.stream is not None
         unit = math.gcd(unit, task.stream.shards)

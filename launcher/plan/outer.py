@@ -62,8 +62,7 @@ def solve_outer(config: Config, batch: Batch, cluster: ClusterPlan) -> OuterPlan
     size = _site_size(outer, batch, cluster, config.strategy)
     sites = batch.world_size // size
     _require_times(outer, config.schedule.warmup_steps)
-    sizes = [batch.global_size, *(stage.global_size for stage in batch.ramp)]
-    if not batch.even or any(each % sites for each in sizes):
+    if not batch.even or any(each % sites for each in batch.sizes):
         raise ConfigError(
             "batch.uneven", "true", f"outer=diloco needs equal shares for its {sites} sites.",
             "Choose a batch.global_size that the ranks share equally.",

@@ -410,6 +410,11 @@ class RunPlan(LaunchPlan):
         return train.epochs is not None and windows is not None and window + 1 == train.epochs * windows
 
     @property
+    def eval_size(self) -> int:
+        """Return the samples that one rank evaluates at once."""
+        return self.train.eval_micro_size or self.batch.micro_size
+
+    @property
     def schedule_steps(self) -> int | None:
         """Return the number of optimizer steps that the learning rate schedule spans."""
         return self.train.steps if self.schedule.steps is None else self.schedule.steps

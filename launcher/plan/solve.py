@@ -84,8 +84,7 @@ def what_norms_do(layers: int, batch: Batch) -> str | None:
     who = count(layers, "BatchNorm layer")
     if batch.norm is Norm.freeze:
         return f"{who}: batch.norm=freeze, normalised by the running statistics that model() comes with."
-    across = batch.micro_size * batch.world_size
-    seen = batch.micro_size if batch.norm is Norm.leave else across
+    seen = batch.micro_size if batch.norm is Norm.leave else batch.unit
     if seen == batch.global_size:
         return f"{who}: batch.norm={batch.norm.value}, statistics of the whole window, which is one micro-batch."
     if batch.norm is Norm.window:

@@ -124,7 +124,7 @@ def count_windows(samples: int, global_size: int, *, keep_short: bool) -> tuple[
 
 def least_share(samples: int, batch: Batch) -> int:
     """Return the samples of the smallest micro-batch in a window of ``samples``, see ``share_of_window``."""
-    return samples // (-(-samples // (batch.micro_size * batch.world_size)) * batch.world_size)
+    return samples // (-(-samples // batch.unit) * batch.world_size)
 
 
 def share_of_window(samples: int, batch: Batch, rank: int) -> list[range]:
@@ -134,7 +134,7 @@ def share_of_window(samples: int, batch: Batch, rank: int) -> list[range]:
     sample. An empty range is a micro-batch of weight zero, which the rank still runs because the others wait for it.
     In a full window the n-th micro-batches of all ranks are adjacent.
     """
-    count = -(-samples // (batch.micro_size * batch.world_size))
+    count = -(-samples // batch.unit)
     base, extra = divmod(samples, count * batch.world_size)
     shares: list[range] = []
     for n in range(count):

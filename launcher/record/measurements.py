@@ -248,7 +248,7 @@ class _Record:
     Attributes:
         full_windows: step seconds, data seconds, wire bytes, and wire bytes of sync=every of each full window of the
             largest global batch.
-        global_size: the largest global batch so far.
+        full_size: the largest global batch so far.
         seen: latest value of every field of the records.
         calibration: latest record with results of the calibration.
         prediction: latest record with a prediction of windows like the last one.
@@ -264,7 +264,7 @@ class _Record:
         self.calibration: dict[str, Any] = {}
         self.prediction: dict[str, Any] = {}
         self.damaged_lines = self.resumed_after = 0
-        self.global_size = 0.0
+        self.full_size = 0.0
         self.outer = (0.0, 0.0)
 
     def add(self, record: dict[str, Any]) -> None:
@@ -278,13 +278,13 @@ class _Record:
         )  # fmt: skip
         global_size, window_samples = float(record["batch/global_size"]), float(record["batch/samples"])
         if (resumed_after := int(record.get("progress/measured_since", 0))) != self.resumed_after:
-            self.resumed_after, self.global_size = resumed_after, 0.0
+            self.resumed_after, self.full_size = resumed_after, 0.0
             self.full_windows.clear()
             self.calibration, self.prediction, self.outer = {}, {}, (0.0, 0.0)
-        if global_size > self.global_size:  # the ramp has reached its next stage
-            self.global_size = global_size
+        if global_size > self.full_size:  # the ramp has reached its next stage
+            self.full_size = global_size
             self.full_windows.clear()
-        if window_samples == self.global_size:
+        if window_samples == self.full_size:
             self.full_windows.append(window)
         if "outer/sites" in record:
             sent, spent = self.outer
@@ -371,7 +371,7 @@ def _figures(record: _Record, global_size: int, smoothed: list[Point], minima: l
         "throughput/samples_per_s": None if not step_s else (global_size / (step_s + (outer_s or 0.0))),
         "outer/step_bytes": outer_bytes,
         "outer/step_s": outer_s,
-        **{name: record.prediction.get(name) if record.global_size == global_size else None for name in PREDICTED},
+        **{name: record.prediction.get(name) if record.full_size == global_size else None for name in PREDICTED},
         "comm/wire_bytes": wire_bytes,
         "comm/wire_bytes_every": wire_bytes_every,
         "comm/saved_fraction": 1 - wire_bytes / wire_bytes_every

@@ -303,7 +303,7 @@ def eval_batches(
         max_batches: maximum number of micro-batches; None: all.
     """
     collate, limit = collate or default_collate, plan.train.eval_samples
-    size = plan.train.eval_micro_size or plan.batch.micro_size
+    size = plan.eval_size
     if not is_mapped(dataset):
         rounds = blocks_in_turn(size, world.size, world.rank)
         stream = dataset if limit is None else _FirstSamples(dataset, limit, world)

@@ -182,7 +182,7 @@ def _evaluation_error(reference: Reference) -> str | None:
         for name, data in eval_sets(reference.task, plan.train.seed).items():
             of_set = f" of {eval_set_text(name)}" if name else ""
             with torch.no_grad(), reference.context.evaluation(name or None):
-                losses = reference.losses(first_samples(data, plan.train.eval_micro_size or plan.batch.micro_size))
+                losses = reference.losses(first_samples(data, plan.eval_size))
             require_terms(losses)
     except Exception as error:  # user code may raise anything
         return f"The evaluation{of_set} fails: {type(error).__name__}: {error}"

@@ -37,7 +37,7 @@ from launcher.train.checkpoint import contents, file_format
 from launcher.train.checkpoint.file_format import Reader, read_values
 from launcher.train.checkpoint.optimizer_parts import load_optimizers, state_to_load
 from launcher.train.checkpoint.optimizer_state import OptimizerOptions
-from launcher.train.checkpoint.origin import Origin, require_same_model, require_same_run
+from launcher.train.checkpoint.origin import Origin, origin_of, require_same_model, require_same_run
 from launcher.train.data.randomness import restore_random_state
 from launcher.train.data.stream import is_sharded
 from launcher.train.engine.engine import Engine
@@ -211,18 +211,19 @@ def _move_aside(paths: RunPaths, fence: Fence, damaged: list[Path]) -> None:
 
 def _describe(engine: Engine, restored: Restored) -> str:
     """Return the step that was reached, and what has changed since."""
-    batch, origin = engine.plan.batch.whole, restored.origin
+    before, now = restored.origin, origin_of(engine.plan)
     text = f"{count(engine.steps, 'step')} done"
     if restored.ranks != engine.world.size:
         text += f", at {count(engine.world.size, 'rank')} instead of {restored.ranks}"
-    if (strategy := origin["strategy"]) != engine.plan.strategy.kind:
-        text += f", with strategy={engine.plan.strategy.kind.value} instead of {strategy}"
-    if (origin["accumulation"], origin["micro_size"]) != (batch.accumulation, batch.micro_size) or "," in text:
-        text += f": accumulation {batch.accumulation}, micro-batch {batch.micro_size}"
-    if origin["global_size"] != batch.global_size:
-        text += f"; global batch {batch.global_size} instead of {origin['global_size']}"
+    strategy, accumulation, micro_size = "strategy.kind", "batch.accumulation", "batch.micro_size"
+    if before["time"][strategy] != now["time"][strategy]:
+        text += f", with strategy={now['time'][strategy]} instead of {before['time'][strategy]}"
+    if any(before["time"][key] != now["time"][key] for key in (accumulation, micro_size)) or "," in text:
+        text += f": accumulation {now['time'][accumulation]}, micro-batch {now['time'][micro_size]}"
+    if before["global_size"] != now["global_size"]:
+        text += f"; global batch {now['global_size']} instead of {before['global_size']}"
     elif ":" in text:
-        text += f"; global batch {batch.global_size} as before"
+        text += f"; global batch {now['global_size']} as before"
     if restored.hardware.keys() != restored.hardware_before.keys():
         text += f".\n  Times are measured again on other hardware: {', '.join(restored.hardware)} instead of "
         text += ", ".join(restored.hardware_before)

@@ -27,8 +27,8 @@ _MAX_SHOWN = 4
 def origin_of(plan: RunPlan) -> Origin:
     """Return, as JSON, the run of a checkpoint and the part of its plan that another plan must match to resume it.
 
-    In samples: ``global_size``, ``micro_size``, ``samples`` (of an epoch; None: a stream), and ``ramp`` (a list of
-    [windows, samples]). In micro-batches: ``accumulation``. ``learning``: values of the keys that affect learning.
+    In samples: ``global_size`` of all sites, ``samples`` (of an epoch; None: a stream), and ``ramp`` (a list of
+    [windows, samples]). ``learning``, ``time``: values of the keys that affect what is learned, and a step's time.
     """
     return {
         "format": CHECKPOINT_FORMAT,
@@ -37,17 +37,12 @@ def origin_of(plan: RunPlan) -> Origin:
         "torch_version": torch.__version__,
         "world_size": plan.batch.world_size,
         "sites": plan.batch.sites,
-        "strategy": plan.strategy.kind.value,
-        "shard_size": plan.strategy.shard_size,
         "global_size": plan.batch.whole.global_size,
         "ramp": _ramp(plan.batch.whole),
-        "micro_size": plan.batch.micro_size,
-        "accumulation": plan.batch.accumulation,
         "samples": plan.task.samples,
         "order": order_of(plan),
-        "precision": plan.precision.kind.value,
-        "compress": plan.strategy.compress.value,
         "learning": part(plan, "learning"),
+        "time": part(plan, "time"),
     }
 
 

@@ -226,5 +226,8 @@ class RunTotals:
 
 
 def _setting(origin: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("world_size", "strategy", "global_size", "micro_size", "accumulation", "precision", "hardware")
-    return {name: origin[name] for name in names}
+    keys = {name: f"batch.{name}" for name in ("micro_size", "accumulation")}
+    keys |= {name: f"{name}.kind" for name in ("strategy", "precision")}
+    return {name: origin[name] for name in ("world_size", "global_size", "hardware")} | {
+        name: origin["time"][key] for name, key in keys.items()
+    }

@@ -57,7 +57,7 @@ def balanced(lengths: Sequence[float], batch: Batch) -> BalancedWindow:
     Args:
         lengths: of the window's samples.
     """
-    rounds = -(-len(lengths) // (batch.micro_size * batch.world_size))
+    rounds = -(-len(lengths) // batch.unit)
     ordered = sorted(range(len(lengths)), key=lambda offset: -lengths[offset])  # stable: the same on all ranks
     cuts = _cuts(len(lengths), rounds * batch.world_size)
     parts = [ordered[start:stop] for start, stop in itertools.pairwise(cuts)]

@@ -198,7 +198,7 @@ class MapFeed:
         return balanced(dataset.lengths[list(indices)].tolist(), self._plan.batch)
 
     def windows(self) -> Iterator[Window]:
-        unit = self._plan.batch.micro_size * self._plan.batch.world_size
+        unit = self._plan.batch.unit
         for index in self._indices():
             self._index = index
             span = self._span(index)
