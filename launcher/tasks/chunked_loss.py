@@ -102,20 +102,20 @@ class ChunkLoss(nn.Module):
     """Cross-entropy of a chunk of logits, with its gradient. A module, so that ``train.compile`` compiles it and fuses
     its passes over the logits."""
 
-    def forward(self, logits: Tensor, targets: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
-        """Return the loss summed over the targets, and its gradient with respect to the logits, in their dtype, times
-        ``gradient_scale`` of it.
+    def forward(self, logits: Tensor, targets: Tensor, scale: float | None) -> tuple[Tensor, Tensor | None]:
+        """Return the loss summed over the targets, and ``scale`` times its gradient with respect to the logits, in
+        their dtype.
 
         Args:
             logits: [items, vocabulary].
             targets: int64 [items]; -100 where nothing is predicted.
-            with_gradient: without it, the second result is None.
+            scale: None: no gradient.
         """
         wide = torch.promote_types(logits.dtype, torch.float32)
         logs = torch.log_softmax(logits, -1, dtype=wide)
         ignored, chosen = (targets == NO_TARGET)[:, None], targets.clamp(min=0)[:, None]
         loss = -logs.gather(-1, chosen).masked_fill(ignored, 0).sum()
-        if not with_gradient:
+        if scale is None:
             return loss, None
         if torch.compiler.is_compiling():
             is_chosen = torch.arange(logits.shape[-1], device=logits.device) == chosen
@@ -123,21 +123,11 @@ class ChunkLoss(nn.Module):
         else:
             gradient = logs.exp_().scatter_add_(-1, chosen, torch.full_like(chosen, -1, dtype=wide))
             gradient.masked_fill_(ignored, 0)
-        scale = gradient_scale(logits.dtype)
         return loss, (gradient if scale == 1 else gradient * scale).to(logits.dtype)
 
 
-def gradient_scale(dtype: torch.dtype) -> float:
-    """Return the factor of the gradient of logits of this dtype between ``ChunkLoss`` and the end of the loss."""
-    return FP16_SCALE if dtype is torch.float16 else 1.0
-
-
 def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    chunk: int | None = None,
-    loss: ChunkLoss | None = None,
+    x: Tensor, weight: Tensor, targets: Tensor, chunk: int | None = None, loss: ChunkLoss | None = None
 ) -> Tensor:
     """Return the sum of the cross-entropy of ``x @ weight.T``, one chunk of rows at a time.
 
@@ -171,14 +161,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
             matrix = weight.to(dtype)
             total = x.new_zeros((), dtype=wide)
             needed = [with_gradient and each for each in ctx.needs_input_grad[:2]]
-            scale = gradient_scale(dtype)
+            scale = FP16_SCALE if dtype is torch.float16 else 1.0
             # unscaled below, which fp16 has no room for
             grad_x = torch.empty_like(x, dtype=x.dtype if scale == 1 else wide) if needed[0] else None
             grad_weight = torch.zeros_like(matrix, dtype=wide) if needed[1] else None
             for start in range(0, len(x), chunk):
                 rows = slice(start, start + chunk)
                 part = x[rows].to(dtype)
-                chunk_loss, grad_logits = loss(functional.linear(part, matrix), targets[rows], any(needed))
+                chunk_loss, grad_logits = loss(
+                    functional.linear(part, matrix), targets[rows], scale if any(needed) else None
+                )
                 total += chunk_loss
                 if grad_x is not None:
                     grad_x[rows] = grad_logits @ matrix

@@ -22,6 +22,7 @@ IGNORED = -100
 # kinds of models with a class for causal language models that are not causal: CPM-Ant's prompt sees all of itself, and
 # ProphetNet's loss depends on what else is in the micro-batch
 _LOOK_AHEAD = ("cpmant", "prophetnet")
+_Chat = tuple[list[dict[str, Any]], list[dict[str, Any]] | None]  # messages, tools
 
 
 class CausalLM(HfTask):
@@ -77,7 +78,7 @@ class CausalLM(HfTask):
         messages = [_message(each) for each in example["messages"] or ()]
         tools = _tools(example.get("tools"))
         if tools:
-            self._require_tools_written(messages, tools)
+            self._require_written("tools", (messages, tools), (messages, None), "leave the column tools out")
         text, answers = "", list[range]()
         for number, message in enumerate(messages):
             if message["role"] == "assistant" and (number or _is_learned(message)):
@@ -92,7 +93,12 @@ class CausalLM(HfTask):
                         "  Use a template that appends, or columns prompt and completion."
                     )
                 if message.get("tool_calls"):
-                    self._require_calls_written(messages[: number + 1], tools, longer)
+                    plain = {"content": ""} | {name: value for name, value in message.items() if name != "tool_calls"}
+                    before = messages[:number]
+                    self._require_written(
+                        "tool_calls", ([*before, message], tools), ([*before, plain], tools),
+                        "write the calls into content",
+                    )  # fmt: skip
                 if _is_learned(message):
                     begin = len(prompt) + self._header(messages[: number + 1], tools, prompt)
                     answers.append(range(begin, max(begin, self._end(longer))))
@@ -127,28 +133,18 @@ class CausalLM(HfTask):
         shared = itertools.takewhile(lambda letters: letters[0] == letters[1], zip(*texts, strict=False))
         return max(0, len([*shared]) - len(prompt))
 
-    def _require_tools_written(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> None:
-        """Raise TaskError if the template ignores the tools, which transformers allows."""
-        if self._templated(messages, tools, prompts=False) == self._templated(messages, None, prompts=False):
-            raise TaskError(
-                "has tools, and the tokenizer's chat template does not write them.\n"
-                "  Use a tokenizer whose template does (task.tokenizer), or leave the column tools out."
-            )
-
-    def _require_calls_written(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, text: str
-    ) -> None:
-        """Raise TaskError if the template ignores the tool calls of the last message.
+    def _require_written(self, key: str, chat: _Chat, without: _Chat, instead: str) -> None:
+        """Raise TaskError if the template ignores ``key`` of a chat, which transformers allows.
 
         Args:
-            text: ``messages`` as the template writes them.
+            chat: messages and tools.
+            without: the same without ``key``.
+            instead: what to do if no tokenizer writes it.
         """
-        *others, last = messages
-        plain = {"content": ""} | {name: value for name, value in last.items() if name != "tool_calls"}
-        if self._templated([*others, plain], tools, prompts=False) == text:
+        if self._templated(*chat, prompts=False) == self._templated(*without, prompts=False):
             raise TaskError(
-                "has tool_calls, and the tokenizer's chat template does not write them.\n"
-                "  Use a tokenizer whose template does (task.tokenizer), or write the calls into content."
+                f"has {key}, and the tokenizer's chat template does not write them.\n"
+                f"  Use a tokenizer whose template does (task.tokenizer), or {instead}."
             )
 
     def _templated(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, prompts: bool) -> str:
