@@ -544,9 +544,9 @@ class Config:
 def facts_by_key() -> dict[str, Facts]:
     """Return the facts of every key, dotted; GROUP.* for the keys of a group that have no field."""
     facts: dict[str, Facts] = {}
+    kinds = typing.get_type_hints(Config)
     for group in fields(Config):
-        kind = typing.get_type_hints(Config)[group.name]
-        if is_dataclass(kind):
+        if is_dataclass(kind := kinds[group.name]):
             facts |= {f"{group.name}.{key_of(each)}": facts_of(each) for each in fields(kind)}
         else:
             facts[group.name] = facts_of(group)

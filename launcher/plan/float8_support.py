@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import os
 import re
+from functools import cache
 
 from launcher.config.choices import Float8Recipe
 from launcher.config.schema import ClusterKind, Config, Device, PrecisionConfig, PrecisionKind
@@ -112,17 +113,8 @@ _KNOWN_MESSAGES = {
 }
 
 
+@cache
 def quiet_torchao() -> None:
     """Hide the messages that torchao logs whenever it is imported."""
     for name, pattern in _KNOWN_MESSAGES.items():
-        if not any(isinstance(each, _Without) for each in logging.getLogger(name).filters):
-            logging.getLogger(name).addFilter(_Without(pattern))
-
-
-class _Without(logging.Filter):
-    def __init__(self, pattern: re.Pattern[str]) -> None:
-        super().__init__()
-        self._pattern = pattern
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return self._pattern.search(record.getMessage()) is None
+        logging.getLogger(name).addFilter(lambda record, known=pattern: known.search(record.getMessage()) is None)

@@ -158,24 +158,17 @@ def best_strategy(plans: Sequence[RunPlan]) -> RunPlan:
         plans: one for each strategy, the simplest first.
     """
     candidates = [Candidate(plan.strategy.kind.value, plan) for plan in plans]
-    fitting = [each for each in candidates if not each.missing_bytes]
-    if not fitting:
+    chosen = next((each for each in candidates if not each.missing_bytes), None)
+    if chosen is None:
         least = min(candidates, key=lambda each: each.missing_bytes)
         text = bytes_text(least.missing_bytes)
         return with_reason(least.plan, f"least memory: no strategy is predicted to fit, and {least.label} lacks {text}")
-    return with_reason(fitting[0].plan, _simplest(candidates, fitting[0]))
+    if chosen.forecast is None or None in (chosen.forecast.peak_bytes, chosen.plan.strategy.memory_bytes):
+        return with_reason(chosen.plan, UNKNOWN)
+    lacking = [f"; {each.label} lacks {bytes_text(each.missing_bytes)}" for each in candidates if each.missing_bytes]
+    return with_reason(chosen.plan, f"the simplest one that is predicted to fit into memory{''.join(lacking)}")
 
 
 def with_reason(plan: RunPlan, reason: str) -> RunPlan:
     """Return ``plan`` with the reason for its strategy."""
     return dataclasses.replace(plan, strategy=dataclasses.replace(plan.strategy, kind_reason=reason))
-
-
-def _simplest(candidates: Sequence[Candidate], chosen: Candidate) -> str:
-    known = chosen.forecast is not None and None not in (chosen.forecast.peak_bytes, chosen.plan.strategy.memory_bytes)
-    return f"the simplest one that is predicted to fit into memory{_lacking(candidates)}" if known else UNKNOWN
-
-
-def _lacking(candidates: Sequence[Candidate]) -> str:
-    lacking = [each for each in candidates if each.missing_bytes]
-    return "".join(f"; {each.label} lacks {bytes_text(each.missing_bytes)}" for each in lacking)

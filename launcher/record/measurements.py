@@ -12,7 +12,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
-from launcher.config.schema import PrecisionKind
+from launcher.config.schema import PrecisionKind, facts_by_key
 from launcher.loss import RESERVED_NAMES
 from launcher.plan.host import without_secrets
 from launcher.plan.launch_plan import PLAN_FORMAT
@@ -49,11 +49,10 @@ _PREDICTED_FOR = ("batch/micro_size", "batch/world_size")
 _SECTION = re.compile(r"^(?=[A-Za-z_])", re.MULTILINE)  # matches before each top-level key of config.yaml
 # setting of a run: the commit of its code, if the summary has it; the characters with -dirty and the digest
 COMMIT, _COMMIT_SHOWN = "code.commit", 60
-# settings of which only the last value of a resumed run counts: the length, and work between steps
-_OF_THE_LAST_START = (
-    "train.steps", "train.epochs", "train.eval_every", "train.log_every", "checkpoint.", "cluster.price_per_gpu_hour",
-    "notify",
-)  # fmt: skip
+# settings of which only the last value of a resumed run counts: the length, and what does not affect its steps
+_OF_THE_LAST_START = {
+    "train.steps", "train.epochs", *(key for key, facts in facts_by_key().items() if facts.affects <= {"record"}),
+}  # fmt: skip
 _MOST_LINE = 2**20  # bytes of a line of metrics.jsonl
 # bytes of YAML that cannot be nested too deeply for the C loader
 _SURELY_FLAT = 2**12
@@ -188,7 +187,7 @@ def _all_settings(plan: dict[str, Any], paths: RunPaths) -> dict[str, str]:
     settings = _settings(plan, paths, paths.config)
     for key in {*chain(settings, *starts)} if starts else ():
         values = [value for value, _ in groupby(each.get(key, "null") for each in (*starts, settings))]
-        if len(values) > 1 and not key.startswith(_OF_THE_LAST_START):
+        if len(values) > 1 and key not in _OF_THE_LAST_START:
             settings[key] = " then ".join(values)
     task, summary = plan["task"], read_json(paths.summary) or {}
     changes: list[dict[str, Any]] = summary.get("commits") or []
