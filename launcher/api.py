@@ -32,6 +32,7 @@ from launcher.runs import control
 from launcher.runs.status import Run
 from launcher.sweeps.conductor import Conductor
 from launcher.sweeps.reuse import look_at_sweeps
+from launcher.trackers.installed import require_trackers
 
 
 def make_plan(overrides: Sequence[str] | Config = (), *, samples: int | None) -> RunPlan:
@@ -63,6 +64,7 @@ def make_plan(overrides: Sequence[str] | Config = (), *, samples: int | None) ->
             device = Device.cuda if site.gpus else Device.cpu
         site = dataclasses.replace(site, bf16=host.computes(PrecisionKind.bf16, device, os.environ))
     plan = solve(config, site, TaskPlan.unknown(samples), run, started)
+    require_trackers(config, os.environ)
     before = RunPlan.load(plan.paths.loop_plan) if plan.paths.loop_plan.exists() else None
     if before is not None and before.initial is not None and before.checkpoint.init_from == config.checkpoint.init_from:
         return dataclasses.replace(plan, initial=before.initial)  # they may be gone: the run has its own checkpoints

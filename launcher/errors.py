@@ -27,6 +27,7 @@ LauncherError
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 EXIT_DONE = 0
@@ -52,7 +53,7 @@ class ConfigError(UserError):
     """Wrong key, value or combination of values. ``key``: dotted config key."""
 
     def __init__(self, key: str, value: object, problem: str, remedy: str = "") -> None:
-        shown = f"{key}={_shown(value)}" if value is not None else key
+        shown = f"{key}={without_credentials(_shown(value))}" if value is not None else key
         super().__init__(f"{shown}: {problem}" + (f"\n  {remedy}" if remedy else ""))
         self.key = key
 
@@ -135,6 +136,22 @@ class Superseded(RunError):
 
 def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(getattr(value, "value", value))
+
+
+# ends of the names of a URI's query values that are no one else's business
+_SECRET_VALUES = "password|passwd|pwd|token|secret|user|username"
+
+
+def without_credentials(text: str, mark: str = "***") -> str:
+    """Return ``text`` with each URI's user and password, and its query values of such names, replaced by ``mark``.
+
+    A password may contain an @: the host follows the last one of the authority.
+
+    Args:
+        mark: "": an address to be opened, in which the user and its @ are left out.
+    """
+    text = re.sub(r"(\w://)[^/?#\s]*@", rf"\1{mark}@" if mark else r"\1", text)
+    return re.sub(rf"([?&;][\w.-]*(?:{_SECRET_VALUES})=)[^&;#\s]*", rf"\g<1>{mark}", text, flags=re.IGNORECASE)
 
 
 def did_you_mean(word: str, candidates: Iterable[str], prefix: str = "") -> str:

@@ -31,6 +31,7 @@ LAYERS = (
     ("rundir",),
     ("plan",),
     ("record",),
+    ("trackers",),
     (
         "launch", "train.world", "train.context", "train.precision", "train.optimizers", "train.schedules",
         "train.eval_metrics", "train.measure", "train.data", "train.parallel", "train.callback_set",

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from launcher.cli import login, login_record
 from launcher.cli.names import Parser, command_parser, resolve, resolve_any
 from launcher.cli.overrides import flags_first
-from launcher.config.schema import Tracker
 from launcher.errors import EXIT_DONE, EXIT_FAILED, UserError
 from launcher.launch.agent import load_plan
 from launcher.plan.launch_plan import LaunchPlan
@@ -27,6 +26,7 @@ from launcher.rundir.paths import RunPaths, SweepPaths, find, find_sweeps, is_sw
 from launcher.runs import control
 from launcher.runs.status import ACTIVE, Run, RunState, newest, statuses_of
 from launcher.sweeps.reuse import look_at_sweeps
+from launcher.trackers.installed import recorded_trackers
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -88,7 +88,9 @@ def launch_status(arguments: list[str]) -> int:
         return _show_cells(paths, as_json=options.json)
     run, events = control.status_of(paths), history.read_events(paths)
     if options.json:
-        trackers = {name: status for name in Tracker if (status := read_json(paths.tracker_status(name)))}
+        trackers = {
+            name: status for name in recorded_trackers(paths) if (status := read_json(paths.tracker_status(name)))
+        }
         print(json.dumps(run.to_json() | {"trackers": trackers, "events": events}, indent=2))
         return EXIT_DONE
     live.console().print(run_list.status_table(run, events))

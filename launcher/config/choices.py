@@ -139,9 +139,3 @@ class WandbMode(StrEnum):
     offline = "offline"
     online = "online"
     disabled = "disabled"
-
-
-class Tracker(StrEnum):
-    wandb = "wandb"
-    tensorboard = "tensorboard"
-    mlflow = "mlflow"

@@ -45,7 +45,7 @@ _REMOVED = {
     "cluster.key": "Run the hosts on a private network or a tunnel such as WireGuard: docs/guides/hosts.md.",
     **dict.fromkeys(
         ("prometheus", "prometheus.port", "prometheus.textfile", "trackio", "trackio.project"),
-        "Trackers are wandb, tensorboard and mlflow; metrics.jsonl has every record for others.",
+        "Other trackers are packages of their own (docs/guides/trackers.md); metrics.jsonl has every record for them.",
     ),
     "strategy.compress_parameters": "Use precision=bf16, which gathers matrices in two bytes each.",
     **dict.fromkeys(

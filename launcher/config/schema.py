@@ -35,7 +35,6 @@ from launcher.config.choices import (
     StrategyKind,
     SumFormat,
     Sync,
-    Tracker,
     WandbMode,
 )
 from launcher.config.key_facts import (
@@ -45,6 +44,7 @@ from launcher.config.key_facts import (
     NEW_RUN,
     STEP,
     UPDATE,
+    Bound,
     Facts,
     above,
     at_least,
@@ -56,7 +56,7 @@ from launcher.config.key_facts import (
     key_of,
     never,
 )
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, without_credentials
 
 _BATCH = forced("it defines what a step and its learning rate mean")
 _STATE = never("the checkpoint's optimizer state does not fit another one; " + NEW_RUN)
@@ -488,11 +488,22 @@ class TensorboardConfig:
     """Parent directory of the run's event files, DIR/NAME-ID. Default: tensorboard/ in the run's directory."""
 
 
+def _has_no_credentials(uri: str) -> bool:
+    return without_credentials(uri) == uri
+
+
+_WITHOUT_CREDENTIALS = Bound(
+    _has_no_credentials,
+    "contains a user or a password, which would be stored.\n  Leave it out, and set MLFLOW_TRACKING_USERNAME and "
+    "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_URI.",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MlflowConfig:
     """MLflow (trackers=[mlflow])."""
 
-    tracking_uri: str | None = key(None, affects="")
+    tracking_uri: str | None = key(None, _WITHOUT_CREDENTIALS, affects="")
     """Server (http://HOST:PORT), directory, or database (sqlite:////PATH, postgresql://HOST/NAME). Without passwords:
     MLFLOW_TRACKING_USERNAME, MLFLOW_TRACKING_PASSWORD and MLFLOW_TRACKING_TOKEN are read from the environment.
     Default: MLFLOW_TRACKING_URI, else mlruns/ beside the run's directory."""
@@ -531,8 +542,9 @@ class Config:
     stored: a web address, or with launcher[notify] one of apprise, such as ``mailtos://USER:PASSWORD@HOST``). The
     callback Webhook has more options."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    trackers: list[Tracker] = key([Tracker.wandb], affects="")
-    """List of the trackers that mirror metrics.jsonl: wandb, tensorboard, mlflow."""
+    trackers: list[str] = key(["wandb"], affects="")
+    """List of the trackers that mirror metrics.jsonl: wandb, and those that installed packages add, such as
+    launcher's own tensorboard and mlflow."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
     tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)
     mlflow: MlflowConfig = field(default_factory=MlflowConfig)

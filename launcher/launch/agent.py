@@ -25,7 +25,6 @@ from launcher import errors
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Superseded, class_named
 from launcher.heartbeat import PROGRESS
 from launcher.launch import rendezvous
-from launcher.launch.tracker_processes import GRACE_S, HURRIED_S, TrackerProcesses
 from launcher.launch.watchdog import HangWatch, NoWatch
 from launcher.plan.host import allowed_env
 from launcher.plan.launch_plan import LaunchPlan
@@ -46,6 +45,7 @@ from launcher.rundir.files import clear_torn, object_from_json, read_json, write
 from launcher.rundir.history import HANG, LOST_PEER, Failure, failure_record
 from launcher.rundir.paths import RunPaths
 from launcher.tracebacks import lost_connection, users_traceback
+from launcher.trackers.tracker_processes import GRACE_S, HURRIED_S, TrackerProcesses
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsSpecs

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from launcher.config.choices import Tracker, WandbMode
+from launcher.config.choices import WandbMode
 from launcher.config.schema import ClusterKind, Config
 from launcher.errors import SiteError
 from launcher.plan.callback_plan import notify_entries, require_variables, solve_callbacks
@@ -27,7 +27,7 @@ def require_credentials(config: Config, *, of_script: bool = False) -> None:
     # a Slurm job finds a key in .netrc, or in a variable that the user lists in cluster.env
     batch = config.cluster.kind is ClusterKind.slurm
     env = batch_env(os.environ, ("HOME", *config.cluster.env)) if batch else os.environ
-    if not of_script and Tracker.wandb in config.trackers and config.wandb.mode is WandbMode.online:
+    if not of_script and "wandb" in config.trackers and config.wandb.mode is WandbMode.online:
         require_wandb_key(env)
     if config.cluster.kind is not ClusterKind.hosts:  # there only the first host reports
         require_variables(notify_entries(config.notify), env, passed_on=batch, key="notify")

@@ -47,10 +47,10 @@ from launcher.plan.task_inspection import (
     trace_plans,
     weigh_memory,
 )
-from launcher.plan.tracker_plan import require_trackers
 from launcher.plan.windows import ANY_NUMBER
 from launcher.process import RUN_DIR, RUN_ID
 from launcher.quantities import count
+from launcher.trackers.installed import require_trackers
 
 T = TypeVar("T")
 

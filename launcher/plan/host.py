@@ -16,8 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-from launcher.config.schema import Device, PrecisionKind, Tracker
-from launcher.errors import SiteError
+from launcher.config.schema import Device, PrecisionKind
+from launcher.errors import SiteError, without_credentials
 
 # Variables that a worker inherits. The rest of the submitter's shell is withheld, so that a job cannot depend on it by
 # accident and no secret is passed on unrequested. Only a tracker's process receives its key.
@@ -31,25 +31,16 @@ ALLOWED_ENV = (
     "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "http_proxy", "https_proxy", "no_proxy",
     "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "CC", "CXX", "LAUNCHER_SHARE_GPU",
 )  # fmt: skip
-# variables that only the process of one tracker receives: they may contain its key
-TRACKER_ENV: dict[Tracker, tuple[str, ...]] = {
-    Tracker.wandb: ("WANDB_*", "NETRC"),
-    Tracker.tensorboard: (),
-    Tracker.mlflow: ("MLFLOW_*",),
-}
-ALL_TRACKERS_ENV = tuple(pattern for patterns in TRACKER_ENV.values() for pattern in patterns)
 # further variables of a batch script: to find Slurm, for `module load` in cluster.setup, and for files that apptainer
 # fetches
 BATCH_ENV = (
     "SLURM_CONF", "BASH_ENV", "BASH_FUNC_*", "MODULEPATH", "MODULESHOME", "MODULES_*", "LOADEDMODULES", "_LMFILES_",
     "LMOD_*", "__LMOD_*", "_ModuleTable*", "ENV", "WANDB_BASE_URL",
-    "WANDB_TAGS", "WANDB_NOTES", "WANDB_JOB_TYPE", "WANDB_RUN_GROUP", "MLFLOW_TRACKING_URI",
+    "WANDB_TAGS", "WANDB_NOTES", "WANDB_JOB_TYPE", "WANDB_RUN_GROUP",
     "APPTAINER_CACHEDIR", "APPTAINER_TMPDIR", "SINGULARITY_CACHEDIR", "SINGULARITY_TMPDIR",
 )  # fmt: skip
 # URLs that may contain a user name and password
-_URLS = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "WANDB_BASE_URL", "MLFLOW_TRACKING_URI")
-# ends of the names of a URI's query values that are no one else's business
-_SECRET_VALUES = "password|passwd|pwd|token|secret|user|username"
+_URLS = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "WANDB_BASE_URL")
 # last parts of config keys whose texts no output shows, and of those that are addresses whose path may be a secret
 _SECRET_KEYS = re.compile(
     r"(^|_)(password|passwd|pwd|secret|credentials?|api_?key|access_key|private_key|secret_key)$"
@@ -222,24 +213,26 @@ def allowed_env(env: Mapping[str, str], patterns: tuple[str, ...]) -> dict[str, 
     return {name: env[name] for name in env if any(fnmatch.fnmatchcase(name, p) for p in patterns)}
 
 
-def batch_env(env: Mapping[str, str], allow: Sequence[str]) -> dict[str, str]:
+def batch_env(env: Mapping[str, str], allow: Sequence[str], passed_on: Sequence[str] = ()) -> dict[str, str]:
     """Return the variables of ``env`` that are passed to sbatch, where Slurm stores them.
 
     Args:
         allow: patterns that workers inherit. A URL that contains a password must be named in it explicitly, in
             addition to ALLOWED_ENV.
+        passed_on: further variables; a URL among them may not contain a password either.
     """
     usual: list[str] = list(ALLOWED_ENV)
     named: list[str] = []
     for pattern in allow:
         (usual.remove if pattern in usual else named.append)(pattern)
     explicit = set(allowed_env(env, tuple(named)))
-    allowed = allowed_env(env, (*allow, *BATCH_ENV))
+    allowed = allowed_env(env, (*allow, *BATCH_ENV, *passed_on))
+    urls = {*_URLS, *passed_on}
 
     def is_open(url: str) -> bool:
         return "@" not in url and without_credentials(url) == url
 
-    return {name: allowed[name] for name in allowed if name in explicit or name not in _URLS or is_open(allowed[name])}
+    return {name: allowed[name] for name in allowed if name in explicit or name not in urls or is_open(allowed[name])}
 
 
 def without_path(word: str) -> str:
@@ -267,18 +260,6 @@ def without_secrets(value: Any, key: str = "") -> Any:
     if _SECRET_KEYS.search(last):
         return "***"
     return _WEBHOOK.sub(r"\1/...", without_credentials(without_path(value) if _ADDRESS_KEYS.search(last) else value))
-
-
-def without_credentials(text: str, mark: str = "***") -> str:
-    """Return ``text`` with each URI's user and password, and its query values of such names, replaced by ``mark``.
-
-    A password may contain an @: the host follows the last one of the authority.
-
-    Args:
-        mark: "": an address to be opened, in which the user and its @ are left out.
-    """
-    text = re.sub(r"(\w://)[^/?#\s]*@", rf"\1{mark}@" if mark else r"\1", text)
-    return re.sub(rf"([?&;][\w.-]*(?:{_SECRET_VALUES})=)[^&;#\s]*", rf"\g<1>{mark}", text, flags=re.IGNORECASE)
 
 
 def file_system(directory: Path) -> tuple[Path, str]:

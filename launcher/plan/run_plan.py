@@ -28,7 +28,6 @@ from launcher.config.schema import (
     StrategyConfig,
     Sync,
     TensorboardConfig,
-    Tracker,
     TrainConfig,
     WandbConfig,
     facts_by_key,
@@ -311,8 +310,7 @@ class RunPlan(LaunchPlan):
     Attributes:
         notes: what the user should know before the start.
         callbacks: ``_target_`` and arguments of each, in the order in which they are called.
-        trackers: as configured; see ``tracker_plan.mirrors_of``.
-        tensorboard, mlflow: with absolute paths.
+        trackers: as configured; see ``trackers.installed.mirrors_of``.
         forced: config keys that `launch resume --force` has changed.
         fewer: differences of the plan on each smaller number of hosts that the job may use.
         initial: weights that the run starts with; None: those that the task's model() returns.
@@ -331,7 +329,7 @@ class RunPlan(LaunchPlan):
     wandb: WandbConfig
     notes: tuple[str, ...]
     callbacks: tuple[dict[str, Any], ...] = ()
-    trackers: tuple[Tracker, ...] = (Tracker.wandb,)
+    trackers: tuple[str, ...] = ("wandb",)
     tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)
     mlflow: MlflowConfig = field(default_factory=MlflowConfig)
     forced: tuple[str, ...] = ()

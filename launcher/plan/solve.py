@@ -59,7 +59,6 @@ from launcher.plan.run_plan import (
 from launcher.plan.strategy import solve_precision, solve_strategy
 from launcher.plan.strategy_choice import ONE_RANK, UNKNOWN, with_reason, with_strategy
 from launcher.plan.sync_policy import SHARDED
-from launcher.plan.tracker_plan import solve_trackers
 from launcher.plan.windows import Windows, count_windows, least_share
 from launcher.quantities import count, first_names
 
@@ -266,7 +265,9 @@ def _on_cluster(
         wandb=config.wandb,
         callbacks=callbacks,
         notify=solve_notify(config.notify),
-        **solve_trackers(config, run, site.cwd),
+        trackers=tuple(config.trackers),
+        tensorboard=config.tensorboard,
+        mlflow=config.mlflow,
         notes=(
             *outer_notes(outer, task.parameters),
             *_notes(schedule, steps, epoch, batch, optimizer),

@@ -16,7 +16,6 @@ from launcher.config.schema import PrecisionKind, facts_by_key
 from launcher.loss import RESERVED_NAMES
 from launcher.plan.host import without_secrets
 from launcher.plan.launch_plan import PLAN_FORMAT
-from launcher.plan.tracker_plan import trackers_of_plan
 from launcher.plan.windows import WARM_UP_WINDOWS
 from launcher.quantities import Interval, interval
 from launcher.record.curves import SMOOTH_POINTS, Columns, Point, curve_json, smoothed_points, thinned
@@ -151,7 +150,7 @@ def checked(data: RunData) -> RunData:
 
 
 def _trackers(plan: Any) -> list[str]:
-    return [*trackers_of_plan(plan)] if isinstance(plan, dict) and "batch" in plan else []  # pyright: ignore[reportUnknownArgumentType]
+    return [*plan.get("trackers", ())] if isinstance(plan, dict) and "batch" in plan else []  # pyright: ignore[reportUnknownArgumentType]
 
 
 def _plan_of_loop(plan: dict[str, Any], paths: RunPaths) -> dict[str, Any]:

@@ -26,8 +26,7 @@ from launcher.rundir.paths import RunPaths
 MOST_BYTES = 100_000_000
 # modules whose code determines what an entry contains
 _SOURCES = (
-    "record", "loss.py", "quantities.py", "config/schema.py", "plan/host.py", "plan/tracker_plan.py", "plan/windows.py",
-    "rundir/history.py",
+    "record", "loss.py", "quantities.py", "config/schema.py", "plan/host.py", "plan/windows.py", "rundir/history.py",
 )  # fmt: skip
 
 

@@ -1,1 +1,1 @@
-"""Reports on runs: terminal tables, live display, comparison, HTML page, W&B mirror. Imports no torch."""
+"""Reports on runs: terminal tables, live display, comparison, HTML page. Imports no torch."""

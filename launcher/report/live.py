@@ -18,12 +18,12 @@ from rich.text import Text
 
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
-from launcher.plan.tracker_plan import TRACKER_KINDS
 from launcher.process import EXCEPTION_MARK
 from launcher.quantities import Interval, duration_text, printable, seconds_left
 from launcher.rundir.files import Tail, last_lines, read_json
 from launcher.rundir.paths import RunPaths, SweepPaths
 from launcher.runs.status import Run
+from launcher.trackers.installed import described_tracker, recorded_trackers
 
 PLAIN_LINE_EVERY_S = 10.0
 TIMED_STEPS = 5  # timed steps before the run's length is predicted
@@ -83,7 +83,7 @@ class LiveDisplay(MessageDisplay):
         self._events.lines()
         recorded = self._metrics.lines()
         self._steps = plan.train.steps if isinstance(plan, RunPlan) else None
-        self._warned = set[str]()
+        self._trackers, self._warned = (), set[str]()
         self._last: dict[str, Any] | None = None
         self._printed_at = -PLAIN_LINE_EVERY_S
         self._printed_step: int | None = None
@@ -124,11 +124,12 @@ class LiveDisplay(MessageDisplay):
                 ):  # the last step is shown anyway
                     self._print_step(record)
             self._show(records[-1])
-        for tracker, kind in TRACKER_KINDS.items():
+        self._trackers = self._trackers or recorded_trackers(self._paths)  # a script's engine makes its plan later
+        for tracker in self._trackers:
             status = {} if tracker in self._warned else read_json(self._paths.tracker_status(tracker)) or {}
             if status.get("problem"):
                 self._warned.add(tracker)
-                self.say(f"{kind.title}: {status['problem']}")
+                self.say(f"{described_tracker(tracker).title}: {status['problem']}")
 
     def _new_output(self) -> list[str]:
         newest = self._paths.newest_rank_log(0)

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from launcher.config.choices import Device, Tracker
+from launcher.config.choices import Device
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import bytes_text, count, exposed_text, prediction_text, speedup_text
 from launcher.record.measurements import task_metrics
@@ -89,7 +89,7 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
             add(title, where)
         if problem:
             add("", f"{title} is incomplete: `launch status {near(plan.paths.root)}` shows why")
-    mirror = read_json(plan.paths.tracker_status(Tracker.wandb)) or {}
+    mirror = read_json(plan.paths.tracker_status("wandb")) or {}
     if mirror.get("dir") and not mirror.get("url"):
         pattern = Path(mirror["dir"]).parent / "offline-run-*"  # one per start of the run
         several = len([*pattern.parent.glob(pattern.name)]) > 1

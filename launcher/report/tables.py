@@ -11,7 +11,6 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from launcher.config.choices import WandbMode
 from launcher.config.schema import (
     Balance,
     BestMode,
@@ -25,24 +24,23 @@ from launcher.config.schema import (
     ShortWindow,
     StrategyKind,
     Sync,
-    Tracker,
 )
 from launcher.errors import NoGoodCheckpoint, Superseded, UserError, WrongCheckpoint, class_named
 from launcher.plan.callback_plan import name_of
 from launcher.plan.data_shards import data_shards_text
-from launcher.plan.host import without_credentials, without_path
+from launcher.plan.host import without_path
 from launcher.plan.optimizer_plan import MATCH, TARGET
 from launcher.plan.outer import outer_text
 from launcher.plan.resumable import shown
 from launcher.plan.run_plan import Forecast, OptimizerPlan, PrecisionPlan, RunPlan, StrategyPlan
 from launcher.plan.strategy import least_note
-from launcher.plan.tracker_plan import TRACKER_KINDS, mlflow_uri, recorded_trackers
 from launcher.process import CRASH_MARK
 from launcher.quantities import bytes_text, count, printable
 from launcher.report.recorded_step import RecordedStep
 from launcher.rundir.files import Unreadable, last_lines, read_json
 from launcher.rundir.history import failed_rank, failure_record
 from launcher.rundir.paths import RunPaths
+from launcher.trackers.installed import described_tracker, recorded_trackers
 
 
 def named_lines(title: str) -> tuple[Table, Callable[..., None]]:
@@ -128,7 +126,9 @@ def _job_lines(plan: RunPlan) -> list[tuple[str, str]]:
 def _places(plan: RunPlan) -> list[tuple[str, str]]:
     """Return where the run is stored, shown and announced."""
     lines = [("files", near(plan.run.dir)), ("checkpoints", _checkpoints(plan.checkpoint))]
-    lines += [(TRACKER_KINDS[tracker].title, _destination(plan, tracker)) for tracker in plan.trackers]
+    for tracker in map(described_tracker, plan.trackers):
+        place = tracker.destination(plan, os.environ)
+        lines.append((tracker.title, printable(place.removeprefix(f"{Path.cwd()}{os.sep}"))))
     if plan.notify:
         lines.append(("messages", ", ".join(map(without_path, plan.notify))))
     return lines
@@ -243,37 +243,20 @@ def _length(plan: RunPlan) -> str:
     return count(steps, "step") + (f" = {steps / windows:.3g} epochs" if windows and not plan.batch.ramp else "")
 
 
-def _destination(plan: RunPlan, tracker: Tracker) -> str:
-    """Return where a tracker will store the run."""
-    match tracker:
-        case Tracker.wandb:
-            text = f"{plan.wandb.mode.value}, project {plan.wandb.project}, id {plan.run.id}"
-            return "disabled" if plan.wandb.mode is WandbMode.disabled else text
-        case Tracker.tensorboard:
-            return near(plan.tensorboard.dir or Path(plan.run.dir, "tensorboard"))
-        case Tracker.mlflow:
-            uri = mlflow_uri(plan, os.environ)
-            return f"{without_credentials(uri) if '://' in uri else near(uri)}, experiment {plan.mlflow.experiment}"
-
-
 def tracker_lines(paths: RunPaths, trackers: Iterable[str] | None = None) -> Iterator[tuple[str, str, str]]:
     """Yield name, place and problem of each of the run's trackers with a status; empty texts for what is unknown.
 
     Args:
         trackers: those of the run's plan if it was read before.
     """
-    if trackers is None:
-        if not any(paths.tracker_status(tracker).exists() for tracker in Tracker):
-            return  # the plan need not be read
-        trackers = recorded_trackers(paths)
-    for tracker in map(Tracker, trackers):
+    for tracker in recorded_trackers(paths) if trackers is None else trackers:
         try:
             status = read_json(paths.tracker_status(tracker))
         except (OSError, Unreadable):
             status = {"problem": f"{paths.tracker_status(tracker).name} is unreadable"}
         if status:
             where = status.get("url") or (near(str(status["dir"])) if status.get("dir") else "")
-            yield TRACKER_KINDS[tracker].title, str(where), str(status.get("problem") or "")
+            yield described_tracker(tracker).title, str(where), str(status.get("problem") or "")
 
 
 def failure_text(summary: dict[str, Any], node: int = 0) -> str:

@@ -27,11 +27,11 @@ from launcher.plan.solve import sets_own_rates, solve
 from launcher.plan.strategy_choice import choose_strategy, with_reason, with_strategy
 from launcher.plan.sync_policy import SHARDED
 from launcher.plan.task_inspection import InspectionRequest, describe_task
-from launcher.plan.tracker_plan import require_trackers
 from launcher.quantities import count
 from launcher.rundir import history
 from launcher.rundir.files import read_bytes, read_config, read_json, write_text
 from launcher.rundir.paths import STATE, RunPaths
+from launcher.trackers.installed import require_trackers
 
 
 @dataclass(frozen=True)

@@ -13,21 +13,21 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from launcher.config.schema import ClusterKind, Tracker
+from launcher.config.schema import ClusterKind
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, SiteError, UserError
 from launcher.launch import local
 from launcher.launch.agent import load_plan
 from launcher.launch.slurm import client, submit
-from launcher.launch.tracker_processes import TrackerProcesses, without_rest
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
-from launcher.plan.tracker_plan import TRACKER_KINDS, mirrors_of
 from launcher.rundir import history
 from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import read_config, read_json, write_json
 from launcher.rundir.history import Submission
 from launcher.rundir.paths import RunPaths
 from launcher.runs.status import ACTIVE, Run, RunState, statuses_of
+from launcher.trackers.installed import described_tracker, mirrors_of
+from launcher.trackers.tracker_processes import TrackerProcesses, without_rest
 
 _LOOK_EVERY_S = 0.5
 _ASK_SLURM_EVERY_S = 2.0
@@ -253,12 +253,12 @@ def mirror_again(run: Run) -> list[tuple[str, str]]:
     processes.start()
     complete = processes.finish(MIRRORS_WITHIN_S)
 
-    def problem(tracker: Tracker) -> str:
+    def problem(tracker: str) -> str:
         known = without_rest((read_json(paths.tracker_status(tracker)) or {}).get("problem") or "")
         early = f"its process ended early. See {paths.tracker_log(tracker)}, and run this command again."
         return known or ("" if tracker in complete else early)
 
-    return [(TRACKER_KINDS[tracker].title, problem(tracker)) for tracker in trackers]
+    return [(described_tracker(tracker).title, problem(tracker)) for tracker in trackers]
 
 
 def _require_readable(run: Run) -> None:

@@ -145,7 +145,7 @@ def test_the_schema_is_one_and_accepts_every_file_of_conf(capsys: pytest.Capture
         ({"train": {"steps": "many"}}, ["$.train.steps"]),
         ({"train": {"steps": 1.5}}, ["$.train.steps"]),
         ({"strategy": {"sync": "sometimes"}}, ["$.strategy.sync"]),
-        ({"trackers": ["neptune"]}, ["$.trackers"]),
+        ({"trackers": [["wandb"]]}, ["$.trackers"]),
         ({"batches": {}}, ["$"]),
         ({"batch": 3}, ["$.batch"]),
     ],

@@ -102,7 +102,7 @@ class Chaos:
         return self.rng.choice(loaders) if loaders else None
 
     def mirror(self) -> int | None:
-        return self.of_command("launcher.report.trackers")
+        return self.of_command("launcher.trackers.mirror")
 
     def of_command(self, module: str) -> int | None:
         with suppress(psutil.Error):

@@ -58,7 +58,7 @@ def cases(directory: Path) -> dict[str, Case]:
             launch_command("plan", *JOB, "strategy=fsdp", "task.waits=forecast"), "memory_forecast", place="forecast"
         ),
         "train": Case(
-            launch_command("train", *JOB, *train, "wandb.mode=offline"), "report.trackers", place="sample"
+            launch_command("train", *JOB, *train, "wandb.mode=offline"), "trackers.mirror", place="sample"
         ),
         "verify": Case(launch_command("verify", *JOB, "task.waits=loss"), "verify.verify_worker", 2, place="loss"),
         "drill": Case(launch_command("drill", *JOB, *train), "train.worker", 2, place="sample"),

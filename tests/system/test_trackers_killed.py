@@ -21,9 +21,9 @@ import pytest
 from launcher.rundir.files import Tail
 from launcher.rundir.paths import RunPaths
 from tests.helpers import CORPUS
+from tests.infra.mirrored import Steps, in_mlflow, in_tensorboard, in_wandb
 from tests.infra.mlflow_server import MlflowServer
 from tests.infra.runs import timeless
-from tests.report.mirrored import Steps, in_mlflow, in_tensorboard, in_wandb
 from tests.system.deaths import Chaos
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Launch
-from tests.report.mirrored import in_mlflow, in_tensorboard
+from tests.infra.mirrored import in_mlflow, in_tensorboard
 from tests.system.test_wandb import ALONE, SMALL, read_back
 
 pytestmark = pytest.mark.slow

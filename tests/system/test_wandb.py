@@ -18,8 +18,8 @@ from launcher.rundir.files import write_text
 from tests.conftest import Launch
 from tests.helpers import make_plan
 from tests.infra import warm
+from tests.infra.mirrored import in_wandb, wandb_records
 from tests.infra.runs import wait_for
-from tests.report.mirrored import in_wandb, wandb_records
 from tests.report.test_tables import shown
 
 pytestmark = pytest.mark.slow
@@ -89,7 +89,7 @@ def test_a_server_out_of_reach_is_said_once_and_stops_nothing(launch: Launch, tm
 
 
 def mirror(run: Path, attempt: str = "0.0") -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "launcher.report.trackers", str(run), attempt, "wandb"]
+    command = [sys.executable, "-m", "launcher.trackers.mirror", str(run), attempt, "wandb"]
     return warm.Popen(command, stdin=subprocess.PIPE)
 
 

@@ -16,7 +16,7 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-from launcher.config.choices import Tracker, WandbMode
+from launcher.config.choices import WandbMode
 from launcher.config.schema import ClusterKind, Config, check_values
 from launcher.errors import EXIT_DONE
 from launcher.extensions.doctor import host_checks, slurm_checks
@@ -202,7 +202,7 @@ def _folder_in(run_dir: Path) -> Generator[tuple[Path, str]]:
 
 
 def _wandb_mode(config: Config) -> WandbMode:
-    return config.wandb.mode if Tracker.wandb in config.trackers else WandbMode.disabled
+    return config.wandb.mode if "wandb" in config.trackers else WandbMode.disabled
 
 
 def judge_hosts(

@@ -17,7 +17,6 @@ from launcher.extensions.page import comparison_tables
 from launcher.extensions.page.answer import findings
 from launcher.extensions.page.compare import Entry, RunComparison, side_by_side
 from launcher.extensions.page.page import library_name, write_page
-from launcher.plan.tracker_plan import MLFLOW_STORE
 from launcher.process import die_with_parent, no_collection
 from launcher.quantities import first_names, printable
 from launcher.record.measurements import RunData, read_run
@@ -48,8 +47,8 @@ def launch_report(arguments: list[str]) -> int:
         raise UserError(f"--loss {options.loss}: must be a number, in the unit of train/loss.")
     if options.html is not None:
         require_place(options.html)
-    # runs/* names MLflow's store too
-    words = [word for word in options.what if Path(word).name != MLFLOW_STORE] or options.what
+    # runs/* also names the store of a tracker
+    words = [word for word in options.what if _has_runs(Path(word))] or options.what
     chosen = [paths for word in words for paths in _runs_of(word, options.dir)]
     names = [Path(word).name or str(word) for word in words]
     compared = compare_runs(chosen, title=first_names(names, 3), loss=options.loss)
@@ -78,6 +77,11 @@ def write_report(sweep: Path, loss: float | None = None) -> Path:
     paths = SweepPaths(sweep)
     write_page(compare_runs([paths], title=sweep.name, loss=loss), paths.report)
     return paths.report
+
+
+def _has_runs(place: Path) -> bool:
+    """Return False for a directory without runs and sweeps."""
+    return not place.is_dir() or is_run(place) or is_sweep(place) or bool(find(place) or find_sweeps(place))
 
 
 def _runs_of(word: str, runs: Path) -> list[RunPaths | SweepPaths]:

@@ -32,6 +32,7 @@ from launcher.process import RUN_ID, deferred_interrupts, environment
 from launcher.rundir import code_snapshot, history
 from launcher.rundir.files import write_json
 from launcher.rundir.history import Submission
+from launcher.trackers.installed import possible_trackers
 
 P = TypeVar("P", bound=LaunchPlan)
 
@@ -42,6 +43,7 @@ BEFORE_SETUP = (
     """echo "cluster.setup: \\`$setup_line\\` ended the job with status $status"' EXIT""",
     "trap 'setup_line=$BASH_COMMAND' DEBUG",
 )
+
 AFTER_SETUP = "trap - DEBUG; setup_line="
 # a failing task ends the others, which may wait for it
 _SRUN_OPTIONS = ("--kill-on-bad-exit=1",)
@@ -193,7 +195,8 @@ def _submit_function(
 
     try:
         # sbatch passes its environment to the job: no secrets, and no variables of an enclosing job
-        passed_on = batch_env(os.environ, plan.env.allow)
+        of_trackers = [name for tracker in possible_trackers(plan) for name in tracker.passed_on]
+        passed_on = batch_env(os.environ, plan.env.allow, of_trackers)
         calls = None
         if function is node.run_node:
             folder.mkdir(parents=True, exist_ok=True)

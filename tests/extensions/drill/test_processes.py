@@ -21,9 +21,9 @@ from launcher.extensions.drill import processes
 from launcher.extensions.drill.backends import LocalBackend
 from launcher.extensions.drill.processes import describe_survivors, kill_all, kill_rank, main, processes_of, workers_of
 from launcher.launch import local
-from launcher.launch.tracker_processes import TrackerProcesses
 from launcher.process import AGENT_PID, RUN_ID
 from launcher.rundir.fencing import Incarnation
+from launcher.trackers.tracker_processes import TrackerProcesses
 from tests.helpers import make_plan
 from tests.infra.runs import wait_for
 

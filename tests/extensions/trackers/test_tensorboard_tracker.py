@@ -12,10 +12,11 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from launcher.callbacks.samples import png
+from launcher.extensions.trackers.tensorboard_tracker import TensorboardTracker
 from launcher.plan.run_plan import RunPlan
-from launcher.report.file_trackers import TensorboardAdapter
-from launcher.report.tracker_entry import StepEntry, entries_of
-from tests.report.mirrored import (
+from launcher.trackers.tracker import StepEntry, entries_of
+from tests.helpers import make_plan
+from tests.infra.mirrored import (
     differences,
     in_tensorboard,
     record_of,
@@ -40,7 +41,7 @@ def with_samples(plan: RunPlan, step: int) -> None:
 def test_what_tensorboard_shows(tmp_path: Path) -> None:
     plan = saved_plan(tmp_path, "trackers=[tensorboard]", SAMPLES)
     with_samples(plan, 2)
-    adapter = TensorboardAdapter(plan, {})
+    adapter = TensorboardTracker(plan, {})
     assert adapter.open() == {"delivered": 0, "dir": str(tmp_path / "tensorboard")}
     adapter.log(entries(plan, *range(1, 8)))
     adapter.finish({"verdict": "done", "train/loss": 0.5})
@@ -63,24 +64,24 @@ def test_what_tensorboard_shows(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cut", [1, 7, 20])
 def test_a_record_that_was_cut_off_is_sent_again(cut: int, tmp_path: Path) -> None:
     plan = saved_plan(tmp_path, "trackers=[tensorboard]")
-    TensorboardAdapter(plan, {}).open()
-    adapter = TensorboardAdapter(plan, {})
+    TensorboardTracker(plan, {}).open()
+    adapter = TensorboardTracker(plan, {})
     adapter.open()
     adapter.log(entries(plan, 1, 2, 3))
     last = sorted((tmp_path / "tensorboard").iterdir())[-1]
     with last.open("r+b") as file:
         file.truncate(last.stat().st_size - cut)
-    again = TensorboardAdapter(plan, {})
+    again = TensorboardTracker(plan, {})
     assert again.open()["delivered"] == 2
     again.log(entries(plan, 3, 4))
     assert differences(in_tensorboard(tmp_path / "tensorboard"), 4, single=True) == []
     again.finish({})
-    assert TensorboardAdapter(plan, {}).open()["delivered"] == 4
+    assert TensorboardTracker(plan, {}).open()["delivered"] == 4
 
 
 def test_a_full_disk_leaves_no_part_of_a_record(tmp_path: Path) -> None:
     plan = saved_plan(tmp_path, "trackers=[tensorboard]")
-    adapter = TensorboardAdapter(plan, {})
+    adapter = TensorboardTracker(plan, {})
     adapter.open()
     adapter.log(entries(plan, 1))
 
@@ -91,7 +92,7 @@ def test_a_full_disk_leaves_no_part_of_a_record(tmp_path: Path) -> None:
             adapter.log(entries(plan, 2))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    again = TensorboardAdapter(plan, {})
+    again = TensorboardTracker(plan, {})
     assert again.open()["delivered"] == 1
     assert differences(in_tensorboard(tmp_path / "tensorboard"), 1, single=True) == []
 
@@ -101,14 +102,19 @@ def test_event_files_of_others_stay_as_they_are(tmp_path: Path) -> None:
     own = tmp_path / "tensorboard" / "events.out.tfevents.of.mine"
     empty = own.with_name("events.out.tfevents.9999999999.host.1.0")
     own.parent.mkdir()
-    other = TensorboardAdapter(plan, {})
+    other = TensorboardTracker(plan, {})
     other._file = own
     other._write(0.0, 99)
     part = own.read_bytes() * 2 + b"in part"
     own.write_bytes(part)
     empty.touch()
-    adapter = TensorboardAdapter(plan, {})
+    adapter = TensorboardTracker(plan, {})
     assert adapter.open()["delivered"] == 0
     adapter.log(entries(plan, 1))
-    assert TensorboardAdapter(plan, {}).open()["delivered"] == 1
+    assert TensorboardTracker(plan, {}).open()["delivered"] == 1
     assert (own.read_bytes(), empty.read_bytes()) == (part, b"")
+
+
+def test_the_directory_is_absolute_and_of_this_run() -> None:
+    assert TensorboardTracker.destination(make_plan("tensorboard.dir=tb"), {}) == "/nowhere/tb/run-abcd1234"
+    assert TensorboardTracker.destination(make_plan(), {}) == "/nowhere/run/tensorboard"

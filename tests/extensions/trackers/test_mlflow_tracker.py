@@ -1,4 +1,4 @@
-"""W&B and MLflow: what their stores have after kills, failures and resumes."""
+"""MLflow: what its store has after kills, failures and resumes, and which settings are refused."""
 
 from __future__ import annotations
 
@@ -6,27 +6,22 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import wandb
 
-from launcher.callbacks.samples import png
-from launcher.config.multirun import typed
+from launcher.config.hydra import compose
+from launcher.errors import ConfigError
+from launcher.extensions.trackers.mlflow_tracker import MlflowTracker, mlflow_name, mlflow_uri
 from launcher.plan.host import batch_env
 from launcher.plan.run_plan import RunPlan
-from launcher.report.server_trackers import MlflowAdapter, WandbAdapter, mlflow_name, wandb_media
-from launcher.report.tracker_entry import StepEntry, entries_of, sample_files
-from launcher.rundir.paths import RunPaths
+from launcher.trackers.installed import possible_trackers, require_trackers
+from launcher.trackers.tracker import StepEntry, entries_of
+from tests.extensions.trackers.test_tensorboard_tracker import SAMPLES, with_samples
 from tests.helpers import make_plan, patience
-from tests.infra.mlflow_server import MlflowServer
-from tests.infra.runs import wait_for
-from tests.report.mirrored import (
+from tests.infra.mirrored import (
     Growing,
     differences,
     in_mlflow,
-    in_wandb,
     kill_often,
     mirror,
     mirror_to_the_end,
@@ -34,105 +29,18 @@ from tests.report.mirrored import (
     record_of,
     saved_plan,
     status_of,
-    wandb_records,
 )
-from tests.report.test_file_trackers import SAMPLES, with_samples
-
-WANDB = {"WANDB_TAGS": "theirs,too", "WANDB_NOTES": "their notes", "WANDB_JOB_TYPE": "theirs", "WANDB_RUN_GROUP": "all"}
-
-NOTES = """it's the "last" one:
-  lr = {0.1, [0.2  \\ $HOME"""
+from tests.infra.mlflow_server import MlflowServer
+from tests.infra.runs import wait_for
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("configured", [False, True])
-def test_the_environment_says_what_the_config_does_not(
-    configured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in WANDB.items():
-        monkeypatch.setenv(name, value)
-    own = (
-        ["wandb.tags=[a,b]", f"wandb.notes={typed(NOTES)}", "wandb.job_type=train", "wandb.group=g"]
-        if configured
-        else []
-    )
-    make_plan(*own, run_dir=str(tmp_path)).save()
-    adapter = WandbAdapter(RunPlan.load(RunPaths(tmp_path).plan), {})  # as the tracker's process reads it
-    adapter.open()
-    run = adapter._run
-    shown = (set(run.tags), run.notes, run.job_type, run.group)
-    run.finish()
-    wandb.teardown()
-    ours, theirs = ({"a", "b"}, NOTES, "train", "g"), ({"theirs", "too"}, "their notes", "theirs", "all")
-    assert shown == (ours if configured else theirs)
-
-
-@pytest.mark.slow
-def test_wandb_offline_continues_after_the_last_step_in_its_files(tmp_path: Path) -> None:
-    plan = saved_plan(tmp_path / "run", "wandb.mode=offline")
-    lines = [json.dumps(record_of(step)) for step in range(1, 1201)]
-    for number, end in enumerate((700, 1200)):  # several blocks of a file, in which records are divided
-        adapter = WandbAdapter(plan, {})
-        delivered = adapter.open()["delivered"]
-        assert delivered == (0, 700)[number]
-        adapter.log([*entries_of(plan, lines[:end], delivered)])
-        directory = Path(adapter._run.dir).parent
-        adapter._run.finish()
-        wandb.teardown()
-        directory.rename(f"{directory}-{number}")  # the second one in a second has such a name
-    stored = in_wandb(tmp_path / "run")
-    assert [values.pop("step") for values in stored.values()] == [*stored]
-    assert differences(stored, 1200) == []
-
-
-def last_summary(run: Path) -> dict[str, Any]:
-    """Return the summary as it stands at the end of a run's newest offline file."""
-    values: dict[str, Any] = {}
-    for record in wandb_records(max(run.glob("wandb/offline-run-*/run-*.wandb"))):
-        if record.HasField("summary"):
-            values |= {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.summary.update}
-    return values
-
-
-@pytest.mark.slow
-def test_the_summary_in_wandb_is_the_runs(tmp_path: Path) -> None:
-    """The last row has the numbers of one step, and the summary those of the whole run, at an end and after it."""
-    plan = saved_plan(tmp_path / "run", "wandb.mode=offline")
-    lines = [json.dumps(record_of(step)) for step in range(1, 13)]
-    for start, end in ((0, 8), (8, 12)):  # the second one is a requeue
-        adapter = WandbAdapter(plan, {})
-        adapter.open()
-        adapter.log([*entries_of(plan, lines[start:end], start)])
-        adapter.finish({"verdict": "done", "step": end, "train/loss": 0.5, "time/total_s": 1000.0 + end})
-        wandb.teardown()
-        found = last_summary(tmp_path / "run")
-        assert (found["train/loss"], found["time/total_s"], found["verdict"]) == (0.5, 1000.0 + end, "done")
-        assert found["progress/items"] == 4096 * end
-        for directory in (tmp_path / "run" / "wandb").glob("offline-run-*"):
-            if start == 0:  # the second one may start in the same second
-                directory.rename(f"{directory.parent}/offline-run-0-{directory.name}")
-
-
-def test_a_job_of_slurm_s_takes_them_along() -> None:
-    uri = {"MLFLOW_TRACKING_URI": "http://tracking:5000"}
-    secrets_of_mlflow = {"MLFLOW_TRACKING_PASSWORD": "secret", "MLFLOW_TRACKING_TOKEN": "secret"}
-    assert batch_env(WANDB | uri | secrets_of_mlflow | {"WANDB_API_KEY": "secret"}, ()) == WANDB | uri
-    assert batch_env({"MLFLOW_TRACKING_URI": "http://me:secret@tracking"}, ()) == {}
-
-
-def test_wandb_shows_texts_and_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
-    monkeypatch.setattr(wandb, "Html", lambda text, inject: made.append((text, inject)) or "html")
-    monkeypatch.setattr(wandb, "Image", lambda path: made.append(path) or "image")
-    paths = RunPaths(tmp_path)
-    assert sample_files(paths, 3) == ()
-    paths.samples(3).mkdir(parents=True)
-    (paths.samples(3) / "story.txt").write_text("a < b")
-    (paths.samples(3) / "face.png").write_bytes(png(torch.zeros(2, 2)))
-    (paths.samples(3) / ".partial").write_text("")
-    entry = StepEntry({"step": 3}, sample_files(paths, 3), 0)
-    assert wandb_media(entry) == {"samples/face": "image", "samples/story": "html"}
-    assert made == [str(paths.samples(3) / "face.png"), ('<pre style="white-space: pre-wrap">a &lt; b</pre>', False)]
+def test_a_slurm_job_takes_the_address_along() -> None:
+    plan, uri = make_plan("trackers=[mlflow]"), {"MLFLOW_TRACKING_URI": "http://tracking:5000"}
+    (tracker,) = possible_trackers(plan)
+    secrets = {"MLFLOW_TRACKING_PASSWORD": "secret", "MLFLOW_TRACKING_TOKEN": "secret"}
+    assert batch_env(uri | secrets, (), tracker.passed_on) == uri
+    for with_password in ("http://me:secret@tracking", "postgresql://there/name?password=p"):
+        assert batch_env({"MLFLOW_TRACKING_URI": with_password}, (), tracker.passed_on) == {}
 
 
 def test_names_in_mlflow() -> None:
@@ -189,14 +97,14 @@ def test_each_step_is_in_mlflow_once_however_often_it_is_killed(kills: int, tmp_
 def test_a_batch_that_was_stored_in_part_is_completed(tmp_path: Path) -> None:
     plan = mlflow_plan(tmp_path / "runs" / "run")
     whole = [*entries_of(plan, [json.dumps(record_of(step)) for step in range(1, 6)], 0)]
-    first = MlflowAdapter(plan, {})
+    first = MlflowTracker(plan, {})
     first.open()
     first.log(whole[:4])
     part = {name: value for name, value in whole[4].record.items() if name in ("step", "train/loss")}
     first.log([StepEntry(part, (), whole[4].at)])
     metrics = next((tmp_path / "runs" / "mlruns").glob("*/*/metrics"))
     (metrics / "empty").touch()  # a process was killed between creating and writing it
-    again = MlflowAdapter(plan, {"run_id": first._run_id})
+    again = MlflowTracker(plan, {"run_id": first._run_id})
     assert again.open()["delivered"] == 4
     again.log(whole[4:])
     assert differences(in_mlflow(str(tmp_path / "runs" / "mlruns"), first._run_id), 5, mlflow=True) == []
@@ -242,7 +150,7 @@ def test_the_cause_of_a_refusal_and_what_to_check_are_reported(cause: str, tmp_p
         assert mirror_to_the_end(plan, "mlflow", env=env) == 1
         server.shutdown()
     problem = status_of(plan, "mlflow")["problem"]
-    assert problem.startswith(f"{cause} (http://{host}). Check mlflow.tracking_uri")
+    assert problem.startswith(f"{cause} (http://{host}, experiment launcher). Check mlflow.tracking_uri")
     assert problem.endswith("sends the rest.")
     assert "tried again" not in problem, "the run is over"
     assert mirror_to_the_end(plan, "mlflow") == 0
@@ -281,3 +189,57 @@ def test_a_real_server_that_comes_and_goes(tmp_path: Path) -> None:
             each.path for each in mlflow_client(server.uri).list_artifacts(status["run_id"], "samples/step_000002")
         }
         assert samples == {"samples/step_000002/face.png", "samples/step_000002/story.txt"}
+
+
+def test_a_directory_is_relative_to_where_the_job_was_started() -> None:
+    for uri, absolute in (
+        ("store", "/nowhere/store"),
+        ("file:///data/store", "/data/store"),
+        ("http://tracking:5000", "http://tracking:5000"),
+        ("sqlite:////data/mlflow.db", "sqlite:////data/mlflow.db"),
+    ):
+        assert mlflow_uri(make_plan("trackers=[mlflow]", f"mlflow.tracking_uri={uri}"), {}) == absolute
+
+
+def test_mlflows_own_variable_is_its_default() -> None:
+    plan = make_plan("trackers=[mlflow]")
+    assert mlflow_uri(plan, {}) == "/nowhere/mlruns"
+    assert mlflow_uri(plan, {"MLFLOW_TRACKING_URI": "http://there"}) == "http://there"
+    configured = make_plan("trackers=[mlflow]", "mlflow.tracking_uri=http://here")
+    assert mlflow_uri(configured, {"MLFLOW_TRACKING_URI": "http://there"}) == "http://here"
+
+
+@pytest.mark.parametrize(
+    ("uri", "message"),
+    [
+        ("ftp://x", "mlflow.tracking_uri=ftp://x: MLflow has no store ftp"),
+        ("http:///x", "names no server"),
+    ],
+)
+def test_wrong_addresses(uri: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        require_trackers(compose(["trackers=[mlflow]", f"mlflow.tracking_uri={uri}"]), {})
+
+
+@pytest.mark.parametrize("trackers", ["mlflow", "wandb"])
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "https://me:hunter22@tracking", "https://hunter22@tracking", "https://me:at@hunter22@tracking/a",
+        "postgresql://there/name?sslmode=require&password=hunter22", "postgresql://there/name?user=hunter22",
+        "https://there/?access_token=hunter22",
+    ],
+)  # fmt: skip
+def test_credentials_in_the_uri_are_refused_and_not_repeated(uri: str, trackers: str) -> None:
+    with pytest.raises(ConfigError, match="contains a user or a password") as caught:
+        make_plan(f"trackers=[{trackers}]", f'mlflow.tracking_uri="{uri}"')
+    assert "hunter22" not in str(caught.value)
+    assert "MLFLOW_TRACKING_PASSWORD" in str(caught.value)
+
+
+def test_mlflows_variable_has_an_address_that_mlflow_knows() -> None:
+    config = compose(["trackers=[mlflow]"])
+    with pytest.raises(ConfigError, match=r"MLFLOW_TRACKING_URI=ftp://\*\*\*@x: MLflow has no store ftp"):
+        require_trackers(config, {"MLFLOW_TRACKING_URI": "ftp://me:a@b@x"})
+    require_trackers(config, {"MLFLOW_TRACKING_URI": "https://me:password@x"})
+    require_trackers(compose([]), {"MLFLOW_TRACKING_URI": "ftp://x"})

@@ -1,162 +1,29 @@
-"""Adapters of the trackers that store runs in a database or on a server: Weights & Biases and MLflow.
-
-Each asks the store for its last step when it opens the run.
-"""
+"""MLflow: a server, a database or a directory."""
 
 from __future__ import annotations
 
-import html
 import json
 import os
 import re
-import struct
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import psutil
-
-from launcher.config.choices import WandbMode
-from launcher.plan.host import without_credentials, without_secrets
+from launcher.config.schema import Config
+from launcher.errors import ConfigError, without_credentials
 from launcher.plan.run_plan import RunPlan
-from launcher.plan.tracker_plan import mlflow_uri
-from launcher.report.tracker_entry import StepEntry, library, sample_name, settings_of
-from launcher.rundir.files import write_line
+from launcher.quantities import first_names
+from launcher.trackers.tracker import StepEntry, Tracker, library, settings_of
 
-INIT_TIMEOUT_S = 30
-_DIES_WITHIN_S = 10
-_PART, _BLOCK, _WHOLE, _FIRST, _LAST = struct.Struct("<IHB"), 32768, 1, 2, 4  # of a file of W&B
-
-
-class WandbAdapter:
-    """Weights & Biases. The library keeps what it was given, and sends or writes it in a process of its own.
-
-    Online, the server drops repeated steps. Offline, that process buffers 32 KiB, and loses them if it is killed: the
-    files of earlier starts say which steps were stored.
-    """
-
-    def __init__(self, plan: RunPlan, status: dict[str, Any]) -> None:
-        self._plan, self._status = plan, status
-        self._run: Any = None
-
-    def open(self) -> dict[str, Any]:
-        """Open the run; if the server cannot be reached, in offline mode."""
-        import wandb
-
-        problem, stored = None, self._stored_offline()
-        try:
-            run = self._init(self._plan.wandb.mode)
-        except wandb.Error as error:
-            if self._plan.wandb.mode is WandbMode.offline:
-                raise
-            sync = f"`wandb sync {Path(self._plan.run.dir, 'wandb', 'offline-run-*')}`"
-            problem = f"W&B did not take the run ({error}). It is stored offline; {sync} uploads it later."
-            wandb.teardown()
-            run = self._init(WandbMode.offline)
-        run.define_metric("step")
-        run.define_metric("*", step_metric="step")
-        self._run = run
-        # online, the server knows the last step; steps stored offline by an earlier process have not reached it yet
-        delivered = run.step - 1 if run.url else max(stored, self._status.get("delivered", 0))
-        return {"delivered": delivered, "dir": str(Path(run.dir).parent), "url": run.url, "problem": problem}
-
-    def _stored_offline(self) -> int:
-        """Return the last step in the offline files of earlier starts; 0 if there is none."""
-        # the second directory of a second has a number at its end
-        files = [*Path(self._plan.run.dir).glob(f"wandb/offline-run-*/run-{self._plan.run.id}.wandb")]
-        if files:
-            _end_writers(files)  # they could still write what is delivered again here
-        return max((last_step_in_wandb(file) for file in files), default=0)
-
-    def _init(self, mode: WandbMode) -> Any:
-        import wandb
-
-        plan = self._plan
-        return wandb.init(
-            id=plan.run.id,
-            name=plan.run.name,
-            dir=plan.run.dir,
-            mode=mode.value,
-            project=plan.wandb.project,
-            entity=plan.wandb.entity,
-            group=plan.wandb.group,
-            tags=plan.wandb.tags or None,  # None: use W&B's own environment variable
-            notes=plan.wandb.notes,
-            job_type=plan.wandb.job_type,
-            config=without_secrets(json.loads(plan.to_json())),
-            resume="allow" if mode is WandbMode.online else None,
-            settings=wandb.Settings(init_timeout=INIT_TIMEOUT_S, console="off", disable_git=True, disable_code=True),
-        )
-
-    def log(self, entries: Sequence[StepEntry]) -> None:
-        for entry in entries:
-            # committed at once: W&B also copies a row to its summary, which must not come after that of `finish`
-            self._run.log({**entry.record, **wandb_media(entry)}, step=entry.step, commit=True)
-
-    def finish(self, summary: dict[str, Any]) -> None:
-        self._run.summary.update({name: value for name, value in summary.items() if value is not None})
-        self._run.finish(exit_code=0 if summary.get("verdict") in ("done", "stopped") else 1)
+# schemes of a tracking URI; "": a directory
+_SCHEMES = (
+    "", "file", "http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "uc",
+)  # fmt: skip
 
 
-def last_step_in_wandb(file: Path) -> int:
-    """Return the last step in a file of W&B; 0 if there is none.
-
-    Format: a header of 7 bytes, then LevelDB's log in blocks of 32 KiB. Each part of a record has a header: CRC (4
-    bytes), length (2), kind (1): whole record, first, middle or last part. Each record is a Record of W&B's protocol.
-    """
-    record = library("wandb.proto.wandb_internal_pb2").Record
-    data, at, parts, last = file.read_bytes(), 7, b"", 0
-    while at + _PART.size <= len(data):
-        left = _BLOCK - at % _BLOCK
-        if left < _PART.size:  # padding
-            at += left
-            continue
-        _, length, kind = _PART.unpack_from(data, at)
-        start, at = at + _PART.size, at + _PART.size + length
-        if not kind or at > len(data):  # its process was killed
-            break
-        parts = data[start:at] if kind in (_WHOLE, _FIRST) else parts + data[start:at]
-        if kind in (_WHOLE, _LAST):
-            stored = record.FromString(parts)
-            if stored.HasField("history"):
-                last = max(last, stored.history.step.num)
-    return last
-
-
-def _end_writers(files: Collection[Path]) -> None:
-    """Kill the processes of W&B's library on this host that still write to ``files``: a tracker's process that was
-    killed leaves one for a moment, and one that failed and starts again for longer."""
-    paths = {str(file.resolve()) for file in files}
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):  # it has ended, or belongs to another user
-            if process.name() == "wandb-core" and paths & {each.path for each in process.open_files()}:
-                process.kill()
-                process.wait(_DIES_WITHIN_S)
-
-
-def wandb_media(entry: StepEntry) -> dict[str, Any]:
-    """Return an entry's texts and images as W&B's."""
-    if not entry.files:
-        return {}
-    import wandb
-
-    media: dict[str, Any] = {}
-    for file in entry.files:
-        if file.suffix == ".txt":
-            text = html.escape(entry.texts[sample_name(file)])
-            media[sample_name(file)] = wandb.Html(f'<pre style="white-space: pre-wrap">{text}</pre>', inject=False)
-            continue
-        try:
-            media[sample_name(file)] = wandb.Image(str(file))
-        except wandb.Error as error:  # it needs Pillow
-            write_line(f"{file} is not in W&B: {error}")
-    return media
-
-
-class MlflowAdapter:
+class MlflowTracker(Tracker):
     """MLflow: a server, a database or a directory.
 
     A delivery that was interrupted may be in the store in part: in order, because a batch is sent by step. So the
@@ -167,12 +34,30 @@ class MlflowAdapter:
     METRICS_AT_ONCE, PARAMS_AT_ONCE, LONGEST_VALUE = 1000, 100, 500
     RUN_TAG = "launcher.run_id"
 
-    def __init__(self, plan: RunPlan, status: dict[str, Any]) -> None:
-        self._plan, self._status = plan, status
+    title, module, install = "MLflow", "mlflow", "pip install 'launcher[mlflow]'"
+    env, passed_on = ("MLFLOW_*",), ("MLFLOW_TRACKING_URI",)
+    remedy = (
+        "Check mlflow.tracking_uri, or the variables MLFLOW_TRACKING_URI, MLFLOW_TRACKING_USERNAME with "
+        "MLFLOW_TRACKING_PASSWORD, and MLFLOW_TRACKING_TOKEN."
+    )
+
+    def __init__(self, plan: RunPlan, status: Mapping[str, Any]) -> None:
+        super().__init__(plan, status)
         self._uri = mlflow_uri(plan, os.environ)
         self._client: Any = None
         self._run_id = ""
         self._newest: dict[str, int] = {}  # step of the newest value of each metric when the run was opened
+
+    @classmethod
+    def check(cls, config: Config, env: Mapping[str, str]) -> None:
+        if config.mlflow.tracking_uri is None:
+            _require_store("MLFLOW_TRACKING_URI", env.get("MLFLOW_TRACKING_URI", ""))
+        else:
+            _require_store("mlflow.tracking_uri", config.mlflow.tracking_uri)
+
+    @classmethod
+    def destination(cls, plan: RunPlan, env: Mapping[str, str]) -> str:
+        return f"{without_credentials(mlflow_uri(plan, env))}, experiment {plan.mlflow.experiment}"
 
     def open(self) -> dict[str, Any]:
         """Open the run with this id as a tag, or create it. Its settings are parameters."""
@@ -202,22 +87,22 @@ class MlflowAdapter:
 
     def _existing(self, *, local: bool) -> Any:
         """Return the run that an earlier process created in this store; None without one."""
-        experiment = self._client.get_experiment_by_name(self._plan.mlflow.experiment)
+        experiment = self._client.get_experiment_by_name(self.plan.mlflow.experiment)
         if experiment is None:
             return None
-        known = self._status.get("run_id", "")
+        known = self.status.get("run_id", "")
         if local and known:
             # a process that was killed between creating and writing such a file leaves it empty: MLflow would not load
             # the run
             for file in Path(urlsplit(self._uri).path, experiment.experiment_id, known, "metrics").rglob("*"):
                 if file.is_file() and not file.stat().st_size:
                     file.unlink()
-        query = f"tags.`{self.RUN_TAG}` = '{self._plan.run.id}'"
+        query = f"tags.`{self.RUN_TAG}` = '{self.plan.run.id}'"
         found = self._client.search_runs([experiment.experiment_id], query, max_results=1)
         return self._client.get_run(found[0].info.run_id) if found else None
 
     def _created(self) -> Any:
-        plan, client = self._plan, self._client
+        plan, client = self.plan, self._client
         experiment = client.get_experiment_by_name(plan.mlflow.experiment)
         if experiment is None:
             try:
@@ -232,7 +117,7 @@ class MlflowAdapter:
 
     def _log_params(self, existing: dict[str, str]) -> None:
         """Log the settings. A parameter cannot change: one that a resume changed becomes a tag."""
-        settings = {mlflow_name(k): str(v)[: self.LONGEST_VALUE] for k, v in settings_of(self._plan).items()}
+        settings = {mlflow_name(k): str(v)[: self.LONGEST_VALUE] for k, v in settings_of(self.plan).items()}
         new = [
             library("mlflow.entities").Param(name, value) for name, value in settings.items() if name not in existing
         ]
@@ -284,3 +169,38 @@ def mlflow_name(name: str) -> str:
     """Return a metric's name with the characters that MLflow refuses as _HEX. It also refuses paths such as a//b."""
     name = re.sub(r"[^\w\-. :/]", lambda match: f"_{ord(match[0]):x}", name)
     return name if os.path.normpath(name) == name and not name.startswith((".", "/")) else name.replace("/", "_2f")
+
+
+def mlflow_uri(plan: RunPlan, env: Mapping[str, str]) -> str:
+    """Return the tracking URI of a run; an absolute path if it is a directory.
+
+    Args:
+        env: environment of the tracker's process.
+    """
+    uri = plan.mlflow.tracking_uri
+    if uri is None:
+        return env.get("MLFLOW_TRACKING_URI") or str(Path(plan.run.dir).parent / "mlruns")
+    parts = urlsplit(uri)
+    if parts.scheme in ("", "file") and uri != "databricks":
+        return str((Path(plan.cluster.cwd) / parts.path).resolve())
+    return uri
+
+
+def _require_store(key: str, uri: str) -> None:
+    """Check that MLflow knows such a URI.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    try:
+        parts = urlsplit(uri)
+    except ValueError as error:
+        raise ConfigError(key, uri, f"is not a URI: {error}.") from None
+    scheme = parts.scheme.partition("+")[0]
+    if scheme not in _SCHEMES and not scheme.startswith("databricks"):
+        raise ConfigError(
+            key, uri, f"MLflow has no store {scheme}://.",
+            f"Allowed: a directory, or {first_names([f'{known}:' for known in _SCHEMES if known], 9)}",
+        )  # fmt: skip
+    if scheme in ("http", "https") and not parts.hostname:
+        raise ConfigError(key, uri, "names no server.", "Write http://HOST:PORT.")

@@ -1,4 +1,4 @@
-"""Adapter of TensorBoard, which reads files."""
+"""TensorBoard, which reads event files."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from launcher.plan.host import without_secrets
 from launcher.plan.run_plan import RunPlan
-from launcher.report.tracker_entry import StepEntry, library, settings_of
 from launcher.rundir.files import read_bytes
+from launcher.trackers.tracker import StepEntry, Tracker, library, settings_of
 
 _LENGTH, _CRC = struct.Struct("<Q"), 4  # of a record of an event file: length, its CRC, data, their CRC
 
 
-class TensorboardAdapter:
+class TensorboardTracker(Tracker):
     """TensorBoard's event files, one for each start.
 
     A step is one record of the file, written at once, with its scalars, texts and images: it is there or it is not.
@@ -30,11 +30,22 @@ class TensorboardAdapter:
 
     MARK = ".launcher"
 
-    def __init__(self, plan: RunPlan, status: dict[str, Any]) -> None:  # noqa: ARG002
-        self._plan = plan
-        self._directory = Path(plan.tensorboard.dir or Path(plan.run.dir, "tensorboard"))
+    title, module, install = "TensorBoard", "tensorboard", "pip install 'launcher[tensorboard]'"
+
+    def __init__(self, plan: RunPlan, status: Mapping[str, Any]) -> None:
+        super().__init__(plan, status)
+        self._directory = Path(self.destination(plan, os.environ))
         self._file = self._directory
         self._step = 0
+
+    @classmethod
+    def destination(cls, plan: RunPlan, env: Mapping[str, str]) -> str:  # noqa: ARG003
+        run, parent = Path(plan.run.dir), plan.tensorboard.dir
+        return str(
+            run / "tensorboard"
+            if parent is None
+            else (Path(plan.cluster.cwd) / parent / f"{run.name}-{plan.run.id}").resolve()
+        )
 
     def open(self) -> dict[str, Any]:
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -46,8 +57,8 @@ class TensorboardAdapter:
         self._file = self._directory / name
         self._write(time.time(), 0, file_version="brain.Event:2")
         if not self._step:
-            start = _session("session_start_info", settings_of(self._plan), group_name=self._plan.run.name)
-            plan = _text_value("plan", json.dumps(without_secrets(json.loads(self._plan.to_json())), indent=2))
+            start = _session("session_start_info", settings_of(self.plan), group_name=self.plan.run.name)
+            plan = _text_value("plan", json.dumps(without_secrets(json.loads(self.plan.to_json())), indent=2))
             self._write(time.time(), 0, summary={"value": [start, plan]})
         return {"delivered": self._step, "dir": str(self._directory)}
 

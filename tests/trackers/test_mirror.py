@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from launcher.report import trackers
 from launcher.report.tables import tracker_lines
-from launcher.report.tracker_entry import StepEntry, entries_of, settings_of
 from launcher.rundir.fencing import Fence, Incarnation
+from launcher.trackers import mirror as trackers
+from launcher.trackers.tracker import StepEntry, entries_of, settings_of
 from tests.helpers import make_plan
-from tests.infra.runs import wait_for
-from tests.report.mirrored import (
+from tests.infra.mirrored import (
     Growing,
     differences,
     in_tensorboard,
@@ -28,6 +27,7 @@ from tests.report.mirrored import (
     saved_plan,
     status_of,
 )
+from tests.infra.runs import wait_for
 
 TENSORBOARD = "trackers=[tensorboard]"
 
@@ -142,7 +142,7 @@ def run_mirror(
     monkeypatch.setattr(trackers.signal, "alarm", lambda _: None)
 
     def execv(_: str, argv: list[str]) -> None:
-        assert argv[:4] == [sys.executable, "-P", "-m", "launcher.report.trackers"]
+        assert argv[:4] == [sys.executable, "-P", "-m", "launcher.trackers.mirror"]
         raise Again(argv[4:])
 
     monkeypatch.setattr(trackers.os, "execv", execv)
@@ -165,7 +165,7 @@ class Full:
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> type[Failing]:
-    monkeypatch.setitem(trackers.ADAPTERS, trackers.Tracker.tensorboard, Failing)
+    monkeypatch.setattr(trackers, "tracker_class", lambda _: Failing)
     Failing.errors, Failing.stored = [], []
     return Failing
 
@@ -267,9 +267,9 @@ def test_what_the_commands_show_of_trackers(tmp_path: Path) -> None:
 
 def test_a_tracker_that_does_not_return_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = saved_plan(tmp_path, TENSORBOARD)
-    status = trackers.Status(Fence(plan.paths, Incarnation()), trackers.Tracker.tensorboard)
+    status = trackers.Status(Fence(plan.paths, Incarnation()), "tensorboard")
     monkeypatch.setattr(trackers, "SILENT_AFTER_S", 0.01)
-    with trackers._Watch(trackers.Tracker.tensorboard, status):
+    with trackers._Watch("tensorboard", status):
         wait_for(lambda: status.fields.get("problem"), "the report")
     assert status.fields["problem"] == "TensorBoard has not answered for 0.01 s; it is still being tried."
 
@@ -279,7 +279,7 @@ def test_a_tracker_that_does_not_return_is_reported(tmp_path: Path, monkeypatch:
     [
         (
             "API request to endpoint /api failed with error code 401 != 200.",
-            "The server refuses the login (/nowhere/mlruns). ",
+            "The server refuses the login (/nowhere/mlruns, experiment launcher). ",
         ),
         ("HTTPConnectionPool(host='h', port=401): Max retries exceeded: server:403 (timed out)", "The server does not"),
         ("run-7f401: connection refused", "The server does not"),
@@ -297,9 +297,9 @@ def test_a_tracker_that_does_not_return_is_reported(tmp_path: Path, monkeypatch:
     ],
 )
 def test_a_problem_says_what_is_wrong_and_what_to_check(text: str, cause: str) -> None:
-    problem = trackers.problem_of(trackers.Tracker.mlflow, RuntimeError(text), make_plan())
+    problem = trackers.problem_of("mlflow", RuntimeError(text), make_plan())
     assert problem.startswith(cause)
     assert "MLFLOW_TRACKING_PASSWORD" in problem
     shown = f"RuntimeError: {text.partition(' (Caused by')[0].removesuffix('.')}"
     assert problem.endswith(f" ({shown}).")
-    assert trackers.problem_of(trackers.Tracker.tensorboard, RuntimeError(text), make_plan()) == f"{shown}."
+    assert trackers.problem_of("tensorboard", RuntimeError(text), make_plan()) == f"{shown}."

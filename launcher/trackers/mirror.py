@@ -1,6 +1,6 @@
 """Tracker process: copies metrics.jsonl to one tracker, line by line, beside the job.
 
-    python -m launcher.report.trackers RUN_DIR INCARNATION TRACKER        end of standard input: no further records
+    python -m launcher.trackers.mirror RUN_DIR INCARNATION TRACKER        end of standard input: no further records
 
 Each start of a run has its own process for each tracker. It continues after the last step that the tracker's store has,
 so that each step arrives once, however often this process is killed and whatever the run repeats after a resume.
@@ -21,22 +21,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from launcher.config.schema import PrecisionKind, Tracker
-from launcher.errors import EXIT_DONE, EXIT_FAILED, Superseded
-from launcher.launch.tracker_processes import rest_text
-from launcher.plan.host import without_credentials
+from launcher.config.schema import PrecisionKind
+from launcher.errors import EXIT_DONE, EXIT_FAILED, Superseded, UserError, without_credentials
 from launcher.plan.run_plan import RunPlan
-from launcher.plan.tracker_plan import TRACKER_KINDS, mirrors_of, mlflow_uri
-from launcher.report import file_trackers, server_trackers
-from launcher.report.tracker_entry import StepEntry, entries_of
 from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import Tail, read_json, write_json, write_line
 from launcher.rundir.paths import RunPaths
+from launcher.trackers.installed import described_tracker, mirrors_of, tracker_class
+from launcher.trackers.tracker import entries_of
+from launcher.trackers.tracker_processes import rest_text
 
 POLL_S = 0.5
 # seconds after which a tracker that does not return is reported; W&B itself gives up after 30
@@ -48,46 +45,14 @@ WORKED_S = 120
 AT_ONCE = 100  # entries of one delivery
 MOST_LETTERS = 300  # of an error's own text in a message
 # Limit after the end of input: W&B waits for an unresponsive server without a limit, and a killed agent cannot end
-# this process. A live agent waits less long (launcher/launch/tracker_processes.py).
+# this process. A live agent waits less long (launcher/trackers/tracker_processes.py).
 ENDS_WITHIN_S = 90
-
-
-class Adapter(Protocol):
-    """One tracker. Constructed with the plan and the status that the last process left; raises whatever it likes."""
-
-    def open(self) -> dict[str, Any]:
-        """Open the tracker's run: create it, or continue it.
-
-        Returns:
-            Fields of the status: ``delivered``, the last step that the store has; ``url`` or ``dir``; and ``problem``,
-            one that does not prevent the delivery.
-        """
-        ...
-
-    def log(self, entries: Sequence[StepEntry]) -> str | None:
-        """Deliver entries, of increasing steps. When it returns, a later ``open`` finds them in the store.
-
-        Returns:
-            A problem that did not prevent the delivery of the numbers.
-        """
-        ...
-
-    def finish(self, summary: dict[str, Any]) -> None:
-        """Deliver the run's summary and verdict, and close the tracker's run."""
-        ...
-
-
-ADAPTERS: dict[Tracker, Callable[[RunPlan, dict[str, Any]], Adapter]] = {
-    Tracker.wandb: server_trackers.WandbAdapter,
-    Tracker.mlflow: server_trackers.MlflowAdapter,
-    Tracker.tensorboard: file_trackers.TensorboardAdapter,
-}
 
 
 class Status:
     """Status file of a tracker, TRACKER.json in the run's directory."""
 
-    def __init__(self, fence: Fence, tracker: Tracker) -> None:
+    def __init__(self, fence: Fence, tracker: str) -> None:
         self._fence, self._path = fence, fence.paths.tracker_status(tracker)
 
     @property
@@ -121,18 +86,17 @@ def main(run_dir: str, attempt: str, tracker: str, trial: str = "0") -> int:
     while (plan := RunPlan.of_record(paths)) is None:  # a script of `launch run` has yet to make its engine
         if _ended():
             return EXIT_DONE
-    kind = Tracker(tracker)
-    if kind not in mirrors_of(plan):
+    if tracker not in mirrors_of(plan):
         return EXIT_DONE
-    status = Status(fence, kind)
+    status = Status(fence, tracker)
     try:
-        return _mirror_with_retry(plan, fence, kind, status, int(trial))
+        return _mirror_with_retry(plan, fence, tracker, status, int(trial))
     except Superseded as error:
         write_line(str(error))
         os._exit(EXIT_DONE)  # a normal exit would let W&B finish the run, which now belongs to the newer process
 
 
-def _mirror_with_retry(plan: RunPlan, fence: Fence, tracker: Tracker, status: Status, trial: int) -> int:
+def _mirror_with_retry(plan: RunPlan, fence: Fence, tracker: str, status: Status, trial: int) -> int:
     mirror, began = _Mirror(plan, fence, tracker, status), time.monotonic()
     try:
         mirror.run()
@@ -143,7 +107,7 @@ def _mirror_with_retry(plan: RunPlan, fence: Fence, tracker: Tracker, status: St
         write_line(redacted(traceback.format_exc()), 2)
         # one that worked for a while and fails now is a new problem
         trial = 0 if mirror.delivered_any and time.monotonic() - began > WORKED_S else trial
-        missing = isinstance(error, ImportError)
+        missing = isinstance(error, ImportError | UserError)
         ended = missing or (trial > 0 and _ended())
         if trial or missing:
             then = rest_text(plan.paths) if ended else "It is tried again, and training is not affected."
@@ -152,7 +116,7 @@ def _mirror_with_retry(plan: RunPlan, fence: Fence, tracker: Tracker, status: St
             return EXIT_FAILED
         # the first time at once: a scheduler that ends a job may have killed W&B's own process too
         _pause(min(LONGEST_PAUSE_S, 2**trial) if trial else 0)
-        again = ["launcher.report.trackers", plan.run.dir, str(fence.own), tracker.value, str(trial + 1)]
+        again = ["launcher.trackers.mirror", plan.run.dir, str(fence.own), tracker, str(trial + 1)]
         with suppress(OSError):
             sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, "-P", "-m", *again])
@@ -161,7 +125,7 @@ def _mirror_with_retry(plan: RunPlan, fence: Fence, tracker: Tracker, status: St
 class _Mirror:
     """One trial to copy the record to the tracker, until the end of input."""
 
-    def __init__(self, plan: RunPlan, fence: Fence, tracker: Tracker, status: Status) -> None:
+    def __init__(self, plan: RunPlan, fence: Fence, tracker: str, status: Status) -> None:
         self._plan, self._fence, self._tracker, self._status = plan, fence, tracker, status
         self.delivered_any = False
 
@@ -171,7 +135,7 @@ class _Mirror:
         while plan.precision.kind is PrecisionKind.auto and not _ended():  # wait for the workers' decision
             plan = RunPlan.of_record(plan.paths) or plan
         before = self._status.fields
-        adapter = ADAPTERS[self._tracker](plan, before)
+        adapter = tracker_class(self._tracker)(plan, before)
         with self._watched():
             opened = adapter.open()
         done = opened.pop("delivered")
@@ -204,9 +168,11 @@ class _Mirror:
 class _Watch:
     """Context that reports a tracker which does not return; the report is withdrawn when it does."""
 
-    def __init__(self, tracker: Tracker, status: Status) -> None:
+    def __init__(self, tracker: str, status: Status) -> None:
         self._status = status
-        self._text = f"{TRACKER_KINDS[tracker].title} has not answered for {SILENT_AFTER_S} s; it is still being tried."
+        self._text = (
+            f"{described_tracker(tracker).title} has not answered for {SILENT_AFTER_S} s; it is still being tried."
+        )
         self._timer = threading.Timer(SILENT_AFTER_S, self._report)
         self._timer.daemon = True
 
@@ -234,31 +200,23 @@ _CAUSES = (
 )
 
 
-def problem_of(tracker: Tracker, error: Exception, plan: RunPlan) -> str:
+def problem_of(tracker: str, error: Exception, plan: RunPlan) -> str:
     """Return one line on an error of a tracker: what it means, where that is known, and what to do."""
-    kind = TRACKER_KINDS[tracker]
-    if isinstance(error, ImportError):
-        return f"{error}: install it on the host of rank 0 (pip install 'launcher[{kind.extra}]')."
+    kind = described_tracker(tracker)
+    if isinstance(error, ImportError) and kind.install:
+        return f"{error}: install it on the host of rank 0 ({kind.install})."
     whole = " ".join(redacted(str(error)).split())
     text = f"{type(error).__name__}: {_shortened(whole)}"
     cause = next((cause for pattern, cause in _CAUSES if re.search(pattern, whole)), None)
-    if cause is None or tracker not in _REMEDIES:
+    if cause is None or not kind.remedy:
         return f"{text}."
-    server = f" ({without_credentials(mlflow_uri(plan, os.environ))})" if tracker is Tracker.mlflow else ""
-    return f"{cause}{server}. {_REMEDIES[tracker]} ({text})."
+    return f"{cause} ({without_credentials(kind.destination(plan, os.environ))}). {kind.remedy} ({text})."
 
 
 def _shortened(text: str) -> str:
     """Return an error's text without its causes, which libraries of the network nest in it."""
     outer = re.split(r" ?\(Caused by ", text)[0]
     return (outer if len(outer) <= MOST_LETTERS else f"{outer[:MOST_LETTERS].rstrip('. ')}...").rstrip(".")
-
-
-_REMEDIES = {
-    Tracker.mlflow: "Check mlflow.tracking_uri, or the variables MLFLOW_TRACKING_URI, MLFLOW_TRACKING_USERNAME with "
-    "MLFLOW_TRACKING_PASSWORD, and MLFLOW_TRACKING_TOKEN.",
-    Tracker.wandb: "Check WANDB_BASE_URL and WANDB_API_KEY, or set wandb.mode=offline.",
-}
 
 
 def redacted(text: str) -> str:

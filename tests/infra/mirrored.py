@@ -69,7 +69,7 @@ def saved_plan(run_dir: Path, *overrides: str) -> RunPlan:
 
 def mirror(plan: RunPlan, tracker: str, attempt: str = "0.0", env: Mapping[str, str] | None = None) -> Any:
     """Start a tracker's process, as the agent does."""
-    command = [sys.executable, "-m", "launcher.report.trackers", plan.run.dir, attempt, tracker]
+    command = [sys.executable, "-m", "launcher.trackers.mirror", plan.run.dir, attempt, tracker]
     without = {name: value for name, value in os.environ.items() if name != "MLFLOW_ALLOW_FILE_STORE"}
     with plan.paths.tracker_log(tracker).open("ab") as log:
         return warm.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=without | dict(env or {}))

@@ -1,6 +1,6 @@
 """Processes of the trackers: node 0's agent starts one for each, starts it again if it was killed, and ends it.
 
-A tracker's process reads the run's record (launcher/report/trackers.py). It can neither slow nor stop the job.
+A tracker's process reads the run's record (launcher/trackers/mirror.py). It can neither slow nor stop the job.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from launcher.config.schema import Tracker
 from launcher.errors import EXIT_DONE, Superseded, UserError
-from launcher.plan.host import TRACKER_ENV, allowed_env
+from launcher.plan.host import allowed_env
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
-from launcher.plan.tracker_plan import TRACKER_KINDS, mirrors_of
 from launcher.process import RUN_ID
 from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import read_json, write_json, write_line
 from launcher.rundir.paths import RunPaths
+from launcher.trackers.installed import described_tracker, mirrors_of
 
 # seconds; the record is on disk, so what is not delivered in this time can be delivered later
 GRACE_S, HURRIED_S = 60, 5
@@ -64,7 +63,7 @@ class TrackerProcesses(threading.Thread):
         super().__init__(daemon=True)
         self._plan, self._own = plan, own
         self._env = dict(os.environ)
-        self._kept: dict[Tracker, _Kept] = {}
+        self._kept: dict[str, _Kept] = {}
         self._over = threading.Event()
 
     def start(self) -> None:
@@ -92,9 +91,9 @@ class TrackerProcesses(threading.Thread):
                     kept.started = time.monotonic()
                 except OSError as error:  # no memory for a process: the job does not depend on it
                     kept.due = time.monotonic() + RESTART_PAUSES_S[-1]
-                    write_line(f"The process of {tracker.value} did not start: {error}")
+                    write_line(f"The process of {tracker} did not start: {error}")
 
-    def _note_death(self, tracker: Tracker, kept: _Kept) -> None:
+    def _note_death(self, tracker: str, kept: _Kept) -> None:
         assert kept.process is not None
         assert kept.process.stdin is not None
         kept.process.stdin.close()
@@ -104,7 +103,7 @@ class TrackerProcesses(threading.Thread):
             kept.deaths = 0
         if kept.deaths == len(RESTART_PAUSES_S):
             kept.given_up = True
-            title = TRACKER_KINDS[tracker].title
+            title = described_tracker(tracker).title
             problem = (
                 f"The process of {title} was killed {kept.deaths + 1} times in succession, last by signal {number}"
             )
@@ -114,25 +113,25 @@ class TrackerProcesses(threading.Thread):
             kept.due = now + RESTART_PAUSES_S[kept.deaths]
             kept.deaths += 1
 
-    def _start(self, tracker: Tracker) -> subprocess.Popen[bytes]:
+    def _start(self, tracker: str) -> subprocess.Popen[bytes]:
         plan = self._plan
         with self._log(tracker) as log:
             return subprocess.Popen(
-                [sys.executable, "-P", "-m", "launcher.report.trackers", plan.run.dir, str(self._own), tracker.value],
-                env=allowed_env(self._env, (*plan.env.allow, *TRACKER_ENV[tracker])) | {RUN_ID: plan.run.id},
+                [sys.executable, "-P", "-m", "launcher.trackers.mirror", plan.run.dir, str(self._own), tracker],
+                env=allowed_env(self._env, (*plan.env.allow, *described_tracker(tracker).env)) | {RUN_ID: plan.run.id},
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # the terminal's Ctrl-C must not reach it
             )
 
-    def _log(self, tracker: Tracker) -> BinaryIO:
+    def _log(self, tracker: str) -> BinaryIO:
         try:
             return self._plan.paths.tracker_log(tracker).open("ab")
         except OSError:  # a full disk has no place for a log; the tracker's server may be elsewhere
             return Path(os.devnull).open("ab")
 
-    def finish(self, within_s: float) -> set[Tracker]:
+    def finish(self, within_s: float) -> set[str]:
         """Let the trackers deliver the rest for at most ``within_s`` seconds in all, then kill them.
 
         Returns:
@@ -148,7 +147,7 @@ class TrackerProcesses(threading.Thread):
             assert process.stdin is not None
             process.stdin.close()
         end = time.monotonic() + within_s
-        running = [TRACKER_KINDS[tracker].title for tracker, process in processes.items() if process.poll() is None]
+        running = [described_tracker(tracker).title for tracker, process in processes.items() if process.poll() is None]
         if running:
             write_line(f"Waiting up to {within_s} s for {', '.join(running)} to take the rest of the record.")
         for tracker, process in processes.items():
@@ -157,12 +156,12 @@ class TrackerProcesses(threading.Thread):
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-                title = TRACKER_KINDS[tracker].title
+                title = described_tracker(tracker).title
                 problem = f"{title} had not taken everything {within_s} s after the end. {rest_text(self._plan.paths)}"
                 self._set_problem(tracker, problem)
         return {tracker for tracker, process in processes.items() if process.returncode == EXIT_DONE}
 
-    def _set_problem(self, tracker: Tracker, problem: str) -> None:
+    def _set_problem(self, tracker: str, problem: str) -> None:
         path = self._plan.paths.tracker_status(tracker)
         try:
             Fence(self._plan.paths, self._own).check()
@@ -186,11 +185,11 @@ def without_rest(problem: str) -> str:
 
 def wait_after_stop(plan: LaunchPlan) -> str:
     """Return a sentence on the trackers that this node waits for after a request to stop; empty without any."""
-    titles = [TRACKER_KINDS[tracker].title for tracker in _mirrors(plan)] if plan.node == 0 else []
+    titles = [described_tracker(tracker).title for tracker in _mirrors(plan)] if plan.node == 0 else []
     return f" Then it waits up to {HURRIED_S} s for {', '.join(titles)} to take the rest." if titles else ""
 
 
-def _mirrors(plan: LaunchPlan) -> tuple[Tracker, ...]:
+def _mirrors(plan: LaunchPlan) -> tuple[str, ...]:
     """Return the trackers of the record's plan, which a script of `launch run` may make later, or never."""
     if isinstance(plan, RunPlan):
         return mirrors_of(plan)

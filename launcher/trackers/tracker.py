@@ -1,17 +1,19 @@
-"""Input of the trackers: one entry for each record of metrics.jsonl, and the settings and the summary of the run."""
+"""Contract of a tracker, and its input: one entry for each record of metrics.jsonl, and the settings of the run."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
+from launcher.config.schema import Config
 from launcher.plan.host import without_secrets
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir.files import read_bytes
@@ -62,6 +64,68 @@ class StepEntry:
     def images(self) -> dict[str, Path]:
         """PNG files by name: samples/NAME."""
         return {sample_name(file): file for file in self.files if file.suffix == ".png"}
+
+
+class Tracker(ABC):
+    """One tracker: a subclass is all that describes it (docs/development/extensions.md).
+
+    An object lives in the tracker's process. Its methods raise whatever they like: that is reported, and the delivery
+    is tried again by a new object in a new interpreter. The module is imported on the control side too, so it imports
+    the tracker's library in its methods only.
+
+    Attributes:
+        title: name in messages and tables.
+        module: module of the tracker's library; where it is missing, a start is refused.
+        install: command that installs it.
+        env: patterns of the environment variables that only the tracker's process receives.
+        passed_on: those of them that a Slurm job takes along, which stores them: no passwords.
+        remedy: sentence on what to check when the server does not answer or refuses the login.
+    """
+
+    title: ClassVar[str]
+    module: ClassVar[str] = ""
+    install: ClassVar[str] = ""
+    env: ClassVar[tuple[str, ...]] = ()
+    passed_on: ClassVar[tuple[str, ...]] = ()
+    remedy: ClassVar[str] = ""
+
+    def __init__(self, plan: RunPlan, status: Mapping[str, Any]) -> None:
+        """Keep the plan, and the status that the last process left: fields that ``open`` returned."""
+        self.plan, self.status = plan, status
+
+    @classmethod  # noqa: B027
+    def check(cls, config: Config, env: Mapping[str, str]) -> None:
+        """Check settings before the start. Raises ConfigError.
+
+        Args:
+            env: environment of the command that starts the job.
+        """
+
+    @classmethod
+    def destination(cls, plan: RunPlan, env: Mapping[str, str]) -> str:  # noqa: ARG003
+        """Return where it stores a run, for the table of the plan; paths are absolute."""
+        return ""
+
+    @abstractmethod
+    def open(self) -> dict[str, Any]:
+        """Open the tracker's run: create it, or continue it.
+
+        Returns:
+            Fields of the status: ``delivered``, the last step that the store has; ``url`` or ``dir``; and ``problem``,
+            one that does not prevent the delivery.
+        """
+
+    @abstractmethod
+    def log(self, entries: Sequence[StepEntry]) -> str | None:
+        """Deliver entries, of increasing steps. When it returns, a later ``open`` finds them in the store.
+
+        Returns:
+            A problem that did not prevent the delivery of the numbers.
+        """
+
+    @abstractmethod
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Deliver the run's summary and verdict, and close the tracker's run."""
 
 
 def sample_name(file: Path) -> str:

@@ -15,11 +15,11 @@ from typing import Any
 import psutil
 import pytest
 
-from launcher.launch import tracker_processes
-from launcher.launch.tracker_processes import TrackerProcesses, wait_after_stop
 from launcher.plan.run_plan import RunPlan
 from launcher.report.tables import tracker_lines
 from launcher.rundir.fencing import Incarnation
+from launcher.trackers import tracker_processes
+from launcher.trackers.tracker_processes import TrackerProcesses, wait_after_stop
 from tests.helpers import make_plan
 from tests.infra.runs import wait_for
 
@@ -68,7 +68,7 @@ def test_each_has_a_process_with_its_own_secrets(
     trackers.start()
     found = of_run(plan)
     assert [*found] == ["wandb", "tensorboard", "mlflow"]
-    assert started[1][3:] == ["launcher.report.trackers", plan.run.dir, "1.2", "tensorboard"]
+    assert started[1][3:] == ["launcher.trackers.mirror", plan.run.dir, "1.2", "tensorboard"]
     for name, process in found.items():
         own = {keys[name]} if name in keys else set[str]()
         assert {key for key in keys.values() if key in process.environ()} == own

@@ -1,0 +1,1 @@
+"""Trackers other than W&B: TensorBoard and MLflow."""

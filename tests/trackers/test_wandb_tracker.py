@@ -1,0 +1,114 @@
+"""W&B: what its files have after kills and resumes, and which of its variables count."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import wandb
+
+from launcher.callbacks.samples import png
+from launcher.config.multirun import typed
+from launcher.plan.host import batch_env
+from launcher.plan.run_plan import RunPlan
+from launcher.rundir.paths import RunPaths
+from launcher.trackers.tracker import StepEntry, entries_of, sample_files
+from launcher.trackers.wandb_tracker import WandbTracker, wandb_media
+from tests.helpers import make_plan
+from tests.infra.mirrored import differences, in_wandb, record_of, saved_plan, wandb_records
+
+WANDB = {"WANDB_TAGS": "theirs,too", "WANDB_NOTES": "their notes", "WANDB_JOB_TYPE": "theirs", "WANDB_RUN_GROUP": "all"}
+
+NOTES = """it's the "last" one:
+  lr = {0.1, [0.2  \\ $HOME"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("configured", [False, True])
+def test_the_environment_says_what_the_config_does_not(
+    configured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in WANDB.items():
+        monkeypatch.setenv(name, value)
+    own = (
+        ["wandb.tags=[a,b]", f"wandb.notes={typed(NOTES)}", "wandb.job_type=train", "wandb.group=g"]
+        if configured
+        else []
+    )
+    make_plan(*own, run_dir=str(tmp_path)).save()
+    adapter = WandbTracker(RunPlan.load(RunPaths(tmp_path).plan), {})  # as the tracker's process reads it
+    adapter.open()
+    run = adapter._run
+    shown = (set(run.tags), run.notes, run.job_type, run.group)
+    run.finish()
+    wandb.teardown()
+    ours, theirs = ({"a", "b"}, NOTES, "train", "g"), ({"theirs", "too"}, "their notes", "theirs", "all")
+    assert shown == (ours if configured else theirs)
+
+
+@pytest.mark.slow
+def test_wandb_offline_continues_after_the_last_step_in_its_files(tmp_path: Path) -> None:
+    plan = saved_plan(tmp_path / "run", "wandb.mode=offline")
+    lines = [json.dumps(record_of(step)) for step in range(1, 1201)]
+    for number, end in enumerate((700, 1200)):  # several blocks of a file, in which records are divided
+        adapter = WandbTracker(plan, {})
+        delivered = adapter.open()["delivered"]
+        assert delivered == (0, 700)[number]
+        adapter.log([*entries_of(plan, lines[:end], delivered)])
+        directory = Path(adapter._run.dir).parent
+        adapter._run.finish()
+        wandb.teardown()
+        directory.rename(f"{directory}-{number}")  # the second one in a second has such a name
+    stored = in_wandb(tmp_path / "run")
+    assert [values.pop("step") for values in stored.values()] == [*stored]
+    assert differences(stored, 1200) == []
+
+
+def last_summary(run: Path) -> dict[str, Any]:
+    """Return the summary as it stands at the end of a run's newest offline file."""
+    values: dict[str, Any] = {}
+    for record in wandb_records(max(run.glob("wandb/offline-run-*/run-*.wandb"))):
+        if record.HasField("summary"):
+            values |= {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.summary.update}
+    return values
+
+
+@pytest.mark.slow
+def test_the_summary_in_wandb_is_the_runs(tmp_path: Path) -> None:
+    """The last row has the numbers of one step, and the summary those of the whole run, at an end and after it."""
+    plan = saved_plan(tmp_path / "run", "wandb.mode=offline")
+    lines = [json.dumps(record_of(step)) for step in range(1, 13)]
+    for start, end in ((0, 8), (8, 12)):  # the second one is a requeue
+        adapter = WandbTracker(plan, {})
+        adapter.open()
+        adapter.log([*entries_of(plan, lines[start:end], start)])
+        adapter.finish({"verdict": "done", "step": end, "train/loss": 0.5, "time/total_s": 1000.0 + end})
+        wandb.teardown()
+        found = last_summary(tmp_path / "run")
+        assert (found["train/loss"], found["time/total_s"], found["verdict"]) == (0.5, 1000.0 + end, "done")
+        assert found["progress/items"] == 4096 * end
+        for directory in (tmp_path / "run" / "wandb").glob("offline-run-*"):
+            if start == 0:  # the second one may start in the same second
+                directory.rename(f"{directory.parent}/offline-run-0-{directory.name}")
+
+
+def test_wandb_shows_texts_and_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(wandb, "Html", lambda text, inject: made.append((text, inject)) or "html")
+    monkeypatch.setattr(wandb, "Image", lambda path: made.append(path) or "image")
+    paths = RunPaths(tmp_path)
+    assert sample_files(paths, 3) == ()
+    paths.samples(3).mkdir(parents=True)
+    (paths.samples(3) / "story.txt").write_text("a < b")
+    (paths.samples(3) / "face.png").write_bytes(png(torch.zeros(2, 2)))
+    (paths.samples(3) / ".partial").write_text("")
+    entry = StepEntry({"step": 3}, sample_files(paths, 3), 0)
+    assert wandb_media(entry) == {"samples/face": "image", "samples/story": "html"}
+    assert made == [str(paths.samples(3) / "face.png"), ('<pre style="white-space: pre-wrap">a &lt; b</pre>', False)]
+
+
+def test_a_slurm_job_takes_them_along() -> None:
+    assert batch_env(WANDB | {"WANDB_API_KEY": "secret"}, ()) == WANDB
