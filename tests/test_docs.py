@@ -59,6 +59,13 @@ def test_pages_that_code_names_exist() -> None:
             assert (ROOT / name).exists(), f"{path}: {name}"
 
 
+def test_files_of_the_reading_order_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Reading order")[2].partition("\n## ")[0]
+    files = re.findall(r"`([\w/]+\.py)`", text)
+    assert len(files) > 20
+    assert [file for file in files if not (ROOT / "launcher" / file).exists()] == []
+
+
 def test_the_readme_is_short() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 200
 
@@ -136,7 +143,12 @@ def test_messages_of_the_troubleshooting_page_exist() -> None:
 
 def test_labels_of_measured_outputs_exist() -> None:
     """The names of lines of a plan and a summary on the page are still printed."""
-    printed = {text for path, found in templates().items() if path.parent.name in ("report", "cli") for text in found}
+    printed = {
+        text
+        for path, found in templates().items()
+        if path.parent.name in ("report", "cli", "trackers")
+        for text in found
+    }
     shown = re.findall(r"<!-- output: launch train .*?-->\n\n```text\n([\s\S]*?)^```$", all_docs(), re.MULTILINE)
     labels = {label for text in shown for label in re.findall(r"^(\S.*?)(?:  +|: )", text, re.MULTILINE)}
     assert {"Plan", "loss", "speed-up"} <= labels

@@ -24,13 +24,14 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import launcher
-from launcher.cli.completion import FLAGS
+from launcher.cli.completion import flags
 from launcher.cli.keys import launch_keys
 from launcher.config.hydra import compose
 from launcher.config.schema import check_values
 from tests.helpers import ROOT, launch, patience
 from tests.test_docs import PAGES
 
+FLAGS = flags()
 # these show configurations of a person's own project, or notes from a release to the next
 OTHERS = ("CHANGELOG.md",)
 OVERRIDES = ("train", "plan", "verify", "drill", "run", "doctor", "resume")

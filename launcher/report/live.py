@@ -83,7 +83,8 @@ class LiveDisplay(MessageDisplay):
         self._events.lines()
         recorded = self._metrics.lines()
         self._steps = plan.train.steps if isinstance(plan, RunPlan) else None
-        self._trackers, self._warned = (), set[str]()
+        self._trackers = plan.trackers if isinstance(plan, RunPlan) else ()
+        self._warned = set[str]()
         self._last: dict[str, Any] | None = None
         self._printed_at = -PLAIN_LINE_EVERY_S
         self._printed_step: int | None = None

@@ -206,6 +206,8 @@ def problem_of(tracker: str, error: Exception, plan: RunPlan) -> str:
     if isinstance(error, ImportError) and kind.install:
         return f"{error}: install it on the host of rank 0 ({kind.install})."
     whole = " ".join(redacted(str(error)).split())
+    if isinstance(error, UserError):
+        return whole
     text = f"{type(error).__name__}: {_shortened(whole)}"
     cause = next((cause for pattern, cause in _CAUSES if re.search(pattern, whole)), None)
     if cause is None or not kind.remedy:

@@ -1,0 +1,82 @@
+"""Tracker of another package: the example of the guide, installed in a directory of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Launch
+from tests.helpers import ROOT
+from tests.infra.mirrored import Steps, differences, kill_often, saved_plan
+from tests.system.test_wandb import ALONE, SMALL
+from tests.test_docs_blocks import write_programs
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> dict[str, str]:
+    """Environment in which the packages of the guide are installed, and the example's file."""
+    place = tmp_path / "site"
+    place.mkdir()
+    write_programs(ROOT / "docs" / "development" / "extensions.md", place)
+    project = tomllib.loads((place / "pyproject.toml").read_text())["project"]
+    points = project["entry-points"] | {"launcher.commands": {"hello": "hello_command:launch_hello"}}
+    info = place / f"sqlite_tracker-{project['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    lines = [
+        f"[{group}]\n" + "".join(f"{n} = {target}\n" for n, target in each.items()) for group, each in points.items()
+    ]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    path = os.pathsep.join([str(place), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {"PYTHONPATH": path, "SQLITE_TRACKER_FILE": str(tmp_path / "all.sqlite")}
+
+
+def in_sqlite(file: Path, name: str) -> Steps:
+    """Return the numbers of a run by step."""
+    database = sqlite3.connect(file)
+    rows = database.execute(
+        "select step, metrics.name, value from metrics join runs on run = id where runs.name = ? order by step", (name,)
+    ).fetchall()
+    database.close()
+    steps: Steps = {}
+    for step, metric, value in rows:
+        steps.setdefault(step, {})[metric] = float("nan") if value is None else value
+    return steps
+
+
+@pytest.mark.slow
+def test_a_job_uses_the_tracker_of_another_package(launch: Launch, example: dict[str, str], tmp_path: Path) -> None:
+    file = Path(example["SQLITE_TRACKER_FILE"])
+    done = launch("train", *SMALL, *ALONE, "trackers=[wandb,sqlite]", env=example)
+    assert done.returncode == 0, done.stderr
+    assert "SQLite" in done.stdout
+    record = [json.loads(line) for line in (tmp_path / "runs" / "w" / "metrics.jsonl").read_text().splitlines()]
+    stored = in_sqlite(file, "w")
+    assert [*stored] == [each["step"] for each in record] == [*range(1, 13)]
+    assert [values["train/loss"] for values in stored.values()] == [each["train/loss"] for each in record]
+    # where it is not installed, the run is shown, and its delivery is refused
+    assert json.loads(launch("status", "w", "--json").stdout)["trackers"]["sqlite"]["dir"] == str(file)
+    again = launch("mirror", "w")
+    assert again.returncode == 1
+    assert "sqlite: trackers=sqlite: no tracker of this name is installed" in " ".join(again.stdout.split())
+    assert launch("mirror", "w", env=example).returncode == 0
+    refused = launch("plan", *SMALL, "trackers=[sqlite]", env=example | {"SQLITE_TRACKER_FILE": "/no/such/file"})
+    assert refused.returncode == 2
+    assert "SQLITE_TRACKER_FILE=/no/such/file: its directory does not exist." in refused.stderr
+
+
+@pytest.mark.slow
+def test_each_step_is_there_once_however_often_it_is_killed(example: dict[str, str], tmp_path: Path) -> None:
+    steps = kill_often(saved_plan(tmp_path / "run", "trackers=[sqlite]"), "sqlite", 3, env=example)
+    assert differences(in_sqlite(Path(example["SQLITE_TRACKER_FILE"]), "run"), steps) == []
+
+
+@pytest.mark.slow
+def test_the_command_of_another_package(launch: Launch, example: dict[str, str]) -> None:
+    assert launch("hello", "--loud", "Ada", env=example).stdout == "HELLO ADA\n"
+    assert "launch hello [--loud] NAME" in launch("--help", env=example).stdout
