@@ -39,7 +39,7 @@ from launcher.plan.sync_policy import SHARDED
 from launcher.rundir.files import value_from_json
 from launcher.task import load_task
 
-# tasks whose description is arithmetic, except where facts() returns None
+# tasks whose description is arithmetic
 _WITH_FACTS = ("launcher.tasks.bytes_gpt.", "launcher.tasks.digits.")
 # note of a plan with train.compile
 COMPILED_NOTE = "The predicted memory is that of the model without train.compile; compiled code usually needs less."
@@ -49,7 +49,7 @@ _PROBE, _FORECAST = "launcher.train.inspection.task_probe", "launcher.train.insp
 
 
 class HasFacts(Protocol):
-    def facts(self) -> dict[str, int] | None: ...
+    def facts(self) -> dict[str, int]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,23 +175,11 @@ def _by_arithmetic(request: InspectionRequest) -> TaskPlan | None:
             facts = cast("HasFacts", task).facts()
         except (TypeError, ValueError) as error:  # a parameter of the wrong type
             raise TaskError(f"task: {target} with {params}: {error}.") from None
-        if facts is not None:
-            return TaskPlan(
-                target=target,
-                params=params,
-                samples=facts["samples"],
-                parameters=facts["parameters"],
-                gradient_bytes=4 * facts["parameters"],
-                unit_parameters=facts["unit_parameters"],
-                batch_norms=facts["batch_norms"],
-                one_value_norm="",
-                matmul_parameters=facts["matmul_parameters"],
-                unit_matmul_parameters=facts["unit_matmul_parameters"],
-                group_parameters=_default_groups(optimizer, facts),
-                eval_sets=("",),
-                lengths=False,
-                data_notes=tuple(getattr(task, "notes", ())),
-            )
+        fields: dict[str, Any] = {name: value for name, value in facts.items() if name != "vector_parameters"}
+        return TaskPlan(
+            target=target, params=params, **fields, gradient_bytes=4 * facts["parameters"], one_value_norm="",
+            group_parameters=_default_groups(optimizer, facts), eval_sets=("",), lengths=False,
+        )  # fmt: skip
     return None
 
 
