@@ -95,12 +95,9 @@ def load_task(target: str, params: dict[str, Any], search_path: Sequence[str], s
         ConfigError: there is no such module, class or argument, or a value of another type than the class declares.
         TaskError: a required method is missing.
     """
-    for directory in reversed(search_path):
-        if directory not in sys.path:
-            sys.path.insert(0, directory)
     if seed is not None:
         _seed(seed, "task")
-    cls = find_target("task._target_", target, search_path)
+    cls = find_class(target, search_path)
     params = require_arguments("task", target, cls, params)
     if seed is not None:
         _seed(seed, "task")  # again after the import, which may have imported NumPy
@@ -119,6 +116,14 @@ def load_task(target: str, params: dict[str, Any], search_path: Sequence[str], s
             "  A task whose state is in checkpoints has both."
         )
     return cast("Task", task)
+
+
+def find_class(target: str, search_path: Sequence[str]) -> Callable[..., Any]:
+    """Import the class named ``target``, see ``load_task``."""
+    for directory in reversed(search_path):
+        if directory not in sys.path:
+            sys.path.insert(0, directory)
+    return find_target("task._target_", target, search_path)
 
 
 def file_of(task: Task) -> Path | None:

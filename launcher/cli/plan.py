@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import sys
@@ -14,12 +15,12 @@ from launcher.cli.overrides import take_flag, with_config
 from launcher.config.multirun import RequestedCell, Result, cell_label, override_key
 from launcher.config.schema import Config, StrategyKind, Sync
 from launcher.errors import EXIT_DONE, ConfigError, UserError
-from launcher.launch.planner import Once, plan_job, trace_jobs
+from launcher.launch.planner import Once, plan_job, plan_jobs
 from launcher.launch.slurm import submit
 from launcher.plan.batch import DEFAULT_GLOBAL_SIZE
 from launcher.plan.host import without_secrets
 from launcher.plan.run_plan import RunPlan
-from launcher.plan.strategy_choice import Candidate, Ranking, rank
+from launcher.plan.strategy_choice import Candidate, Ranking, rank, require_equal_work
 from launcher.report import live, ranking_table, tables
 from launcher.report.recorded_step import RecordedSteps
 from launcher.sweeps.conductor import require_a_possible_one
@@ -122,16 +123,16 @@ def _rank(requested: Sequence[RequestedCell], wide: set[str]) -> Ranking:
         UserError: no cell has a plan, or the cells do not compare.
     """
     cells = [each for cell in requested for each in _with_micro_sizes(cell)]
-    once = Once()
-    plans: list[RunPlan | UserError] = []
+    possible_plans, done = list[RunPlan](), itertools.count(1)
     with _progress() as report:
-        trace_jobs([cell.config for cell in cells], once, lambda number, of: report("traced", number, of, ""))
-        for number, cell in enumerate(cells, 1):
-            try:
-                plans.append(plan_job(cell.config, once, starts=False, weighs=True))
-            except UserError as error:
-                plans.append(error)
-            report("planned", number, len(cells), cell_label(cell.overrides))
+
+        def planned(number: int, plan: RunPlan | UserError) -> None:
+            if not isinstance(plan, UserError):
+                possible_plans.append(plan)
+                require_equal_work(possible_plans)
+            report(next(done), len(cells), cell_label(cells[number].overrides))
+
+        plans = plan_jobs([cell.config for cell in cells], Once(), starts=False, weighs=True, planned=planned)
     require_a_possible_one(cells, [plan if isinstance(plan, UserError) else None for plan in plans])
     candidates: list[Candidate] = []
     refused: list[tuple[tuple[str, ...], UserError]] = []
@@ -152,26 +153,24 @@ def _rank(requested: Sequence[RequestedCell], wide: set[str]) -> Ranking:
 
 
 @contextmanager
-def _progress() -> Generator[Callable[[str, int, int, str], None]]:
-    """Return a context with a function that reports what is done: a bar for each kind of work on a terminal, else a
-    line. Its arguments: the work, how many are done, of how many, and which one it was."""
+def _progress() -> Generator[Callable[[int, int, str], None]]:
+    """Return a context with a function that reports how many plans are made, of how many, and which one was the last:
+    in a bar on a terminal, else in a line."""
     if not sys.stderr.isatty():
 
-        def print_line(work: str, number: int, of: int, which: str) -> None:
-            print(f"{work} {number} of {of}{which and ': '}{which}", file=sys.stderr, flush=True)
+        def print_line(number: int, of: int, which: str) -> None:
+            print(f"planned {number} of {of}: {which}", file=sys.stderr, flush=True)
 
         yield print_line
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    tasks: dict[str, TaskID] = {}
     shown = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*shown, console=Console(stderr=True), transient=True) as bar:
+        shown_plans = bar.add_task("planned", total=None)
 
-        def update(work: str, number: int, of: int, which: str) -> None:
-            if work not in tasks:
-                tasks[work] = bar.add_task(work, total=of)
-            bar.update(tasks[work], completed=number, description=f"{work} {which}")
+        def update(number: int, of: int, which: str) -> None:
+            bar.update(shown_plans, completed=number, total=of, description=f"planned {which}")
 
         yield update

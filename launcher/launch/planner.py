@@ -7,8 +7,8 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -37,14 +37,15 @@ from launcher.plan.initial_weights import InitialWeights, find_weights
 from launcher.plan.launch_plan import RunInfo, node_range
 from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import solve
-from launcher.plan.strategy_choice import choose_strategy, require_equal_work, with_each_strategy
+from launcher.plan.strategy_choice import choose_strategy
 from launcher.plan.sync_policy import SHARDED
 from launcher.plan.task_inspection import (
+    Inspection,
     InspectionRequest,
+    InspectionServer,
     describe_task,
-    describe_tasks,
+    new_inspection,
     remembered_probe,
-    trace_plans,
     weigh_memory,
 )
 from launcher.plan.windows import ANY_NUMBER
@@ -53,6 +54,7 @@ from launcher.quantities import count
 from launcher.trackers.installed import require_trackers
 
 T = TypeVar("T")
+_MOST_AT_ONCE = 4  # tasks that are inspected
 
 
 class Once:
@@ -60,30 +62,35 @@ class Once:
 
     def __init__(self) -> None:
         self._answers: dict[str, tuple[Any, UserError | None]] = {}
+        self._locks: dict[str, threading.Lock] = {}
 
     def __call__(self, function: Callable[..., T], *arguments: object, **named: object) -> T:
         key = repr((function, arguments, named))
-        if key not in self._answers:
-            try:
-                self._answers[key] = function(*arguments, **named), None
-            except UserError as error:  # the same error holds for every later call
-                self._answers[key] = None, error
+        with self._locks.setdefault(key, threading.Lock()):
+            if key not in self._answers:
+                try:
+                    self._answers[key] = function(*arguments, **named), None
+                except UserError as error:  # the same error holds for every later call
+                    self._answers[key] = None, error
         result, error = self._answers[key]
         if error is not None:
             raise error
         return result
 
-    def know(self, answer: object, function: Callable[..., object], *arguments: object, **named: object) -> None:
-        """Store what the call returns, or the UserError that it raises."""
-        failed = isinstance(answer, UserError)
-        self._answers[repr((function, arguments, named))] = (None, answer) if failed else (answer, None)
 
-
-def plan_job(config: Config, once: Once | None = None, *, starts: bool = True, weighs: bool = False) -> RunPlan:
+def plan_job(
+    config: Config,
+    once: Once | None = None,
+    inspection: Inspection | None = None,
+    *,
+    starts: bool = True,
+    weighs: bool = False,
+) -> RunPlan:
     """Return the plan of `launch train` for this config. Inspects task and machine; starts and writes nothing.
 
     Args:
         once: cache shared with other jobs that are planned at the same time.
+        inspection: of the job's task; None: one that ends with the call.
         starts: whether the job is about to start: False for `launch plan`.
         weighs: whether the plan is to have the predicted memory, whatever the strategy.
 
@@ -91,74 +98,71 @@ def plan_job(config: Config, once: Once | None = None, *, starts: bool = True, w
         ConfigError, TaskError, SiteError: The input is wrong.
     """
     once = once or Once()
-    if config.strategy.kind is not StrategyKind.auto:
-        return _plan_strategy(config, once, starts=starts, weighs=weighs)
+    with new_inspection(inspection) as asked:
+        if config.strategy.kind is StrategyKind.auto:
+            plan = choose_strategy(config, lambda each: _plan_strategy(each, once, asked, starts=starts, weighs=True))
+        else:
+            plan = _plan_strategy(config, once, asked, starts=starts, weighs=weighs)
+        return plan.with_notes(asked.slow_notes())
 
-    def plan_of(each: Config) -> RunPlan:
-        return _plan_strategy(each, once, starts=starts, weighs=True)
 
-    return choose_strategy(config, plan_of)
-
-
-def _plan_strategy(config: Config, once: Once, *, starts: bool, weighs: bool = False) -> RunPlan:
+def _plan_strategy(
+    config: Config, once: Once, inspection: Inspection, *, starts: bool, weighs: bool = False
+) -> RunPlan:
     """Return the plan of a config that names its strategy.
 
     Args:
         weighs: whether the plan is to have the predicted memory, whatever the strategy.
     """
-    plan, config, notes = _solve_job(config, once, starts=starts)
-    plan = with_predictions(plan, config, starts=starts, weighs=weighs)
-    return plan.with_notes([*notes, *emulation_notes(plan, once)])
+    job = _before_inspection(config, once, starts=starts)
+    task = once(describe_task, job.request, inspection, starts=starts, limit_s=job.config.train.hang_timeout)
+    if not starts:
+        task = _with_a_window(task, job.window, job.notes)
+    plan = dataclasses.replace(solve(job.config, job.site, task, job.run), initial=job.initial)
+    plan = with_predictions(plan, job.config, inspection, starts=starts, weighs=weighs)
+    return plan.with_notes([*job.notes, *emulation_notes(plan, once)])
 
 
-def inspect_jobs(configs: Sequence[Config], once: Once) -> None:
-    """Make the inspections and the traces that ``plan_job`` needs for these jobs, which are about to start, in one
-    process for all inspections and one for all traces. Errors are left to ``plan_job``.
-
-    Args:
-        once: cache that ``plan_job`` will have.
-    """
-    # with strategy=auto the first one usually fits
-    chosen = [each.strategy.kind is StrategyKind.auto for each in configs]
-    configs = [with_each_strategy(each)[0] if auto else each for each, auto in zip(configs, chosen, strict=True)]
-    wanted: dict[str, tuple[InspectionRequest, float | None]] = {}
-    for config in configs:
-        with suppress(UserError):
-            request, limit_s = _before_inspection(config, once, starts=True).request, config.train.hang_timeout
-            wanted[repr((request, limit_s))] = request, limit_s
-    for (request, limit_s), task in zip(wanted.values(), describe_tasks([*wanted.values()]), strict=True):
-        if task is not None:
-            once.know(task, describe_task, request, starts=True, limit_s=limit_s)
-    plans: list[RunPlan] = []
-    for config, auto in zip(configs, chosen, strict=True):
-        if auto or config.strategy.kind in SHARDED:
-            with suppress(UserError):
-                plan, solved, _ = _solve_job(config, once, starts=True)
-                if plan.outer is None and _requires_forecasts(plan, solved, starts=True, weighs=auto):
-                    plans += plan.worlds()
-    trace_plans(plans)
-
-
-def trace_jobs(configs: Iterable[Config], once: Once, traced: Callable[[int, int], None]) -> None:
-    """Make the traces that ``plan_job`` with ``weighs`` needs for these configs, all in one process, and store them.
-
-    Raises ConfigError, before anything is traced, if the jobs do not do the same work.
+def plan_jobs(
+    configs: Sequence[Config],
+    once: Once,
+    *,
+    starts: bool = True,
+    weighs: bool = False,
+    planned: Callable[[int, RunPlan | UserError], object] | None = None,
+) -> list[RunPlan | UserError]:
+    """Return what ``plan_job`` returns or raises for each config. Each distinct task is built once, several at a time.
 
     Args:
-        once: cache that ``plan_job`` will have.
-        traced: called after each trace with the number of traces so far, and of all.
+        planned: called with the number of each config as soon as its plan, or its error, is known. It may raise an
+            error, which ends the others.
     """
-    all_solved, plans = list[RunPlan](), list[RunPlan]()
-    for config in configs:
-        chosen = config.strategy.kind is StrategyKind.auto
-        for each in with_each_strategy(config) if chosen else [config]:
-            with suppress(UserError):  # which plan_job reports
-                plan, solved, _ = _solve_job(each, once, starts=False)
-                all_solved.append(plan)
-                if plan.outer is None and _requires_forecasts(plan, solved, starts=False, weighs=True):
-                    plans += plan.worlds()
-    require_equal_work(all_solved)
-    trace_plans(plans, traced)
+    from concurrent.futures import ThreadPoolExecutor, as_completed
+
+    tasks: dict[str, list[int]] = {}
+    for number, config in enumerate(configs):
+        tasks.setdefault(repr(config.task), []).append(number)
+    plans: dict[int, RunPlan | UserError] = {}
+    workers = min(_MOST_AT_ONCE, len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(workers) as pool, InspectionServer(several=len(tasks) > 1) as server:
+
+        def plan_with(numbers: Sequence[int]) -> None:
+            with Inspection(server) as inspection:
+                for number in numbers:
+                    try:
+                        plans[number] = plan_job(configs[number], once, inspection, starts=starts, weighs=weighs)
+                    except UserError as error:
+                        plans[number] = error
+                    if planned is not None:
+                        planned(number, plans[number])
+
+        try:
+            for done in as_completed([pool.submit(plan_with, numbers) for numbers in tasks.values()]):
+                done.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [plans[number] for number in range(len(configs))]
 
 
 @dataclass(frozen=True)
@@ -176,16 +180,6 @@ class _Ready:
     request: InspectionRequest
     window: int
     notes: list[str]
-
-
-def _solve_job(config: Config, once: Once, *, starts: bool) -> tuple[RunPlan, Config, list[str]]:
-    """Return the plan without forecasts, the config that it is of, and notes."""
-    job = _before_inspection(config, once, starts=starts)
-    task = once(describe_task, job.request, starts=starts, limit_s=job.config.train.hang_timeout)
-    if not starts:
-        task = _with_a_window(task, job.window, job.notes)
-    plan = solve(job.config, job.site, task, job.run)
-    return dataclasses.replace(plan, initial=job.initial), job.config, job.notes
 
 
 def _before_inspection(config: Config, once: Once, *, starts: bool) -> _Ready:
@@ -291,13 +285,16 @@ def _computes(kind: PrecisionKind, device: Device) -> bool | None:
     return answer.get("native")
 
 
-def with_predictions(plan: RunPlan, config: Config, *, starts: bool = True, weighs: bool = False) -> RunPlan:
+def with_predictions(
+    plan: RunPlan, config: Config, inspection: Inspection | None = None, *, starts: bool = True, weighs: bool = False
+) -> RunPlan:
     """Return ``plan`` with a prediction of its windows, and with the sync policy that fits into memory, if the user
     left the choice to the launcher.
 
     A trace takes some seconds. Where nothing depends on it, only an earlier one is used.
 
     Args:
+        inspection: of the job's task; None: one that ends with the call.
         starts: whether the job is about to start, and not only shown.
         weighs: whether the plan is to have the memory of each policy in any case.
     """
@@ -307,7 +304,7 @@ def with_predictions(plan: RunPlan, config: Config, *, starts: bool = True, weig
     if not _requires_forecasts(plan, config, starts=starts, weighs=weighs):
         # for fewer hosts it would take as long again
         return weigh_memory(plan, choose=False, recall=True) if _is_predictable(config) else plan
-    most, *fewer = (weigh_memory(world, choose=choose) for world in plan.worlds())
+    most, *fewer = (weigh_memory(world, inspection, choose=choose) for world in plan.worlds())
     return most.with_fewer(fewer)
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, Protocol, Self, cast
 
@@ -27,7 +29,7 @@ from launcher.config.schema import (
     ScheduleConfig,
     ScheduleKind,
 )
-from launcher.errors import ConfigError, TaskError, UserError
+from launcher.errors import ConfigError, TaskError
 from launcher.plan.forecast_cache import ContentCache
 from launcher.plan.gpus import OVERHEAD_BYTES, find_gpu
 from launcher.plan.host import free_host_bytes, visible_gpus
@@ -45,7 +47,8 @@ _WITH_FACTS = ("launcher.tasks.bytes_gpt.", "launcher.tasks.digits.")
 COMPILED_NOTE = "The predicted memory is that of the model without train.compile; compiled code usually needs less."
 
 
-_PROBE, _FORECAST = "launcher.train.inspection.task_probe", "launcher.train.inspection.memory_forecast"
+_PROBE = "launcher.train.inspection.task_probe"
+SLOW_S = 5.0  # a task that takes longer to build is mentioned in the plan
 
 
 class HasFacts(Protocol):
@@ -95,6 +98,11 @@ class InspectionRequest:
         )  # fmt: skip
 
     @property
+    def build(self) -> tuple[Any, dict[str, Any], list[str], int]:
+        """Arguments of ``BuiltTask``."""
+        return self.target, self.params, [self.import_from], self.seed
+
+    @property
     def target(self) -> Any:
         """Path of the task's class."""
         return self.task.get("_target_")
@@ -105,7 +113,145 @@ class InspectionRequest:
         return {name: value for name, value in self.task.items() if name != "_target_"}
 
 
-def describe_task(request: InspectionRequest, *, starts: bool = True, limit_s: float | None = None) -> TaskPlan:
+class InspectionServer:
+    """Process that imports torch once and then forks one process for each task; started when it is first needed.
+
+    Args:
+        several: several tasks are expected, so that it imports beforehand what each of them needs.
+    """
+
+    def __init__(self, *, several: bool = False) -> None:
+        self._several, self._lock, self._closed = several, threading.Lock(), False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End all of its processes."""
+        with self._lock:
+            self._closed = True
+            if self._process is not None and self._control is not None:
+                self._control.close()
+                self._process.kill()
+                self._process.wait()
+
+    def connect(self) -> socket.socket:
+        """Return a connection to a new process, which answers questions about one task."""
+        ours, theirs = socket.socketpair()
+        with theirs, self._lock:
+            if self._closed:
+                raise OSError("the inspection was stopped")
+            if self._control is None:
+                self._control, control = socket.socketpair()
+                with control:
+                    self._process = subprocess.Popen(
+                        [sys.executable, "-P", "-m", _PROBE, str(control.fileno()), str(os.getpid())]
+                        + ["several"] * self._several,
+                        stdin=subprocess.DEVNULL,
+                        start_new_session=True,  # Ctrl-C reaches only this process, which ends the other ones
+                        stdout=sys.stderr,  # what the user's code prints must not end up in `launch plan --json`
+                        pass_fds=(control.fileno(),),
+                    )
+            with suppress(OSError):  # it has ended: there will be no answer
+                socket.send_fds(self._control, [b"."], [theirs.fileno()])
+        return ours
+
+
+class Inspection:
+    """Process that builds one task and answers all questions about it; it starts with the first question.
+
+    Under another seed of the job the task is built again only if building it uses the seed.
+
+    Attributes:
+        seconds: how long each part of the task took to be built.
+    """
+
+    def __init__(self, server: InspectionServer) -> None:
+        self._server = server
+        self._connection: socket.socket | None = None
+        self._pid, self._since, self._seed, self._seeded = 0, 0.0, 0, True
+        self._answers: dict[str, dict[str, Any]] = {}
+        self.seconds: dict[str, float] = {}
+
+    def __repr__(self) -> str:
+        return "Inspection()"  # answers do not depend on which one is asked, see launcher.launch.planner.Once
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._connection is not None:
+            with suppress(OSError):  # a question that was not sent
+                self._lines.close()
+            self._connection.close()
+            self._connection, self._seeded = None, True
+
+    def ask(
+        self, kind: str, about: Mapping[str, Any], build: Sequence[Any], key: Any, limit_s: float | None
+    ) -> dict[str, Any] | None:
+        """Return the answer to a question; None if the process ends without one.
+
+        Args:
+            kind: "describe" or "trace".
+            about: the request, or the plan.
+            build: arguments of ``BuiltTask``, of which the last one is the seed.
+            key: what the answer depends on beside the seed, and ``kind``.
+            limit_s: seconds after which the process is killed, and the answer has that as its error.
+        """
+        text = json.dumps([kind, key], sort_keys=True)
+        if not self._seeded and text in self._answers:
+            return self._answers[text]
+        if self._seeded and build[-1] != self._seed:
+            self.__exit__()
+        try:
+            if self._connection is None:
+                self._since, self._seed, self._connection = time.time(), build[-1], self._server.connect()
+                self._lines = self._connection.makefile("rw", encoding="utf-8")
+                self._pid = int(self._lines.readline())
+            self._connection.settimeout(limit_s)
+            print(json.dumps({"kind": kind, "about": about, "build": build}), file=self._lines, flush=True)
+            line = self._lines.readline()
+        except TimeoutError:
+            os.kill(self._pid, signal.SIGKILL)
+            line = json.dumps(_too_long(limit_s)) + "\n"
+            self.__exit__()
+        except (OSError, ValueError):  # ValueError: it ended before it sent its process id
+            line = ""
+        if not line.endswith("\n"):
+            self.__exit__()
+            return None
+        answer = json.loads(line) | {"since": self._since}
+        self._seeded, self.seconds = answer.pop("seeded", True), answer.pop("seconds", {})
+        self._answers[text] = answer
+        return answer
+
+    def slow_notes(self) -> list[str]:
+        """Return a note for the plan if the task took long to build."""
+        if sum(self.seconds.values()) < SLOW_S:
+            return []
+        parts = ", ".join(f"{name} {spent:.0f} s" for name, spent in self.seconds.items() if spent >= 0.5)
+        return [f"Building the task took {sum(self.seconds.values()):.0f} s ({parts}), as it will on each rank."]
+
+
+@contextmanager
+def new_inspection(given: Inspection | None = None) -> Generator[Inspection]:
+    """Return a context with ``given``, or with an inspection of its own."""
+    if given is not None:
+        yield given
+        return
+    with InspectionServer() as server, Inspection(server) as inspection:
+        yield inspection
+
+
+def describe_task(
+    request: InspectionRequest,
+    inspection: Inspection | None = None,
+    *,
+    starts: bool = True,
+    limit_s: float | None = None,
+) -> TaskPlan:
     """Return a description of the task that a config names, after a check that its optimizer can be built and its
     callbacks exist.
 
@@ -113,6 +259,7 @@ def describe_task(request: InspectionRequest, *, starts: bool = True, limit_s: f
     process, and so are these if classes, parameter groups or callbacks of the config must be checked.
 
     Args:
+        inspection: of this task; None: one that ends with the call.
         starts: the job is about to start, so nothing is taken from the cache.
         limit_s: seconds that the inspection may take: train.hang_timeout.
 
@@ -123,36 +270,19 @@ def describe_task(request: InspectionRequest, *, starts: bool = True, limit_s: f
     if (described := _by_arithmetic(request)) is not None:
         return described
     fields = dataclasses.asdict(request)
-    question = json.dumps(fields)
-    if starts:
-        result = run_probe(_PROBE, question, limit_s)
-    else:
-        result = remembered_probe(_PROBE, question, fields, limit_s=limit_s)
-    return _described(request, result)
 
+    def ask() -> dict[str, Any] | None:
+        with new_inspection(inspection) as asked:
+            return asked.ask("describe", fields, request.build, fields | {"seed": None}, limit_s)
 
-def describe_tasks(requests: Sequence[tuple[InspectionRequest, float | None]]) -> list[TaskPlan | UserError | None]:
-    """Return what ``describe_task`` returns or raises for each request; None if that takes no process, or if it is the
-    only one that does. One process imports torch, and inspects each task in a copy of itself.
-
-    Args:
-        requests: each with its ``limit_s``.
-    """
-    described: list[TaskPlan | UserError | None] = [None] * len(requests)
-    probed: list[int] = []
-    for number, (request, _) in enumerate(requests):
-        with suppress(UserError):
-            if _by_arithmetic(request) is None:
-                probed.append(number)
-    if len(probed) < 2:
-        return described
-    answers = _run_probes(_PROBE, [(dataclasses.asdict(requests[number][0]), requests[number][1]) for number in probed])
-    for number, answer in zip_longest(probed, answers):
-        try:
-            described[number] = _described(requests[number][0], answer)
-        except UserError as error:
-            described[number] = error
-    return described
+    result = ask() if starts else _remembered({"module": _PROBE, **fields}, ask)
+    if result is None:
+        raise TaskError(
+            f"task._target_={request.target}: the process that inspected it ended early; its output is above."
+        )
+    if "error" in result:
+        raise TaskError(result["error"])
+    return value_from_json(TaskPlan, result["task"])
 
 
 def _by_arithmetic(request: InspectionRequest) -> TaskPlan | None:
@@ -183,16 +313,6 @@ def _by_arithmetic(request: InspectionRequest) -> TaskPlan | None:
     return None
 
 
-def _described(request: InspectionRequest, result: dict[str, Any] | None) -> TaskPlan:
-    if result is None:
-        raise TaskError(
-            f"task._target_={request.target}: the process that inspected it ended early; its output is above."
-        )
-    if "error" in result:
-        raise TaskError(result["error"])
-    return value_from_json(TaskPlan, result["task"])
-
-
 def _default_groups(optimizer: OptimizerConfig, facts: dict[str, int]) -> tuple[int, ...]:
     """Return the parameters in no group, and in each group of the default."""
     if not parameter_groups(optimizer):
@@ -200,135 +320,84 @@ def _default_groups(optimizer: OptimizerConfig, facts: dict[str, int]) -> tuple[
     return facts["parameters"] - facts["vector_parameters"], facts["vector_parameters"]
 
 
-def run_probe(module: str, question: str, limit_s: float | None = None) -> dict[str, Any] | None:
+def run_probe(module: str, question: str) -> dict[str, Any] | None:
     """Run ``python -m module FILE PARENT_PID`` and return the JSON object that it writes to FILE; None if it is empty.
-    After ``limit_s`` seconds it is killed, and the object has that as its error.
 
     The process reads ``question`` from standard input. It is separate because torch and the user's code must not be
     imported here. It ends when this process ends, however that happens, and the file has no name that could be left
     behind.
     """
     with tempfile.TemporaryFile("w+", encoding="utf-8") as answer:
-        try:
-            subprocess.run(
-                [sys.executable, "-P", "-m", module, f"/dev/fd/{answer.fileno()}", str(os.getpid())],
-                input=question,
-                text=True,
-                start_new_session=True,  # Ctrl-C reaches only this process, which kills the other without a traceback
-                stdout=sys.stderr,  # what the user's code prints must not end up in `launch plan --json`
-                pass_fds=(answer.fileno(),),
-                check=False,
-                timeout=limit_s,
-            )
-        except subprocess.TimeoutExpired:
-            return too_long(limit_s)
+        subprocess.run(
+            [sys.executable, "-P", "-m", module, f"/dev/fd/{answer.fileno()}", str(os.getpid())],
+            input=question,
+            text=True,
+            start_new_session=True,  # Ctrl-C reaches only this process, which kills the other without a traceback
+            stdout=sys.stderr,  # what the user's code prints must not end up in `launch plan --json`
+            pass_fds=(answer.fileno(),),
+            check=False,
+        )
         text = answer.read()
     return json.loads(text) if text else None
 
 
-def too_long(limit_s: float | None) -> dict[str, Any]:
+def _too_long(limit_s: float | None) -> dict[str, Any]:
     """Return the answer of an inspection that was ended after ``limit_s``."""
     error = f"the inspection of the task took more than {limit_s:g} s (train.hang_timeout): a method does not end"
     return {"error": f"{error}, or needs a higher limit."}
 
 
-def remembered_probe(
-    module: str,
-    question: str,
-    key: Mapping[str, Any],
-    *,
-    recall: bool = False,
-    limit_s: float | None = None,
+def remembered_probe(module: str, question: str, key: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the answer of ``run_probe``, or of an earlier one with an equal ``key``, see ``_remembered``."""
+    return _remembered({"module": module, **key}, lambda: run_probe(module, question))
+
+
+def _remembered(
+    key: Mapping[str, Any], ask: Callable[[], dict[str, Any] | None], *, recall: bool = False
 ) -> dict[str, Any] | None:
-    """Return the answer of an earlier ``run_probe`` with an equal ``key`` if nothing that it depends on has changed;
-    otherwise that of a new one. An answer with an error or a problem is not kept.
+    """Return an earlier answer with an equal ``key`` if nothing that it depends on has changed; otherwise a new one. An
+    answer with an error or a problem is not kept.
 
     Args:
-        key: the parts of ``question`` that the answer depends on.
-        recall: return None instead of that of a new one.
-        limit_s: see ``run_probe``.
+        key: all that the answer depends on beside files and variables.
+        recall: return None instead of a new one.
     """
-    cache, key = ContentCache(), {"module": module, **key}
+    cache = ContentCache()
     known = cache.get(key)
     if recall or known is not None:
         return known
-    since = time.time()
-    answer = run_probe(module, question, limit_s)
-    if answer is not None:
-        _remember(cache, key, answer, since)
+    now = time.time()
+    answer = ask()
+    since = now if answer is None else answer.pop("since", now)  # the process may have started earlier
+    depends_on = None if answer is None else answer.pop("depends_on", None)
+    if answer is not None and depends_on is not None and not (answer.get("error") or answer.get("problem")):
+        cache.put(key, answer, map(Path, depends_on["paths"]), variables=depends_on["variables"], since=since)
     return answer
 
 
-def _remember(cache: ContentCache, key: Mapping[str, Any], answer: dict[str, Any], since: float) -> None:
-    """Store an answer, unless it has an error or a problem, and remove from it what it depends on."""
-    depends_on = answer.pop("depends_on", None)
-    if depends_on is not None and not (answer.get("error") or answer.get("problem")):
-        cache.put(key, answer, map(Path, depends_on["paths"]), variables=depends_on["variables"], since=since)
-
-
-def trace_plans(plans: Iterable[RunPlan], traced: Callable[[int, int], object] | None = None) -> None:
-    """Trace the tasks of several plans in one process, which is faster than one for each, and store the traces.
-    ``weigh_memory`` finds them there; plans with equal traces share one.
-
-    Args:
-        traced: called after each trace with the number of traces so far, and of all.
-    """
-    cache, keys = ContentCache(), dict[str, tuple[dict[str, Any], RunPlan]]()
-    for plan in plans:
-        key = {"module": _FORECAST, **_traced_parts(plan)}
-        keys.setdefault(json.dumps(key, sort_keys=True), (key, plan))
-    unknown = [(key, plan) for key, plan in keys.values() if cache.get(key) is None]
-    if len(unknown) < 2:
-        return
-    since = time.time()
-    answers = _run_probes(_FORECAST, [dataclasses.asdict(plan) for _, plan in unknown])
-    for number, ((key, _), answer) in enumerate(zip(unknown, answers, strict=False), 1):
-        _remember(cache, key, answer, since)
-        if traced is not None:
-            traced(number, len(unknown))
-
-
-def _run_probes(module: str, questions: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Run a probe that takes a list of questions; yield each answer once it is known. There may be fewer answers than
-    questions: the process may end early."""
-    reading, writing = os.pipe()
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as question, os.fdopen(reading, encoding="utf-8") as answers:
-        json.dump(questions, question)
-        question.seek(0)
-        command = [sys.executable, "-P", "-m", module, f"/dev/fd/{writing}", str(os.getpid())]
-        process = subprocess.Popen(
-            command, stdin=question, stdout=sys.stderr, start_new_session=True, pass_fds=(writing,)
-        )
-        os.close(writing)
-        try:
-            for line in islice(answers, len(questions)):  # a process that a task has left may keep the pipe open
-                if line.endswith("\n"):
-                    yield json.loads(line)
-        finally:
-            process.kill()
-            process.wait()
-
-
-def weigh_memory(plan: RunPlan, *, choose: bool, recall: bool = False) -> RunPlan:
+def weigh_memory(plan: RunPlan, inspection: Inspection | None = None, *, choose: bool, recall: bool = False) -> RunPlan:
     """Return ``plan`` with each policy's traffic and memory, measured on windows of the real task.
 
     A separate process runs them on tensors without memory, which takes some seconds. If it fails, the plan keeps the
     figures computed from the number of parameters, or lacks only the memory, and a note says why.
 
     Args:
+        inspection: of the plan's task; None: one that ends with the call.
         choose: whether to switch to the policy that sends the fewest bytes among those that fit.
         recall: whether only an earlier trace is used; without one, the plan is returned as it is.
 
     Raises:
         TaskError: the job would fail at its first step.
     """
-    answer = remembered_probe(
-        _FORECAST,
-        plan.to_json(),
-        _traced_parts(plan),
-        recall=recall,
-        limit_s=plan.train.hang_timeout,
-    )
+    key, seed = _traced_parts(plan), plan.train.seed
+
+    def ask() -> dict[str, Any] | None:
+        build = plan.task.target, plan.task.params, plan.cluster.import_from, seed
+        with new_inspection(inspection) as asked:
+            about = dataclasses.asdict(plan)
+            return asked.ask("trace", about, build, key | {"seed": None}, plan.train.hang_timeout)
+
+    answer = _remembered({"trace": True, **key}, ask, recall=recall)
     if answer is None and recall:
         return plan
     answer = answer or {"problem": "the process that measured it ended early"}

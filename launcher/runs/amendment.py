@@ -26,7 +26,7 @@ from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import sets_own_rates, solve
 from launcher.plan.strategy_choice import choose_strategy, with_reason, with_strategy
 from launcher.plan.sync_policy import SHARDED
-from launcher.plan.task_inspection import InspectionRequest, describe_task
+from launcher.plan.task_inspection import Inspection, InspectionRequest, describe_task, new_inspection
 from launcher.quantities import count
 from launcher.rundir import history
 from launcher.rundir.files import read_bytes, read_config, read_json, write_text
@@ -105,15 +105,17 @@ def replan(paths: RunPaths, old: RunPlan, overrides: Sequence[str], *, force: bo
     site = dataclasses.replace(site_of(config.cluster), cwd=old.cluster.cwd)
     touched = {change.key for change in changed}
     config.batch = _fitted_batch(config, old, site, touched)
-    if config.strategy.kind is StrategyKind.auto:  # the user has asked for another choice
+    with new_inspection() as asked:
 
-        def plan_of(each: Config) -> RunPlan:
-            return _solved(each, old, site, touched, at, weighs=True)
+        def plan_of(each: Config, *, weighs: bool = True) -> RunPlan:
+            return _solved(each, old, site, touched, at, asked, weighs=weighs)
 
-        plan = choose_strategy(config, plan_of)
-    else:
-        plan = _solved(config, old, site, touched, at)
-        plan = with_reason(plan, old.strategy.kind_reason) if keeps_strategy else plan
+        if config.strategy.kind is StrategyKind.auto:  # the user has asked for another choice
+            plan = choose_strategy(config, plan_of)
+        else:
+            plan = plan_of(config, weighs=False)
+            plan = with_reason(plan, old.strategy.kind_reason) if keeps_strategy else plan
+        plan = plan.with_notes(asked.slow_notes())
     require_trackers(config, os.environ)
     require_float8(config, plan.cluster)
     if keeps_precision:
@@ -153,14 +155,21 @@ def _fitted_batch(config: Config, old: RunPlan, site: Site, touched: set[str]) -
 
 
 def _solved(
-    config: Config, old: RunPlan, site: Site, touched: set[str], at: SavedProgress | None, *, weighs: bool = False
+    config: Config,
+    old: RunPlan,
+    site: Site,
+    touched: set[str],
+    at: SavedProgress | None,
+    inspection: Inspection,
+    *,
+    weighs: bool,
 ) -> RunPlan:
     run = dataclasses.replace(old.run, version=metadata.version("launcher"))
     task, shards = old.task, config.strategy.kind in SHARDED
     tried = ("task.", "batch.balance", "callbacks", *(["optimizer."] if config.optimizer.target is not None else []))
     if any(key.startswith(tried) for key in touched) or (shards and old.strategy.kind not in SHARDED):
         request = InspectionRequest.of(config, old.cluster.import_from[0])
-        task = describe_task(request, limit_s=config.train.hang_timeout)
+        task = describe_task(request, inspection, limit_s=config.train.hang_timeout)
         for name in ("samples", "own_order"):
             before, after = getattr(old.task, name), getattr(task, name)
             if before != after:
@@ -177,7 +186,7 @@ def _solved(
             return windows.changed_at(old.batch, batch, at.windows if at else 0)
         return dataclasses.replace(batch, ramp=old.batch.ramp)
 
-    return with_predictions(solve(config, site, task, run, rebatch=continued_ramp), config, weighs=weighs)
+    return with_predictions(solve(config, site, task, run, rebatch=continued_ramp), config, inspection, weighs=weighs)
 
 
 def _without_effect(config: Config, old: RunPlan, task: TaskPlan, touched: set[str]) -> list[str]:

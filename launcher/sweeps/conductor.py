@@ -12,7 +12,7 @@ from launcher.config.multirun import RequestedCell, Result, override_key
 from launcher.config.schema import ClusterKind
 from launcher.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USER, ConfigError, RunError, UserError
 from launcher.launch import local
-from launcher.launch.planner import Once, inspect_jobs, plan_job, task_stem
+from launcher.launch.planner import Once, plan_jobs, task_stem
 from launcher.launch.slurm import client, submit
 from launcher.plan.gpus import require_at_hand
 from launcher.plan.run_plan import RunPlan
@@ -166,8 +166,8 @@ class Conductor:
         requested = self._as_listed(requested, paths)
         if on_slurm:
             submit.require_shared(paths.root)
-        inspect_jobs([cell.config for cell in requested], self._once)
-        cells = [self._plan(cell, paths) for cell in requested]
+        plans = plan_jobs([cell.config for cell in requested], self._once)
+        cells = [self._checked(cell, plan, paths) for cell, plan in zip(requested, plans, strict=True)]
         if not with_results:
             require_a_possible_one(requested, [cell if isinstance(cell, UserError) else None for cell in cells])
         runs, statuses = self._begin_planned(requested, cells, paths)
@@ -188,9 +188,10 @@ class Conductor:
             raise ConfigError("sweep.name", name, f"{root} is a run.", "Choose another sweep.name.")
         return SweepPaths(root)
 
-    def _plan(self, requested: RequestedCell, paths: SweepPaths) -> _Planned | UserError:
+    def _checked(self, requested: RequestedCell, plan: RunPlan | UserError, paths: SweepPaths) -> _Planned | UserError:
+        if isinstance(plan, UserError):
+            return plan
         try:
-            plan = plan_job(requested.config, self._once)
             roots = tuple(self._once(code_snapshot.roots_of_task, plan.task.target, plan.cluster.cwd))
             files, code = self._once(code_snapshot.digests, roots, paths.root.parent, paths.root)
         except UserError as error:

@@ -55,8 +55,8 @@ PRELOADED = (
 COMMAND_LINE = "from launcher.cli import main; main()"
 # they start no Python programs, and so need no server
 LEAVES = (
-    "launcher.train.worker", "launcher.launch.script_worker", "launcher.train.inspection.memory_forecast",
-    "launcher.train.inspection.task_probe", "tests.infra.slurm_warm",
+    "launcher.train.worker", "launcher.launch.script_worker", "launcher.train.inspection.task_probe",
+    "tests.infra.slurm_warm",
 )  # fmt: skip
 # variables that are read when Python or torch start, which is over in a fork
 READ_AT_START = ("PYTHONWARNINGS", "PYTHONNOUSERSITE", "TORCH_LOGS", COLD)

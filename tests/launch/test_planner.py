@@ -102,7 +102,7 @@ def test_what_belongs_to_another_cluster() -> None:
 def test_the_memory_of_hosts_elsewhere_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sharded plan is still weighed, by its bytes alone."""
 
-    def weigh(plan: RunPlan, *, choose: bool) -> RunPlan:
+    def weigh(plan: RunPlan, _: object, *, choose: bool) -> RunPlan:
         assert choose
         return plan.with_notes(["weighed"])
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from typing import Any
 
 import pytest
 
 from launcher import api
 from launcher.config.schema import ClusterConfig, Device, Sync
 from launcher.errors import ConfigError
-from launcher.plan import task_inspection
 from launcher.plan.gpus import BY_DEVICE_NAME, BY_NAME, GPUS, OVERHEAD_BYTES, find_gpu
 from launcher.plan.host import Site
 from launcher.plan.placement import solve_cluster
 from launcher.plan.run_plan import RunPlan
-from launcher.plan.task_inspection import weigh_memory
+from launcher.plan.task_inspection import Inspection, weigh_memory
 from tests.conftest import Launch
 from tests.helpers import make_plan
 
@@ -54,14 +55,15 @@ def test_a_plan_for_gpus_elsewhere() -> None:
 def test_its_memory_decides(peaks: dict[str, int], chosen: Sync, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan("cluster.gpu=h100", "cluster.workers_per_node=8", "strategy=fsdp", "batch.accumulation=4")
 
-    def probe(module: str, question: str, limit_s: float | None) -> dict[str, object]:  # noqa: ARG001
-        asked = RunPlan.from_json(question)
+    def ask(_: Inspection, kind: str, about: dict[str, Any], *__: object) -> dict[str, object]:
+        assert kind == "trace"
+        asked = RunPlan.from_json(json.dumps(about))
         forecasts = [
             dataclasses.replace(each, peak_bytes=peaks[each.sync.value] * 10**9) for each in asked.strategy.forecasts
         ]
         return {"forecasts": [dataclasses.asdict(each) for each in forecasts], "problem": None}
 
-    monkeypatch.setattr(task_inspection, "run_probe", probe)
+    monkeypatch.setattr(Inspection, "ask", ask)
     weighed = weigh_memory(plan, choose=True)
     assert weighed.strategy.sync is chosen
     assert weighed.strategy.memory_bytes == find_gpu("h100").usable_bytes

@@ -128,7 +128,7 @@ def test_a_loop_of_the_users_own_has_the_simplest_strategy(workers: int, kind: S
 def test_the_planner_weighs_the_memory_of_a_strategy_that_it_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     weighed: list[StrategyKind] = []
 
-    def weigh(plan: RunPlan, **_: Any) -> RunPlan:
+    def weigh(plan: RunPlan, *_: object, **__: Any) -> RunPlan:
         weighed.append(plan.strategy.kind)
         peak = {StrategyKind.ddp: 5000, StrategyKind.fsdp: 10}[plan.strategy.kind]
         forecasts = [dataclasses.replace(each, peak_bytes=peak) for each in plan.strategy.forecasts]

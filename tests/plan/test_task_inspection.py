@@ -1,61 +1,176 @@
-"""Traces of several plans in one process: the same as one by one, and found where each plan looks for its own."""
+"""Inspection of tasks: each is built once, in a process that answers all questions about it."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launcher.config.hydra import compose
-from launcher.errors import TaskError
-from launcher.launch.planner import Once, plan_job, trace_jobs
+from launcher.config.schema import Config
+from launcher.errors import ConfigError, TaskError
+from launcher.launch.planner import Once, plan_job, plan_jobs
 from launcher.plan import task_inspection
-from launcher.plan.run_plan import RunPlan, TaskPlan
+from launcher.plan.forecast_cache import ContentCache
+from launcher.plan.run_plan import RunPlan
 from launcher.plan.task_inspection import InspectionRequest
 from tests.helpers import inspection_of, make_plan
 
-MODEL = (
-    "task=bytes_gpt", "task.width=32", "task.depth=2", "task.heads=2", "task.seq_len=16", "batch.global_size=16",
-    "batch.micro_size=2", "cluster=elsewhere", "cluster.gpu=h100", "precision=bf16", "cluster.nodes=2",
-    "cluster.workers_per_node=2",
+COUNTING = """
+import os, random, time
+import torch
+from launcher import Loss
+
+
+def count(what):
+    with open(os.path.join(os.path.dirname(__file__), "calls"), "a") as file:
+        print(what, file=file)
+
+
+class Task:
+    def __init__(self, width=8, draws="", fails="", waits=0.0):
+        count("init")
+        self.width, self.fails = width, fails
+        if draws == "python": random.random()
+        if draws == "seed": torch.initial_seed()
+        self.samples = 64 + (int(torch.randint(100, ())) if draws == "torch" else 0)
+        time.sleep(waits)
+        self.seen = torch.zeros(())
+
+    def model(self):
+        count("model")
+        blocks = torch.nn.ModuleList(torch.nn.Linear(self.width, self.width) for _ in range(8))
+        return Model(blocks, self.fails)
+
+    def train_data(self):
+        count("train_data")
+        return [torch.ones(self.width)] * self.samples
+
+    def eval_data(self):
+        count("eval_data")
+        return [torch.ones(self.width)] * 4
+
+    def loss(self, model, batch):
+        self.seen = 0.9 * self.seen + batch.mean()
+        return Loss(model(batch).sum() + 0 * self.seen, len(batch))
+
+
+class Model(torch.nn.Module):
+    def __init__(self, blocks, fails):
+        super().__init__()
+        self.blocks = blocks
+        if fails == "values": blocks[0].weight.sum().item()
+        if fails == "copies": self.lock = (each for each in [])
+        if fails == "closure": blocks[3].register_forward_hook(lambda module, given, made: self.keep(made))
+        self.kept = None
+
+    def keep(self, made):
+        self.kept = made
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x + self.kept if self.kept is not None else x
+"""
+ONCE = {"init": 1, "model": 1, "train_data": 1, "eval_data": 1}
+SHARDED = (
+    "cluster=elsewhere", "cluster.gpu=h100", "cluster.nodes=2", "cluster.workers_per_node=2", "batch.micro_size=2",
 )  # fmt: skip
-CELLS = (("strategy=ddp",), ("strategy=fsdp",), ("strategy=fsdp", "batch.micro_size=3"))  # the last one is impossible
 
 
-def plans(once: Once) -> list[RunPlan]:
-    return [plan_job(compose([*MODEL, *cell]), once, starts=False) for cell in CELLS[:-1]]
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Counter[str]]:
+    """A module with a task that counts the calls of its methods; returns the calls since the last look."""
+    (tmp_path / "counting.py").write_text(COUNTING)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "calls"
+
+    def look() -> Counter[str]:
+        found = Counter(file.read_text().split()) if file.exists() else Counter[str]()
+        file.write_text("")
+        return found
+
+    return look
 
 
-def test_traces_of_one_process_are_those_of_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "one by one"))
-    expected = plans(Once())
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "together"))
-    calls: list[tuple[int, int]] = []
-    trace_jobs([compose([*MODEL, *cell]) for cell in CELLS], Once(), lambda number, of: calls.append((number, of)))
-    assert calls == [(number, 2) for number in (1, 2)]
-
-    def no_process(*_: Any) -> None:
-        raise AssertionError("all traces are stored")
-
-    monkeypatch.setattr(task_inspection, "run_probe", no_process)
-    for plan, before in zip(plans(Once()), expected, strict=True):
-        assert plan.strategy == before.strategy
-        assert all(forecast.peak_bytes for forecast in plan.strategy.forecasts)
-    trace_jobs([compose([*MODEL, *cell]) for cell in CELLS], Once(), lambda *_: pytest.fail("nothing is traced again"))
+def counting(*words: str) -> Config:
+    return compose(["task._target_=counting.Task", "batch.global_size=16", *words])
 
 
-def test_a_process_that_ends_early_leaves_the_rest_to_each_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("strategy", ["hsdp", "auto"])
+def test_a_task_is_built_once_for_all_questions(strategy: str, calls: Callable[[], Counter[str]]) -> None:
+    plan = plan_job(counting(f"strategy={strategy}", *SHARDED), starts=False)
+    assert all(each.peak_bytes for each in plan.strategy.forecasts)
+    assert calls() == ONCE
+    assert plan_job(counting(f"strategy={strategy}", *SHARDED), starts=False).strategy == plan.strategy
+    assert calls() == {}, "nothing has changed"
+
+
+@pytest.mark.parametrize("fails", ["values", "copies", "closure"])
+def test_a_model_without_a_good_copy_is_predicted_as_others_are(fails: str, calls: Callable[[], Counter[str]]) -> None:
+    """It is built again where a trace needs that."""
+    plan = plan_job(counting("strategy=fsdp", f"task.fails={fails}", *SHARDED), starts=False)
+    assert all(each.peak_bytes for each in plan.strategy.forecasts)
+    assert {**calls(), "model": 1} == ONCE
+
+
+def test_the_cells_of_a_sweep_share_the_task_that_they_build(
+    calls: Callable[[], Counter[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(task_inspection, "_FORECAST", "launcher.no_such_module")
-    traced: list[int] = []
-    task_inspection.trace_plans(
-        [make_plan(f"batch.micro_size={size}") for size in (1, 2)], lambda number, _: traced.append(number)
-    )
-    assert traced == []
+    cells = (("strategy=fsdp",), ("strategy=ddp",), ("strategy=fsdp", "batch.micro_size=3"))
+    configs = [counting(*SHARDED, *cell, f"task.width={width}") for width in (8, 16) for cell in cells]
+    numbers: list[int] = []
+    plans = plan_jobs(configs, Once(), starts=False, weighs=True, planned=lambda number, _: numbers.append(number))
+    assert calls() == dict.fromkeys(ONCE, 2)
+    assert sorted(numbers) == [*range(6)]
+    assert [isinstance(plan, ConfigError) for plan in plans] == [False, False, True] * 2
+    monkeypatch.setattr(task_inspection, "ContentCache", Forgetful)
+    alone = plan_job(configs[0], starts=False, weighs=True)
+    assert isinstance(plans[0], RunPlan)
+    assert (plans[0].strategy, plans[0].task) == (alone.strategy, alone.task)
+
+
+@pytest.mark.parametrize(
+    ("word", "built"), [("strategy=fsdp", 1), ("task.draws=torch", 3), ("task.draws=python", 3), ("task.draws=seed", 3)]
+)
+def test_a_seed_needs_a_plan_of_its_own_only_if_building_the_task_uses_it(
+    word: str, built: int, calls: Callable[[], Counter[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_inspection, "ContentCache", Forgetful)
+    plans = plan_jobs([counting(*SHARDED, word, f"train.seed={seed}") for seed in range(3)], Once())
+    assert calls() == dict.fromkeys(ONCE, built)
+    tasks = [plan.task for plan in plans if isinstance(plan, RunPlan)]
+    assert len({task.samples for task in tasks}) == (3 if word == "task.draws=torch" else 1)
+    assert [plan.train.seed for plan in plans if isinstance(plan, RunPlan)] == [*range(3)]
+
+
+class Forgetful(ContentCache):
+    def get(self, key: Mapping[str, Any]) -> None:  # noqa: ARG002
+        return None
+
+
+def test_the_plan_names_what_took_long_to_build(
+    calls: Callable[[], Counter[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_inspection, "SLOW_S", 0.5)
+    (note,) = [note for note in plan_job(counting("task.waits=0.6")).notes if "Building" in note]
+    assert re.fullmatch(r"Building the task took \d+ s \(__init__\(\) \d+ s.*\), as it will on each rank\.", note)
+    monkeypatch.setattr(task_inspection, "SLOW_S", 1e6)
+    assert not [note for note in plan_job(counting()).notes if "Building" in note]
+    assert calls()["init"] == 2, "a job that starts is inspected again"
+
+
+def test_an_inspection_that_ends_early_leaves_the_memory_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_inspection, "_PROBE", "launcher.no_such_module")
+    monkeypatch.setattr(task_inspection, "ContentCache", Forgetful)
+    plan = make_plan("strategy=fsdp", "cluster.workers_per_node=2")
+    assert "the process that measured it ended early" in task_inspection.weigh_memory(plan, choose=True).notes[-1]
 
 
 def test_a_trace_of_all_policies_serves_each_of_them() -> None:
@@ -75,7 +190,9 @@ def test_an_inspection_that_does_not_end_is_ended_at_a_limit_that_is_named(tmp_p
         task_inspection.describe_task(request, limit_s=2)
 
 
-def test_tasks_are_inspected_in_one_process_as_they_are_one_by_one(tmp_path: Path) -> None:
+def test_tasks_of_several_jobs_are_inspected_in_processes_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "several.py").write_text(
         "import os, time\nimport torch\nfrom launcher import Loss\nUSED = []\n\n\n"
         "class Task:\n"
@@ -86,23 +203,27 @@ def test_tasks_are_inspected_in_one_process_as_they_are_one_by_one(tmp_path: Pat
         "        if width == 7: time.sleep(1e6)\n"
         "        self.width = width\n"
         "    def model(self): return torch.nn.Linear(4, self.width)\n"
-        "    def train_data(self): return [torch.ones(4)] * 10 * len(USED)\n"
+        "    def train_data(self): return [torch.ones(4)] * 64 * len(USED)\n"
         "    def eval_data(self): return None\n"
         "    def loss(self, model, batch): return Loss(model(batch).sum(), len(batch))\n"
     )
-    requests = [
-        (dataclasses.replace(inspection_of("several.Task", **arguments), import_from=str(tmp_path)), limit_s)
-        for arguments, limit_s in (({}, None), ({"width": 3}, None), ({"width": 5}, None), ({"width": 7}, 1.0),
-                                   ({"width": 8}, None))
-    ]  # fmt: skip
-    first, odd, gone, endless, last = task_inspection.describe_tasks(requests)
-    assert first == task_inspection.describe_task(requests[0][0])
-    assert isinstance(last, TaskPlan)
-    assert (last.samples, last.parameters) == (10, 40), "each in a process of its own"
-    for error, text in ((odd, "ValueError: width 3 is odd"), (gone, "ended early"), (endless, "took more than 1 s")):
+    monkeypatch.chdir(tmp_path)
+    words = (
+        (),
+        ("task.width=3",),
+        ("task.width=5",),
+        ("task.width=7", "train.hang_timeout=3", "cluster.grace_s=2"),
+        ("task.width=8",),
+    )
+    configs = [compose(["task._target_=several.Task", *each]) for each in words]
+    first, odd, gone, endless, last = plan_jobs(configs, Once())
+    assert isinstance(first, RunPlan)
+    assert first.task == plan_job(configs[0]).task
+    assert isinstance(last, RunPlan)
+    assert (last.task.samples, last.task.parameters) == (64, 40), "each in a process of its own"
+    for error, text in ((odd, "ValueError: width 3 is odd"), (gone, "ended early"), (endless, "took more than 3 s")):
         assert isinstance(error, TaskError)
         assert text in str(error)
-    assert task_inspection.describe_tasks(requests[:1]) == [None]
 
 
 def test_jobs_with_other_learning_rates_share_an_inspection() -> None:

@@ -288,7 +288,7 @@ def test_a_chosen_strategy_stays_until_the_user_names_one(sent: list[RunPlan], m
     """Even where the launcher would choose another one now."""
     fitting = {"kind": StrategyKind.fsdp}
 
-    def weigh(plan: RunPlan, **_: Any) -> RunPlan:
+    def weigh(plan: RunPlan, *_: object, **__: Any) -> RunPlan:
         peak = 10 if plan.strategy.kind is fitting["kind"] else 5000
         forecasts = [dataclasses.replace(each, peak_bytes=peak) for each in plan.strategy.forecasts]
         return dataclasses.replace(plan, strategy=with_memory(plan.strategy, forecasts, 1000))

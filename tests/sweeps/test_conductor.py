@@ -48,7 +48,6 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.chdir(tmp_path)
     seen = TaskPlan(target="made.Task", params={}, samples=64, parameters=2, gradient_bytes=8, unit_parameters=2)
     monkeypatch.setattr(planner, "describe_task", lambda *_, **__: seen)  # a process of its own looks at a real one
-    monkeypatch.setattr(planner, "describe_tasks", lambda requests: [None] * len(requests))
     return Machine()
 
 

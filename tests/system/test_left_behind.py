@@ -55,7 +55,7 @@ def cases(directory: Path) -> dict[str, Case]:
     return {
         "task": Case(launch_command("plan", *JOB, "task.waits=construction"), "task_probe", place="construction"),
         "forecast": Case(
-            launch_command("plan", *JOB, "strategy=fsdp", "task.waits=forecast"), "memory_forecast", place="forecast"
+            launch_command("plan", *JOB, "strategy=fsdp", "task.waits=forecast"), "task_probe", place="forecast"
         ),
         "train": Case(
             launch_command("train", *JOB, *train, "wandb.mode=offline"), "trackers.mirror", place="sample"

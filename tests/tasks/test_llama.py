@@ -13,7 +13,7 @@ import torch
 from launcher.errors import TaskError
 from launcher.tasks import hf_model
 from launcher.tasks.llama import SIZES, Llama
-from launcher.train.inspection.task_probe import build_inspected
+from launcher.train.inspection.built_task import build_inspected
 from launcher.train.measure.flops import flops_per_sample
 from tests.tasks.hf_files import TEXTS, save_lines, save_model, save_tokenizer
 from tests.train.data.test_token_file import write

@@ -37,7 +37,7 @@ from launcher.tracebacks import users_frames
 from launcher.train.checkpoint import file_format
 from launcher.train.checkpoint.initial import model_state, overflows, plain_name
 from launcher.train.checkpoint.weights import CheckpointWeights
-from launcher.train.inspection.task_probe import build_inspected
+from launcher.train.inspection.built_task import build_inspected
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SPARE = 10_000_000  # bytes, for the files beside the tensors

@@ -34,6 +34,8 @@ from launcher.train.parallel.base import Parallel, trained
 BUILT_SHARE = 0.5
 
 
+# errors of a model or loss that cannot run without values
+NEEDS_VALUES = DataDependentOutputException | DynamicOutputShapeException
 NARROW = (torch.bfloat16, torch.float16)
 # operators that autocast of CUDA computes in fp32 (PyTorch, aten/src/ATen/autocast_mode.h: AT_FORALL_FP32), and those
 # to which it passes dtype=torch.float32 (AT_FORALL_FP32_SET_OPT_DTYPE)

@@ -1,9 +1,8 @@
 """Forecast of memory and communication for each sync policy: runs windows of the real task under the real strategy, on
 tensors without memory.
 
-``launcher.plan.task_inspection`` runs it as a separate process. A fake process group stands for the whole world, so
-that a model of any size on any number of ranks runs on one CPU. Reads a plan, or a list of plans, from standard input;
-writes one JSON object for each to the file named on the command line, a line each.
+It runs in the process that inspects the task (task_probe.py). A fake process group stands for the whole world, so that
+a model of any size on any number of ranks runs on one CPU.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import gc
 import json
 import logging
 import os
-import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -33,14 +31,14 @@ from launcher.loss import loss_of_batch
 from launcher.plan.gpus import ALLOCATION_BYTES
 from launcher.plan.run_plan import Forecast, RunPlan
 from launcher.plan.sync_policy import POLICIES, SHARDED, Layout, transfers_per_window
-from launcher.process import die_with_parent, exit_at_once
-from launcher.task import Task, first_batch, load_task, train_data
+from launcher.task import Task, first_batch
 from launcher.train.context import ContextSource
 from launcher.train.engine.build import build_parallel
 from launcher.train.inspection.allocation_log import AllocationLog
 from launcher.train.inspection.block_calls import BlockCalls
-from launcher.train.inspection.dependencies import Dependencies
+from launcher.train.inspection.built_task import BuiltTask, attributes_restored
 from launcher.train.inspection.fake_model import (
+    NEEDS_VALUES,
     NotPredictable,
     Replica,
     autocast_of_cuda,
@@ -59,7 +57,7 @@ from launcher.train.inspection.repeated_blocks import (
     block_runs,
     extrapolate,
 )
-from launcher.train.measure.flops import time_limit
+from launcher.train.measure.flops import time_limit, without_memory
 from launcher.train.parallel.base import ShardUnits
 from launcher.train.parallel.fsdp import mesh_of
 from launcher.train.parallel.shard_units import find_units
@@ -69,22 +67,26 @@ from launcher.train.trainer import optimizer_of
 LIMIT_S = 60.0  # of CPU time, for the traces of a whole model and all that precedes them
 
 
-def forecasts(plan: RunPlan) -> tuple[list[Forecast], str | None]:
+def forecasts(plan: RunPlan, built: BuiltTask | None = None) -> tuple[list[Forecast], str | None]:
     """Return the forecast of each policy of the plan's strategy, and why no memory is predicted (None if it is).
 
     ``peak_bytes`` is that of the device that the model computes on. Communication is counted in the windows that ran;
     if the task cannot run without values, it follows from the sharded model and the policy table.
     """
-    with tracing(plan) as tracer:
+    with tracing(plan, built) as tracer:
         results = [tracer.forecast(sync) for sync in POLICIES[plan.strategy.kind]]
     return [forecast for forecast, _ in results], next((reason for _, reason in results if reason), None)
 
 
 @contextmanager
-def tracing(plan: RunPlan, *, shorten: bool = True) -> Iterator[Tracer]:
-    """Return a context with a tracer of the plan's task, in a fake process group of the plan's size."""
-    task = load_task(plan.task.target, plan.task.params, plan.cluster.import_from, plan.train.seed)
-    data = train_data(task, plan.train.seed)
+def tracing(plan: RunPlan, built: BuiltTask | None = None, *, shorten: bool = True) -> Iterator[Tracer]:
+    """Return a context with a tracer of the plan's task, in a fake process group of the plan's size.
+
+    Args:
+        built: the task, if it has been built.
+    """
+    built = built or BuiltTask(plan.task.target, plan.task.params, plan.cluster.import_from, plan.train.seed)
+    task, data, model = built.task, built.data, built.model
     device = torch.device("cuda" if plan.cluster.device is Device.cuda and torch.cuda.is_available() else "cpu")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.batch.world_size)
     collects = gc.isenabled()
@@ -97,7 +99,7 @@ def tracing(plan: RunPlan, *, shorten: bool = True) -> Iterator[Tracer]:
         context = ContextSource(device, plan.train.seed, world_size=plan.batch.world_size)
         with autocast_of_cuda() if elsewhere else nullcontext(), context.active():
             batch, _ = first_batch(task, data, plan.batch.micro_size)
-            yield Tracer(plan, task, batch, device, shorten=shorten)
+            yield Tracer(plan, task, model, batch, device, shorten=shorten)
     finally:
         dist.destroy_process_group()
         gc.unfreeze()
@@ -109,6 +111,7 @@ class Tracer:
     """Traces of windows of a task under the policies of its strategy.
 
     Args:
+        model: the task's model, of which copies without memory are traced.
         batch: the first micro-batch.
         shorten: whether repeated blocks are traced once, if that is less work.
 
@@ -117,8 +120,11 @@ class Tracer:
         irregular: why the whole model was traced although it has repeated blocks; None if it was not.
     """
 
-    def __init__(self, plan: RunPlan, task: Task, batch: Any, device: torch.device, *, shorten: bool) -> None:
-        self._task, self._batch, self._device = task, batch, device
+    def __init__(
+        self, plan: RunPlan, task: Task, model: nn.Module, batch: Any, device: torch.device, *, shorten: bool
+    ) -> None:
+        self._task, self._built, self._batch, self._device = task, model, batch, device
+        self._copies = True
         self._plan = plan
         self.operators = 0
         self.irregular: Exception | None = None
@@ -146,6 +152,11 @@ class Tracer:
                 self._units = [names[unit] for unit in units]
 
     def _fake_model(self, fake: FakeTensorMode) -> nn.Module:
+        if self._copies:
+            try:
+                return without_memory(self._built, fake, self._device)
+            except Exception:
+                self._copies = False
         return model_without_memory(self._plan, self._task, fake, self._device)
 
     def _inputs(self, fake: FakeTensorMode) -> Any:
@@ -170,7 +181,7 @@ class Tracer:
         fake, precision = FakeTensorMode(allow_non_fake_inputs=True), Precision(self._plan.precision, self._device)
         model = self._fake_model(fake)
         calls = BlockCalls(model, self._runs, self._device)
-        with fake, calls, precision.autocast():
+        with fake, calls, precision.autocast(), attributes_restored(self._task):
             loss_of_batch(self._task, model, self._inputs(fake))
         calls.check()
 
@@ -256,6 +267,9 @@ class Tracer:
         shard_units = getattr(self._task, "shard_units", None)
         compile_units = getattr(self._task, "compile_units", None)
         trace, error = self._trace(plan, model, fake, self._log(), shard_units, compile_units)
+        if error is not None and self._copies and not isinstance(error, LauncherError | NEEDS_VALUES):
+            self._copies = False  # its functions may refer to the original's modules, or it remembers its device
+            return self._whole_trace(plan)
         if isinstance(error, LauncherError):  # the same error would occur in the job
             raise error
         return trace, None if error is None else problem_text(error)
@@ -284,7 +298,7 @@ class Tracer:
             payload = parallel.meter.layout.payload(passes_of_window)
             problem: Exception | None = None
             try:
-                with log:
+                with log, attributes_restored(task):
                     payload = run_fake_windows(plan, task, inputs, parallel, optimizer, device)
             except TimeoutError:
                 raise
@@ -294,40 +308,26 @@ class Tracer:
         return BlockTrace.of(log.events, payload), problem
 
 
-def main() -> None:
-    die_with_parent(int(sys.argv[2]))
-    questions: Any = json.load(sys.stdin)
-    plans = [
-        RunPlan.from_json(json.dumps(each)) for each in (questions if isinstance(questions, list) else [questions])
-    ]
-    # the output of torch and the task would be repeated when the job runs; besides, torch logs a traceback for each
-    # operator that fails on fake tensors
+def be_silent() -> None:
+    """Discard all output: that of torch and the task would be repeated when the job runs, and torch logs a traceback
+    for each operator that fails on fake tensors."""
     warnings.simplefilter("ignore")
     logging.disable()
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, 1)
     os.dup2(devnull, 2)
-    dependencies = Dependencies()
-    with open(sys.argv[1], "w", encoding="utf-8") as answers:  # noqa: PTH123
-        for plan in plans:
-            print(json.dumps(_answer(plan, dependencies)), file=answers, flush=True)
 
 
-def _answer(plan: RunPlan, dependencies: Dependencies) -> dict[str, Any]:
+def answer_about_plan(fields: Any, built: BuiltTask) -> dict[str, Any]:
     """Return what ``launcher.plan.task_inspection`` needs to know of a plan, as JSON."""
+    plan = RunPlan.from_json(json.dumps(fields))
     on_gpu = plan.cluster.device is Device.cuda and torch.cuda.is_available()
-    answer: dict[str, Any] = {"device_bytes": torch.cuda.mem_get_info()[1] if on_gpu else None}
+    result: dict[str, Any] = {"device_bytes": torch.cuda.mem_get_info()[1] if on_gpu else None}
     try:
-        results, answer["problem"] = forecasts(plan)
-        answer["forecasts"] = [dataclasses.asdict(forecast) for forecast in results]
-        answer["depends_on"] = dependencies.found()
+        found, result["problem"] = forecasts(plan, built)
+        result["forecasts"] = [dataclasses.asdict(forecast) for forecast in found]
     except LauncherError as error:  # the same error would occur in the job
-        answer["error"] = str(error)
+        result["error"] = str(error)
     except Exception as error:
-        answer["problem"] = problem_text(error)
-    return answer
-
-
-if __name__ == "__main__":
-    main()
-    exit_at_once()  # threads that the task has started may never end
+        result["problem"] = problem_text(error)
+    return result

@@ -2,7 +2,8 @@
 measures its model.
 
 ``launcher.plan.task_inspection`` runs it as a separate process, because the command line must not import torch or user
-code. Reads one JSON object from standard input; writes the answer to the file named on the command line.
+code. For each connection that this process receives, it forks one that builds a task and answers questions about it, a
+line of JSON each.
 """
 
 from __future__ import annotations
@@ -12,17 +13,12 @@ import importlib
 import inspect
 import json
 import os
-import signal
+import socket
 import sys
-import tempfile
-import time
-import warnings
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import partial
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from launcher.config.schema import Balance, Device, LrScaling, OptimizerConfig, ScheduleConfig
 from launcher.errors import DataError, TaskError, UserError
@@ -30,28 +26,24 @@ from launcher.loss import has_window_loss
 from launcher.plan.callback_plan import require_callbacks
 from launcher.plan.optimizer_plan import assign, require_members, solve_optimizer
 from launcher.plan.run_plan import OptimizerPlan, SchedulePlan, extended
-from launcher.plan.task_inspection import InspectionRequest, too_long
+from launcher.plan.task_inspection import InspectionRequest
 from launcher.process import die_with_parent, exit_at_once
 from launcher.rundir.files import value_from_json
 from launcher.task import (
     OPTIONAL_METHODS,
     Task,
-    build_model,
     column_of_lengths,
     eval_metrics,
-    eval_sets,
     is_mapped,
-    load_task,
-    train_data,
 )
 from launcher.tracebacks import users_frames
+from launcher.train.inspection.built_task import BuiltTask, attributes_restored
 from launcher.train.inspection.dependencies import Dependencies
 
 if TYPE_CHECKING:
     from torch import nn
 
-_MOST_AT_ONCE, _POLL_S = 4, 0.01
-# modules that an inspection needs, and which take long to import
+# modules that the inspections of several tasks need, and which take long to import
 _IMPORTED = (
     "torch._dynamo", "torch.distributed.fsdp", "torch.utils.data", "launcher.train.eval_metrics",
     "launcher.train.data.length_balance", "launcher.train.data.sample_order", "launcher.train.data.stream_shards",
@@ -61,21 +53,24 @@ _IMPORTED = (
 )  # fmt: skip
 
 
-def probe(request: InspectionRequest) -> dict[str, Any]:
-    """Return the fields of a TaskPlan."""
+def probe(request: InspectionRequest, built: BuiltTask | None = None) -> dict[str, Any]:
+    """Return the fields of a TaskPlan.
+
+    Args:
+        built: the task, if it has been built; its parts serve several requests.
+    """
     from launcher.train.engine.modes import start_training
     from launcher.train.eval_metrics import metrics_by_name
     from launcher.train.parallel.model_check import require_trainable
 
-    search_path, seed, notes = [request.import_from], request.seed, list[str]()
-    task = load_task(request.target, request.params, search_path, seed)
-    require_callbacks(request.callbacks, search_path, task)
-    notes += near_misses(task)
-    data = train_data(task, seed, notes)
-    held_out = eval_sets(task, seed, notes)
-    metrics_by_name(eval_metrics(task, seed))
+    built = built or BuiltTask(*request.build)
+    task, data, held_out = built.task, built.data, built.held_out
+    require_callbacks(request.callbacks, [request.import_from], task)
+    notes = [*near_misses(task), *built.notes]
+    metrics_by_name(eval_metrics(task, request.seed))
     arrangement = _check_arrangement(task, data, request, notes)
-    model = build_inspected(task, request.target, request.seed)
+    built.seeded |= bool(arrangement.get("own_order"))
+    model = built.model
     returned = in_eval_mode(model)
     require_trainable(model, sharded=request.shards, deferred=True)
     start_training(model)  # which may freeze parameters, and keep layers in eval mode
@@ -94,30 +89,9 @@ def probe(request: InspectionRequest) -> dict[str, Any]:
         **_check_update_rule(task, model, request.optimizer, request.schedule, notes),
         **arrangement,
         "data_notes": tuple(notes),  # of all the checks above
-        "flops_per_sample": _flops(task, model, data),
+        "flops_per_sample": built.flops_per_sample,
         "one_value_norm": _one_value_norm(task, model, data),
     }
-
-
-def build_inspected(task: Task, task_target: str, seed: int) -> nn.Module:
-    """Return the model, on the meta device if possible, which takes no memory.
-
-    Raises:
-        TaskError: it is no module.
-    """
-    import torch
-
-    try:
-        # load_state_dict and others warn about meta tensors, which the job's model does not have
-        with torch.device("meta"), _without_random_values(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model = build_model(task, seed)
-    except Exception:  # a constructor that uses the values of its tensors needs real ones
-        model = build_model(task, seed)
-    target = f"task._target_={task_target}"
-    if not isinstance(model, torch.nn.Module):
-        raise TaskError(f"{target}: model() returned a {type(model).__name__}, not a torch.nn.Module.")
-    return model
 
 
 def _sizes(model: nn.Module, task: Task, *, shards: bool) -> dict[str, int]:
@@ -283,16 +257,6 @@ def _require_parameters_of(method: Any, signature: str, count: int) -> None:
         raise TaskError(f"The task's method must be {signature}: {error}.") from None
 
 
-def _flops(task: Task, model: nn.Module, data: Any) -> float | None:
-    """Return a sample's FLOPs; None if the task has a method for them. Called last, because it reads data and runs the
-    task's loss."""
-    if callable(getattr(task, "flops_per_sample", None)):
-        return None
-    from launcher.train.measure.flops import flops_per_sample
-
-    return flops_per_sample(task, model, data)
-
-
 def _one_value_norm(task: Task, model: nn.Module, data: Any) -> str | None:
     """Return the TaskPlan's ``one_value_norm``, by a forward pass of one sample on tensors without memory."""
     from torch.nn.modules.batchnorm import _BatchNorm
@@ -313,7 +277,8 @@ def _one_value_norm(task: Task, model: nn.Module, data: Any) -> str | None:
 
     if not batch_norms(model):
         return ""
-    ran = run_without_memory(task, model, data, watch)
+    with attributes_restored(task):
+        ran = run_without_memory(task, model, data, watch)
     return found[0] if found else "" if ran else None
 
 
@@ -325,86 +290,56 @@ def in_eval_mode(module: nn.Module, name: str = "") -> list[str]:
     return [inner for child, part in module.named_children() for inner in in_eval_mode(part, f"{prefix}{child}")]
 
 
-def _without_random_values() -> AbstractContextManager[object]:
-    """Return a mode that skips the random initialisation of meta tensors by nn's layers. Meta tensors have no values,
-    but torch imports its compiler for these operators, which takes a second; for other random operators it still
-    does."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    draws = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
-
-    class WithoutRandomValues(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return args[0] if func in draws and args[0].is_meta else func(*args, **(kwargs or {}))
-
-        @classmethod
-        def _should_skip_dynamo(cls) -> bool:
-            """Keep torch from wrapping the method above in a function that imports the compiler (test_imports.py)."""
-            return False
-
-    return WithoutRandomValues()
-
-
-def answer_request(fields: Any) -> str:
-    """Return the answer on an ``InspectionRequest`` as JSON."""
-    request, dependencies = value_from_json(InspectionRequest, fields), Dependencies()
+def _described(fields: Any, built: BuiltTask) -> dict[str, Any]:
+    """Return the answer on an ``InspectionRequest``."""
+    request = value_from_json(InspectionRequest, fields)
     try:
-        result: dict[str, Any] = {"task": probe(request), "depends_on": dependencies.found()}
+        return {"task": probe(request, built)}
     except UserError as error:
-        result = {"error": str(error)}
+        return {"error": str(error)}
     except Exception as error:  # user code may raise anything
-        result = {"error": f"task._target_={request.target}: {type(error).__name__}: {error}\n{users_frames(error)}"}
-    return json.dumps(result)
+        return {"error": f"task._target_={request.target}: {type(error).__name__}: {error}\n{users_frames(error)}"}
 
 
-def answer_requests(questions: Sequence[tuple[Any, float | None]]) -> Iterator[str]:
-    """Yield the answer on each request in order, from processes that are forked once torch is imported, several at a
-    time.
+def _serve(connection: socket.socket) -> None:
+    """Answer questions about one task, which is built once."""
+    dependencies, built, traces = Dependencies(), None, False
+    with connection.makefile("rw", encoding="utf-8") as lines:
+        print(os.getpid(), file=lines, flush=True)
+        for line in lines:
+            question = json.loads(line)
+            built = built or BuiltTask(*question["build"])
+            if question["kind"] == "describe":
+                answer = _described(question["about"], built)
+            else:
+                from launcher.train.inspection import memory_forecast
 
-    Args:
-        questions: requests, each with its limit in seconds.
-    """
-    for module in _IMPORTED:
-        importlib.import_module(module)
-    parent, most = os.getpid(), min(_MOST_AT_ONCE, len(os.sched_getaffinity(0)))
-    waiting, running = deque(enumerate(questions)), dict[int, tuple[int, TextIO, float | None, float]]()
-    answers: dict[int, str] = {}
-    for wanted in range(len(questions)):
-        while wanted not in answers:
-            while waiting and len(running) < most:
-                number, (fields, limit_s) = waiting.popleft()
-                file, started = tempfile.TemporaryFile("w+", encoding="utf-8"), time.monotonic()  # noqa: SIM115
-                if not (child := os.fork()):
-                    die_with_parent(parent)
-                    print(answer_request(fields), file=file, flush=True)
-                    exit_at_once()
-                running[child] = number, file, limit_s, started
-            child, _ = os.waitpid(-1, os.WNOHANG)
-            if not child:
-                time.sleep(_POLL_S)
-            for pid, (number, file, limit_s, started) in [*running.items()]:
-                late = limit_s is not None and time.monotonic() - started > limit_s
-                if late and pid != child:
-                    os.kill(pid, signal.SIGKILL)
-                    os.waitpid(pid, 0)
-                if late or pid == child:
-                    file.seek(0)
-                    text = file.read().rstrip()
-                    answers[number] = json.dumps(too_long(limit_s)) if late and not text else text or "null"
-                    file.close()
-                    del running[pid]
-        yield answers.pop(wanted)
+                if not traces:
+                    memory_forecast.be_silent()
+                answer, traces = memory_forecast.answer_about_plan(question["about"], built), True
+            # the network may have been used, or files read, only in a later part
+            answer |= {"depends_on": dependencies.found(), "seeded": built.seeded, "seconds": built.seconds}
+            print(json.dumps(answer), file=lines, flush=True)
 
 
 def main() -> None:
+    """Fork a process for each connection that is received: one for each task."""
     die_with_parent(int(sys.argv[2]))
-    question = json.load(sys.stdin)
-    with open(sys.argv[1], "w", encoding="utf-8") as answers:  # noqa: PTH123
-        for text in answer_requests(question) if isinstance(question, list) else [answer_request(question)]:
-            print(text, file=answers, flush=True)
+    control, parent = socket.socket(fileno=int(sys.argv[1])), os.getpid()
+    for module in _IMPORTED if sys.argv[3:] else ():
+        importlib.import_module(module)
+    while descriptors := socket.recv_fds(control, 1, 1)[1]:
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if not os.fork():
+            die_with_parent(parent)
+            control.close()
+            _serve(socket.socket(fileno=descriptors[0]))
+            exit_at_once()  # threads that the task has started may never end
+        os.close(descriptors[0])
 
 
 if __name__ == "__main__":
     main()
-    exit_at_once()  # threads that the task has started may never end
+    exit_at_once()

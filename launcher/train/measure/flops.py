@@ -126,7 +126,8 @@ def without_memory(
             if id(value) in copies:
                 continue
             if isinstance(value, nn.Parameter):
-                copies[id(value)] = nn.Parameter(empty(value), value.requires_grad)
+                copies[id(value)] = copied = nn.Parameter(empty(value), value.requires_grad)
+                vars(copied).update({name: mark for name, mark in vars(value).items() if name not in vars(copied)})
             elif isinstance(value, Tensor):
                 copies[id(value)] = empty(value)
         for child in module.children():

@@ -13,7 +13,7 @@ from launcher.config.schema import Sync
 from launcher.plan.host import free_host_bytes
 from launcher.plan.run_plan import Forecast, RunPlan
 from launcher.plan.strategy import with_memory
-from launcher.plan.task_inspection import run_probe
+from launcher.plan.task_inspection import weigh_memory
 from tests.conftest import Launch
 from tests.helpers import ROOT, make_plan, patience, torchrun
 from tests.infra import warm
@@ -148,9 +148,8 @@ def test_memory_of_real_ranks_of_other_models(ranks: int, job: str, launch: Laun
     done = launch("plan", "--json", f"cluster.workers_per_node={ranks}", *words.values(), env=env)
     assert (done.returncode, done.stderr) == (0, "")
     plan = RunPlan.from_json(done.stdout)
-    answer = run_probe("launcher.train.inspection.memory_forecast", plan.to_json())
-    assert answer is not None
-    predicted = {each["sync"]: each["peak_bytes"] for each in answer["forecasts"]}
+    weighed = weigh_memory(plan, choose=False)
+    predicted = {each.sync.value: each.peak_bytes for each in weighed.strategy.forecasts}
     assert predicted == pytest.approx(measured(plan, predicted, ranks, tmp_path), rel=TOLERANCE)
 
 
