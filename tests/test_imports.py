@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -141,6 +142,18 @@ def test_there_is_no_cycle() -> None:
 
     for module in CODE:
         visit(module, ())
+
+
+def test_the_core_names_no_extension() -> None:
+    """Not in a string either, which could be imported: entry points name them."""
+    for module in CODE:
+        if not module.startswith("launcher.extensions"):
+            words = {
+                str(node.value)
+                for node in ast.walk(ast.parse(MODULES[module].read_text()))
+                if isinstance(node, ast.Constant)
+            }
+            assert not [word for word in words if re.search(r"launcher[./]extensions[./]\w", word)], module
 
 
 def test_no_two_modules_share_a_name() -> None:
