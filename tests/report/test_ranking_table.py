@@ -11,7 +11,7 @@ from rich.console import Console
 from launcher.plan.strategy_choice import Ranking, rank
 from launcher.report.ranking_table import ranking_json, ranking_tables
 from launcher.report.recorded_step import RecordedSteps
-from tests.plan.test_ranking import WORKERS, candidate
+from tests.plan.test_strategy_choice_ranking import WORKERS, candidate
 
 NONE = RecordedSteps(Path("/nowhere"))
 
