@@ -28,7 +28,7 @@ from launcher.cli.completion import flags
 from launcher.cli.keys import launch_keys
 from launcher.config.hydra import compose
 from launcher.config.schema import check_values
-from tests.helpers import ROOT, launch, patience
+from tests.helpers import ROOT, launch, patience, torchrun
 from tests.test_docs import PAGES
 
 FLAGS = flags()
@@ -254,6 +254,14 @@ GUIDES = [
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
 def test_the_programs_of_a_guide_run(page: Path, tmp_path: Path) -> None:
     run_commands(page, tmp_path, lambda words: words[:2] in STARTS and "cluster=slurm" not in words)
+
+
+@pytest.mark.slow
+def test_ddp_and_fsdp_by_hand_accumulate_the_same_gradient(tmp_path: Path) -> None:
+    write_programs(ROOT / "docs" / "guides" / "accumulation.md", tmp_path)
+    ddp, fsdp = (torchrun(tmp_path / f"accumulate_{name}.py", [], 2, tmp_path).splitlines() for name in ("ddp", "fsdp"))
+    assert len(ddp) == 5
+    assert ddp == fsdp
 
 
 @pytest.mark.slow
