@@ -354,6 +354,7 @@ class TrainedParameters:
         self._parallel, self._model = parallel, parallel.module
         self._names, self._flags = self._current_names(), self._current_flags()
         self._known = {name for name, _ in self._model.named_parameters()}
+        self._compared = False  # a window has shown the names
 
     @property
     def frozen(self) -> list[str]:
@@ -402,8 +403,9 @@ class TrainedParameters:
 
     def require_same(self) -> None:
         """Raise EngineMisuse if the loop has set ``requires_grad`` of parameters since then, or registered some."""
-        if self._current_flags() == self._flags:
+        if self._compared and self._current_flags() == self._flags:
             return
+        self._compared = True
         if late := sorted({name for name, _ in self._model.named_parameters()} - self._known):
             raise EngineMisuse(
                 f"Parameters were registered after the engine was made: {first_names(late, 8)}.\n"

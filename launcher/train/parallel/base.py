@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from launcher.config.schema import Compress, Sync
-from launcher.errors import UnusedParameters
+from launcher.errors import TaskError, UnusedParameters
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import Layout
 from launcher.quantities import first_names
@@ -132,11 +132,16 @@ class Parallel:
         """Wait for all gradients of the window, and return this rank's part of them.
 
         Raises:
+            TaskError: a parameter has none, because the forward pass has replaced it.
             UnusedParameters: a parameter has none, and ``strategy.find_unused_parameters`` is false.
         """
         if self._narrow_sums:
             self._sums.give()
         gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if len(gradients) < len(self._parameters):
+            own = set(self._parameters)
+            if names := [name for name, p in self.module.named_parameters() if p.requires_grad and p not in own]:
+                raise TaskError(registered_again(names))
         if len(gradients) < len(self._parameters) and not self._unused_allowed:
             names = [name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
             raise UnusedParameters(
@@ -243,6 +248,16 @@ class WideSums:
 
     def clear(self) -> None:
         self._sums.clear()
+
+
+def registered_again(names: Sequence[str]) -> str:
+    """Return the message on parameters in whose place a forward pass has put other ones."""
+    return (
+        f"{first_names(names)}: the forward pass registers another parameter in its place (module.NAME = "
+        "nn.Parameter(...)), which nothing trains.\n  Use the computed tensor under another name, as in "
+        "functional.linear(x, normalize(self.weight)); or write the parameter itself in a callback's\n  on_step: with "
+        "torch.no_grad(): parameter.copy_(...)."
+    )
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:

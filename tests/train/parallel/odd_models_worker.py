@@ -103,6 +103,14 @@ class Weights(Model):
         return x + weight
 
 
+class Again(Block):
+    """Registers another parameter in the place of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.linear.weight = nn.Parameter(functional.normalize(self.linear.weight))
+        return super().forward(x)
+
+
 class Reentrant(Model):
     """Args: rounds: how often each block runs."""
 
@@ -123,6 +131,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "slots": lambda: Objects(Held, lambda held: held.values),
     "functions": lambda: Objects(lambda x: lambda: x, lambda function: function()),
     "weight": lambda: Weights(Weight),
+    "again": lambda: Model(Again),
     "reentrant": lambda: Reentrant(1),
     "reentrant twice": lambda: Reentrant(2),
 }

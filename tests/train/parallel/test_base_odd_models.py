@@ -11,10 +11,12 @@ import pytest
 from tests.helpers import torchrun
 
 SCRIPTED, SPARSE = "model(): blocks.0 has TorchScript's", "model(): table has sparse gradients"
-SHARDED = {"sparse": SPARSE, "scripted": SCRIPTED, "weight": "The shard unit blocks.0 returns its parameter weight"}
+AGAIN = "blocks.0.linear.weight"
+SHARDED = {"sparse": SPARSE, "scripted": SCRIPTED, "weight": "The shard unit blocks.0 returns its parameter weight",
+           "again": AGAIN}  # fmt: skip
 TWICE = "The gradient of blocks.1.linear.bias has several parts, and DDP would reduce the first one"
 REFUSED: dict[str, dict[str, str]] = {
-    "ddp": {"sparse": SPARSE, "reentrant twice": TWICE, "reentrant": TWICE},
+    "ddp": {"sparse": SPARSE, "again": AGAIN, "reentrant twice": TWICE, "reentrant": TWICE},
     "every": SHARDED,
     "boundary": SHARDED,
     "gather_once": SHARDED,
