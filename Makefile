@@ -76,10 +76,11 @@ bench-speedup: $(VENV)/.installed-dev tools
 
 # The engine beside other libraries, here and on the same hosts: docs/explanations/peers.md and peers.png. 16 minutes.
 # A cell takes rounds of all contenders for this many seconds, and at least three.
-PEERS = jobs/bench_peers.py measure --setting $(1) --out build/peers.jsonl --seconds $(2) --accumulation $(3)
+PEERS = jobs/bench_peers.py measure --setting "$(1)" --out build/peers.jsonl --seconds $(2) --accumulation $(3)
 bench-peers: $(VENV)/.installed-peers tools
 	mkdir -p build && rm -f build/peers.jsonl
 	$(BIN)/launch run cluster.workers_per_node=2 -- $(call PEERS,one-machine,20,1 2 4 8 16) --uneven
+	$(BIN)/launch run cluster.workers_per_node=2 -- $(call PEERS,tiny model,10,8) --width 32 --depth 1 --seq-len 16
 	$(call HOSTS,1gbit,1) $(call PEERS,1gbit,6,1 4 16)
 	$(BIN)/python jobs/bench_peers.py report --results build/peers.jsonl --to docs/explanations
 

@@ -247,7 +247,9 @@ class Samples(Dataset[tuple[Any, ...]]):
     def __init__(self, dataset: Any, collate: Collate, seed: int) -> None:
         self._dataset, self._collate, self._seed = dataset, collate, seed
         self._random = SampleRandom(seed)
-        self._one_by_one = type(dataset) not in (Subset, TensorDataset) and not reads_several(dataset)
+        of_torch = type(dataset) in (Subset, TensorDataset)
+        self._one_by_one = not of_torch and not reads_several(dataset)
+        self._reads_tensors = of_torch and collate is default_collate
 
     def batch(self, indices: Sequence[int], epoch: int, positions: Iterable[int]) -> Any:
         """Return the batch of the samples ``indices``, whose random numbers depend on their positions in the epoch."""
@@ -256,8 +258,7 @@ class Samples(Dataset[tuple[Any, ...]]):
             if seed is None and self._one_by_one:
                 return self._collate([self._dataset[index] for index in indices])
             if seed is None:
-                batch = read_tensors(self._dataset, indices) if self._collate is default_collate else None
-                return batch or self._collate(read_samples(self._dataset, indices))
+                return self._collate(read_samples(self._dataset, indices))
             samples: list[Any] = []
             for index, position in zip(indices, positions, strict=True):
                 seed(epoch, position)
@@ -265,6 +266,8 @@ class Samples(Dataset[tuple[Any, ...]]):
             return self._collate(samples)
 
         try:
+            if self._reads_tensors and (rows := read_tensors(self._dataset, indices)) is not None:
+                return rows  # torch alone has run, which draws nothing
             return self._random.read(read)
         except Exception as error:
             error.add_note(f"In a micro-batch of {_samples_text(indices)} of the dataset.")

@@ -149,8 +149,11 @@ class NoiseScale:
         items_of_parts = window.items * own_samples * self._ranks / window.samples
         factor = window.gradient_unit**2 / items_of_parts
         self._waiting = _Measured(window.grad_norm**2, window.samples, own_samples, factor)
-        # 0 / 0 = nan on a rank without items, which has no mean gradient: `receive` then drops the window
-        self.own = torch.as_tensor(square, dtype=torch.float64) / own_items
+        # nan on a rank without items, which has no mean gradient: `receive` then drops the window
+        if isinstance(square, Tensor) or isinstance(own_items, Tensor):
+            self.own = torch.as_tensor(square, dtype=torch.float64) / own_items
+        else:
+            self.own = square / own_items if own_items else math.nan
 
     @property
     def estimate(self) -> Noise | None:

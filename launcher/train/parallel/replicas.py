@@ -135,8 +135,6 @@ class Buffers:
         """Return a value above 0 if a buffer that was not known to change has changed on this rank. It may be a tensor
         on the device, to be sent with the window's totals without waiting for a GPU."""
         now = dict(self._module.named_buffers())
-        if not (now or self._still or self._changing):
-            return 0.0
         if self._strange(now):
             return 1.0
         if self._device.type == "cpu":
@@ -145,7 +143,14 @@ class Buffers:
         return torch.stack(differ).any().double() if differ else 0.0
 
     def contribution(self) -> Sequence[Tensor | float]:
-        return [self.changed()]
+        if self._still or self._changing or self._rank_local:
+            return [self.changed()]
+        modules = [self._module]
+        for module in modules:  # it grows; ``named_buffers`` takes several times as long
+            if module._buffers:
+                return [self.changed()]
+            modules += filter(None, module._modules.values())
+        return [0.0]
 
     def receive(self, sums: Sequence[float]) -> None:
         self._due = sums[0] > 0
