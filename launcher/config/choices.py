@@ -1,141 +1,48 @@
-"""Values of the config keys that allow only certain words."""
+"""Values of the config keys that allow only certain words, which type checkers know if the values are given too."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 
-
-class ClusterKind(StrEnum):
-    local = "local"
-    hosts = "hosts"
-    slurm = "slurm"
-    elsewhere = "elsewhere"
-
-
-class ContainerRuntime(StrEnum):
-    pyxis = "pyxis"
-    apptainer = "apptainer"
-
-
-class Device(StrEnum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class StrategyKind(StrEnum):
-    auto = "auto"
-    single = "single"
-    ddp = "ddp"
-    fsdp = "fsdp"
-    hsdp = "hsdp"
-
-
-class BestMode(StrEnum):
-    min = "min"
-    max = "max"
-
-
-class Sync(StrEnum):
-    auto = "auto"
-    every = "every"
-    boundary = "boundary"
-    gather_once = "gather_once"
-    replicas_at_boundary = "replicas_at_boundary"
-
-
-class Compress(StrEnum):
-    none = "none"
-    bf16 = "bf16"
-    fp16 = "fp16"  # refused with a reason
-    powersgd = "powersgd"
-
-
-class Recompute(StrEnum):
-    none = "none"
-    blocks = "blocks"
-
-
-class PrecisionKind(StrEnum):
-    auto = "auto"
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
-    float8 = "float8"
-
-
-class SumFormat(StrEnum):
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
-
-
-class Float8Recipe(StrEnum):
-    rowwise_with_gw_hp = "rowwise_with_gw_hp"
-    rowwise = "rowwise"
-    tensorwise = "tensorwise"
-
-
-class Parameters(StrEnum):
-    fp32 = "fp32"
-    keep = "keep"
-
-
-class ShortWindow(StrEnum):
-    exact = "exact"
-    drop = "drop"
-
-
-class Norm(StrEnum):
-    leave = "leave"
-    sync = "sync"
-    freeze = "freeze"
-    window = "window"
-
-
-class Balance(StrEnum):
-    none = "none"
-    length = "length"
-
-
-class OnOom(StrEnum):
-    stop = "stop"
-    shrink = "shrink"
-
-
-class OnNonfinite(StrEnum):
-    stop = "stop"
-    skip = "skip"
-
-
-class OuterKind(StrEnum):
-    none = "none"
-    diloco = "diloco"
-
-
-class OptimizerKind(StrEnum):
-    adamw = "adamw"
-    sgd = "sgd"
-    custom = "custom"
-
-
-class LrScaling(StrEnum):
-    none = "none"
-    linear = "linear"
-    sqrt = "sqrt"
-
-
-class ScheduleKind(StrEnum):
-    constant = "constant"
-    cosine = "cosine"
-    linear = "linear"
-    custom = "custom"
-
-
-OnError = StrEnum("OnError", {"stop": "stop", "continue": "continue"})  # a keyword cannot be written in a class
-
-
-class WandbMode(StrEnum):
-    offline = "offline"
-    online = "online"
-    disabled = "disabled"
+ClusterKind = StrEnum("ClusterKind", {"local": "local", "hosts": "hosts", "slurm": "slurm", "elsewhere": "elsewhere"})
+ContainerRuntime = StrEnum("ContainerRuntime", {"pyxis": "pyxis", "apptainer": "apptainer"})
+Device = StrEnum("Device", {"auto": "auto", "cpu": "cpu", "cuda": "cuda"})
+StrategyKind = StrEnum(
+    "StrategyKind", {"auto": "auto", "single": "single", "ddp": "ddp", "fsdp": "fsdp", "hsdp": "hsdp"}
+)
+BestMode = StrEnum("BestMode", {"min": "min", "max": "max"})
+Sync = StrEnum(
+    "Sync",
+    {
+        "auto": "auto",
+        "every": "every",
+        "boundary": "boundary",
+        "gather_once": "gather_once",
+        "replicas_at_boundary": "replicas_at_boundary",
+    },
+)
+Compress = StrEnum(
+    "Compress", {"none": "none", "bf16": "bf16", "fp16": "fp16", "powersgd": "powersgd"}
+)  # fp16 is refused with a reason
+Recompute = StrEnum("Recompute", {"none": "none", "blocks": "blocks"})
+PrecisionKind = StrEnum(
+    "PrecisionKind", {"auto": "auto", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "float8": "float8"}
+)
+SumFormat = StrEnum("SumFormat", {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"})
+Float8Recipe = StrEnum(
+    "Float8Recipe", {"rowwise_with_gw_hp": "rowwise_with_gw_hp", "rowwise": "rowwise", "tensorwise": "tensorwise"}
+)
+Parameters = StrEnum("Parameters", {"fp32": "fp32", "keep": "keep"})
+ShortWindow = StrEnum("ShortWindow", {"exact": "exact", "drop": "drop"})
+Norm = StrEnum("Norm", {"leave": "leave", "sync": "sync", "freeze": "freeze", "window": "window"})
+Balance = StrEnum("Balance", {"none": "none", "length": "length"})
+OnOom = StrEnum("OnOom", {"stop": "stop", "shrink": "shrink"})
+OnNonfinite = StrEnum("OnNonfinite", {"stop": "stop", "skip": "skip"})
+OuterKind = StrEnum("OuterKind", {"none": "none", "diloco": "diloco"})
+OptimizerKind = StrEnum("OptimizerKind", {"adamw": "adamw", "sgd": "sgd", "custom": "custom"})
+LrScaling = StrEnum("LrScaling", {"none": "none", "linear": "linear", "sqrt": "sqrt"})
+ScheduleKind = StrEnum(
+    "ScheduleKind", {"constant": "constant", "cosine": "cosine", "linear": "linear", "custom": "custom"}
+)
+OnError = StrEnum("OnError", {"stop": "stop", "continue": "continue"})
+WandbMode = StrEnum("WandbMode", {"offline": "offline", "online": "online", "disabled": "disabled"})
