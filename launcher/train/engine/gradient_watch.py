@@ -82,7 +82,8 @@ class GradientWatch(LossWatch):
             raise TaskError(
                 f"{first_names(names)}: written within the backward pass, by a hook that steps an optimizer or changes "
                 "the value.\n  There the gradient is a part of the window's sum, not yet its mean. Return such "
-                "optimizers from optimizer(model), in a list;\n  and change values in a callback's on_step."
+                "optimizers from optimizer(model), in a list;\n  and change values in a hook of the optimizer "
+                "(register_step_pre_hook), once for each step, or in a callback's on_step."
             )
 
     def _now(self) -> list[tuple[Tensor | None, int]]:
