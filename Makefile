@@ -84,7 +84,7 @@ bench-peers: $(VENV)/.installed-peers tools
 	$(call HOSTS,1gbit,1) $(call PEERS,1gbit,6,1 4 16)
 	$(BIN)/python jobs/bench_peers.py report --results build/peers.jsonl --to docs/explanations
 
-# Outer steps beside the synchronous job: here, and of the default model on the same hosts: docs/guides/outer.md. 40 minutes.
+# Outer steps beside the synchronous job: here, and of the default model on the same hosts: docs/explanations/outer.md. 40 minutes.
 OUTER = $(BIN)/python jobs/outer.py --out build/outer.jsonl
 FAR = --tasks bytes_gpt --rates 10mbit
 OF_FAR = -- task.width=128 task.seq_len=128 task.eval_samples=512

@@ -429,7 +429,7 @@ class SweepConfig:
 @dataclass(frozen=True, kw_only=True)
 class OuterConfig:
     """Outer steps between sites that are joined by slow links. Not the gradient of one global batch: see
-    docs/guides/outer.md."""
+    docs/explanations/outer.md."""
 
     kind: OuterKind = key(OuterKind.none, resume=_SITES, affects=STEP, nullable=False)
     """none: all ranks take each optimizer step together; diloco: the ranks of a site do, on its share of the global

@@ -89,15 +89,15 @@ def what_norms_do(layers: int, batch: Batch) -> str | None:
     if batch.norm is Norm.window:
         return (
             f"{who}: batch.norm=window, exact statistics of each window: every micro-batch runs at least {2 * layers} "
-            "times more (docs/guides/batchnorm.md)."
+            "times more (docs/explanations/batchnorm.md)."
         )
     if batch.norm is Norm.sync and batch.world_size == 1:
-        return f"{who}: batch.norm=sync has no effect on one rank. batch.norm=window does (docs/guides/batchnorm.md)."
+        return f"{who}: batch.norm=sync has no effect on one rank. batch.norm=window does (docs/explanations/batchnorm.md)."
     of = "one rank's micro-batch" if batch.norm is Norm.leave else "a micro-batch over all ranks"
     others = "sync|freeze|window" if batch.norm is Norm.leave and batch.world_size > 1 else "freeze|window"
     return (
         f"{who}: statistics of {seen} samples ({of}), not of the {batch.global_size} of a window, so the gradient is "
-        f"not that of one big batch. Other choices: batch.norm={others} (docs/guides/batchnorm.md)."
+        f"not that of one big batch. Other choices: batch.norm={others} (docs/explanations/batchnorm.md)."
     )
 
 
