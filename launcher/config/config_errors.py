@@ -50,7 +50,7 @@ _REMOVED = {
     "strategy.compress_parameters": "Use precision=bf16, which gathers matrices in two bytes each.",
     **dict.fromkeys(
         ("outer.store", "outer.sites", "outer.site", "outer.key", "outer.patience_s", "outer.compress"),
-        "Sites are groups of ranks of one job (outer.group); for jobs of their own use torchft: docs/explanations/outer.md.",
+        "Sites are groups of ranks of a job (outer.group); for separate jobs, torchft (docs/explanations/outer.md).",
     ),
 }
 

@@ -92,7 +92,7 @@ def what_norms_do(layers: int, batch: Batch) -> str | None:
             "times more (docs/explanations/batchnorm.md)."
         )
     if batch.norm is Norm.sync and batch.world_size == 1:
-        return f"{who}: batch.norm=sync has no effect on one rank. batch.norm=window does (docs/explanations/batchnorm.md)."
+        return f"{who}: batch.norm=sync has no effect on one rank; use window (docs/explanations/batchnorm.md)."
     of = "one rank's micro-batch" if batch.norm is Norm.leave else "a micro-batch over all ranks"
     others = "sync|freeze|window" if batch.norm is Norm.leave and batch.world_size > 1 else "freeze|window"
     return (
