@@ -9,6 +9,7 @@ Standard library only; the plan, the workers and the tests all use these functio
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ class Batch:
         sizes = scaled(self.global_size), scaled(self.world_size)
         return dataclasses.replace(self, global_size=sizes[0], world_size=sizes[1], ramp=ramp, sites=sites)
 
-    @property
+    @functools.cached_property  # each window asks for it
     def unit(self) -> int:
         """Return the samples of one micro-batch on every rank."""
         return self.micro_size * self.world_size

@@ -447,7 +447,7 @@ class Engine:
         """Notify the observers of how the window ended."""
         batch, size = self.plan.batch, agreed.samples
         whole = batch.global_size_at(window.index) if batch.ramp else batch.global_size
-        full = size == whole and size % (batch.micro_size * batch.world_size) == 0
+        full = size == whole and size % batch.unit == 0
         ended = EndedWindow(
             samples=size, items=agreed.items, grad_norm=norm,
             comparable=full and math.isfinite(norm) and not self.parallel.frozen,
