@@ -8,7 +8,8 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -121,6 +122,15 @@ def _plan_strategy(
     plan = dataclasses.replace(solve(job.config, job.site, task, job.run), initial=job.initial)
     plan = with_predictions(plan, job.config, inspection, starts=starts, weighs=weighs)
     return plan.with_notes([*job.notes, *emulation_notes(plan, once)])
+
+
+def global_sizes(configs: Iterable[Config], once: Once) -> list[int]:
+    """Return the global batch of each config that may have a plan for showing. No task is inspected."""
+    sizes: list[int] = []
+    for config in configs:
+        with suppress(UserError):  # the plan says it again
+            sizes.append(_before_inspection(config, once, starts=False).window)
+    return sizes
 
 
 def plan_jobs(

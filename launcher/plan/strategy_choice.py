@@ -70,13 +70,13 @@ class Ranking:
     notes: tuple[str, ...]
 
 
-def require_equal_work(plans: Sequence[RunPlan]) -> None:
-    """Check that the plans can be ranked by the bytes of their steps.
+def require_equal_work(global_sizes: Iterable[int]) -> None:
+    """Check that plans with these global batches can be ranked by the bytes of their steps.
 
     Raises:
-        ConfigError: they differ in the global batch.
+        ConfigError: they differ.
     """
-    sizes = sorted({plan.batch.global_size for plan in plans})
+    sizes = sorted({*global_sizes})
     if len(sizes) > 1:
         raise ConfigError(
             "batch.global_size", first_names([str(size) for size in sizes], _SHOWN_VALUES),

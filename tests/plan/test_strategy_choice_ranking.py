@@ -55,7 +55,7 @@ def test_equal_reasons_are_grouped() -> None:
 
 def test_cells_that_do_not_do_the_same_work_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"batch.global_size=64, 128: differs .*\n.*batch.micro_size"):
-        require_equal_work([make_plan(), make_plan("batch.global_size=128")])
+        require_equal_work([64, 128])
 
 
 def test_notes_that_all_plans_have_are_shown_once() -> None:

@@ -31,7 +31,7 @@ def test_every_metric_is_in_the_table() -> None:
     groups = "train|eval|batch|progress|comm|checkpoint|time|throughput|noise|amp|memory|straggler|predicted"
     written = {
         name
-        for file in (*(ROOT / "launcher" / "train").rglob("*.py"), ROOT / "launcher" / "plan" / "forecast.py")
+        for file in (*(ROOT / "launcher" / "train").rglob("*.py"), ROOT / "launcher" / "plan" / "run_plan.py")
         for name in re.findall(rf'"((?:{groups})/[a-z_]+)"', file.read_text(encoding="utf-8"))
     }
     assert "noise/scale" in written, "the names are found"

@@ -13,13 +13,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from launcher.config.schema import Compress, Sync
-from launcher.errors import TaskError, UnusedParameters
+from launcher.errors import UnusedParameters
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import Layout
 from launcher.quantities import first_names
 from launcher.train.measure.comm_meter import Meter
 from launcher.train.measure.noise_scale import LocalGradNorm
 from launcher.train.measure.observer import Observer
+from launcher.train.parallel.model_check import registered_again
 from launcher.train.precision import NARROW_DTYPES
 
 # most micro-batches whose gradients are added up in the format of narrow parameters; more take the memory of fp32 sums
@@ -141,7 +142,7 @@ class Parallel:
         if len(gradients) < len(self._parameters):
             own = set(self._parameters)
             if names := [name for name, p in self.module.named_parameters() if p.requires_grad and p not in own]:
-                raise TaskError(registered_again(names))
+                raise registered_again(names)
         if len(gradients) < len(self._parameters) and not self._unused_allowed:
             names = [name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
             raise UnusedParameters(
@@ -248,16 +249,6 @@ class WideSums:
 
     def clear(self) -> None:
         self._sums.clear()
-
-
-def registered_again(names: Sequence[str]) -> str:
-    """Return the message on parameters in whose place a forward pass has put other ones."""
-    return (
-        f"{first_names(names)}: the forward pass registers another parameter in its place (module.NAME = "
-        "nn.Parameter(...)), which nothing trains.\n  Use the computed tensor under another name, as in "
-        "functional.linear(x, normalize(self.weight)); or write the parameter itself in a callback's\n  on_step: with "
-        "torch.no_grad(): parameter.copy_(...)."
-    )
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:

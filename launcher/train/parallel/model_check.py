@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -84,3 +84,13 @@ def refuse(found: Iterable[str], why: str, remedy: str) -> None:
     if names := [*found]:
         has = "has" if len(names) == 1 else "have"
         raise TaskError(f"model(): {first_names(names, 8)} {has} {why}.\n  {remedy}.")
+
+
+def registered_again(names: Sequence[str]) -> TaskError:
+    """Return the error that a forward pass has put other parameters in the place of these."""
+    return TaskError(
+        f"{first_names(names)}: the forward pass registers another parameter in its place (module.NAME = "
+        "nn.Parameter(...)), which nothing trains.\n  Use the computed tensor under another name, as in "
+        "functional.linear(x, normalize(self.weight)); or write the parameter itself in a callback's\n  on_step: with "
+        "torch.no_grad(): parameter.copy_(...)."
+    )

@@ -30,8 +30,8 @@ from torch.utils._pytree import tree_leaves
 
 from launcher.config.schema import StrategyKind
 from launcher.errors import TaskError
-from launcher.train.parallel.base import registered_again
 from launcher.train.parallel.mixed_precision import groups_of, in_backward
+from launcher.train.parallel.model_check import registered_again
 from launcher.train.parallel.unit_order import UnitOrder
 
 if TYPE_CHECKING:
@@ -299,7 +299,7 @@ class _Group:
             info = parameter._module_info
             if info.module._parameters.get(info.param_name) is not parameter._unsharded_param:
                 module = next(name for name, each in self._uses.root.named_modules() if each is info.module)  # pyright: ignore
-                raise TaskError(registered_again([f"{module}.{info.param_name}".lstrip(".")]))
+                raise registered_again([f"{module}.{info.param_name}".lstrip(".")])
         tensors = [output] if type(output) is Tensor else [*_tensors_in(output, _MAX_DEPTH)]
         if self._number:
             for tensor in tensors:
