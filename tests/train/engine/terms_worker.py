@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import itertools
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -244,12 +245,13 @@ def changed(change: Change, *, rank: int | None = None, after: int = 0) -> Forwa
     return forward
 
 
-CALLS = itertools.count(1)  # a number would be restored after each pass
+CALLS = "TERMS_WORKER_CALLS"  # in the environment: numbers and iterators are restored after each pass
 
 
 def different(first: Loss, second: Loss) -> list[Loss]:
     """Another number of items at each call, which no state of the model explains."""
-    return [first, replaced(second, items=next(CALLS))]
+    os.environ[CALLS] = str(int(os.environ.get(CALLS, "0")) + 1)
+    return [first, replaced(second, items=int(os.environ[CALLS]))]
 
 
 def accuracy(value: Any) -> Forward:
