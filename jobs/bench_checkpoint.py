@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from launcher import Engine, make_plan
-from launcher.rundir.fencing import Attempt, Fence
+from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.paths import RunPaths
 from launcher.train.checkpoint import save as checkpoint_save
 from launcher.train.checkpoint.async_save import Saver
@@ -83,7 +83,7 @@ def measure(strategy: str, rounds: int, width: int, directory: Path) -> str:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS)))
     engine = Engine(model, torch.optim.AdamW(model.parameters(), 1e-4), plan, shard_units=lambda m: [*m.children()])
-    saver = Saver(engine, RunTotals(engine), Fence(RunPaths(directory), Attempt()), threading.Event())
+    saver = Saver(engine, RunTotals(engine), Fence(RunPaths(directory), Incarnation()), threading.Event())
     steps = steps_of(engine, width)
     resident = ResidentSet()
     for _ in range(WARM_UP):

@@ -76,8 +76,8 @@ def first_lines(lines: Sequence[str], most: int) -> list[str]:
 _SIGN_ROUNDS = 6
 # with more, the normal approximation gives the same interval
 _MANY_ROUNDS = 200
-# 97.5% quantile of Student's t distribution by number of values
 _WIDE = 2.5  # factor between the ends of an interval from which a ratio of speeds says nothing
+# 97.5% quantile of Student's t distribution by number of values
 _T_QUANTILE = {3: 4.303, 4: 3.182, 5: 2.776}
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -183,6 +185,19 @@ def test_no_module_is_too_long() -> None:
 def test_nothing_imports_jobs_or_tests() -> None:
     for path in MODULES.values():
         assert not [name for name in imports(path) if name.split(".")[0] in ("jobs", "tests")]
+
+
+def test_what_jobs_import_exists() -> None:
+    """Benchmarks and checks on GPUs import most of it in functions, which few tests call."""
+    missing: list[str] = []
+    for path in (PACKAGE.parent / "jobs").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("launcher", "jobs"):
+                module = importlib.import_module(str(node.module))
+                for name in (each.name for each in node.names):
+                    if not hasattr(module, name) and find_spec(f"{node.module}.{name}") is None:
+                        missing.append(f"{path.name}: {node.module}.{name}")
+    assert missing == []
 
 
 def test_only_world_reads_torchruns_variables() -> None:

@@ -41,7 +41,7 @@ def _require_memory(size: str, settings: tuple[str, ...]) -> None:
     import torch
 
     from launcher.tasks.llama import Llama
-    from launcher.train.inspection.task_probe import build_inspected
+    from launcher.train.inspection.built_task import build_inspected
 
     count = sum(parameter.numel() for parameter in build_inspected(Llama(size=size), "Llama", 0).parameters())
     needed, memory = count * (8 if NARROW[0] in settings else 16), torch.cuda.get_device_properties(0).total_memory

@@ -45,7 +45,7 @@ launch: distributed training with an exact global batch.
                --config-dir DIR   directory with your own config files
   cluster.login=USER@HOST      train, run, plan, drill and doctor on that login node; RUN is found there, too
   launch --version
-  launch COMMAND --help     all flags of a command
+  launch COMMAND --help     more about a command
 
 Exit status: 0 done; 1 the job failed; 2 the input is wrong; 75 stopped from outside, resumable; 130 stopped by Ctrl-C.
 """

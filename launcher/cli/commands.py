@@ -49,7 +49,7 @@ class AddedCommand:
 
     @property
     def help(self) -> tuple[str, str]:
-        """How it is called, and its summary."""
+        """Usage and summary."""
         first = (ast.get_docstring(self._text) or "").partition("\n")[0]
         usage, _, summary = first.removeprefix("`").partition("`: ")
         return (usage, summary.rstrip(".")) if summary else (f"launch {self.verb}", f"command of {self.target}")

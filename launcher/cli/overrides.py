@@ -40,7 +40,7 @@ _HYDRA_FLAGS = {
     "--info": True, "-i": True, "--config-name": True, "-cn": True, "--config-dir": True, "-cd": True,
     "--config-path": True, "-cp": True,
 }  # fmt: skip
-_OWN_FLAGS = ("--quiet", "--json", "--wait", "--yes", "--windows", "--html")
+_OWN_FLAGS = ("--quiet", "--json", "--wait", "--yes")
 
 
 class OnLoginNode(Exception):

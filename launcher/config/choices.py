@@ -1,4 +1,4 @@
-"""Values of the config keys that allow only certain words, which type checkers know if the values are given too."""
+"""Enumerations of the values of config keys that allow only certain words."""
 
 from __future__ import annotations
 

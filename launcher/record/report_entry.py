@@ -47,7 +47,7 @@ _READ = tuple(
     file.name
     for file in (
         _ANY.plan, _ANY.loop_plan, _ANY.config, _ANY.precision, _ANY.metrics, _ANY.summary, _ANY.job,
-        _ANY.newest_attempt,
+        _ANY.newest_incarnation,
     )
 )  # fmt: skip
 
@@ -115,7 +115,7 @@ def read_entry(run: Path, identity: Identity) -> tuple[list[str] | None, RunData
 def _done(paths: RunPaths) -> list[str] | None:
     """Return name and detail of a run that is done, the one state that cannot change while the files stay the same;
     None in any other state."""
-    plan, summary, attempt = ((read_json(path) or {}) for path in (paths.plan, paths.summary, paths.newest_attempt))
+    plan, summary, attempt = ((read_json(path) or {}) for path in (paths.plan, paths.summary, paths.newest_incarnation))
     entries = history.submissions(paths)
     number = history.last_accepted(entries)
     on_slurm = _text(plan, "cluster", "kind") == ClusterKind.slurm

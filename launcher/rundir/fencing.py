@@ -54,7 +54,7 @@ class Fence:
 
     def newest(self) -> dict[str, Any]:
         """Return the record of the newest incarnation; empty before the first."""
-        return read_json(self.paths.run.newest_attempt) or {}
+        return read_json(self.paths.run.newest_incarnation) or {}
 
     @property
     def superseded(self) -> bool:
@@ -71,7 +71,7 @@ class Fence:
             Superseded: a newer one has started.
         """
         self.check()
-        write_json(self.paths.run.newest_attempt, {"incarnation": str(self.own), **fields})
+        write_json(self.paths.run.newest_incarnation, {"incarnation": str(self.own), **fields})
 
     def add(self, **fields: Any) -> None:
         """Add information about this incarnation for other processes.
@@ -80,7 +80,7 @@ class Fence:
             Superseded: a newer one has started.
         """
         self.check()
-        write_json(self.paths.run.newest_attempt, self.newest() | fields)
+        write_json(self.paths.run.newest_incarnation, self.newest() | fields)
 
     def check(self) -> None:
         """Check that no newer one has started.
@@ -90,4 +90,6 @@ class Fence:
         """
         if self.superseded:
             number = self.newest().get("attempt", "")
-            raise Superseded(f"Attempt {number} of this run has taken over. This earlier one stops writing.")
+            raise Superseded(
+                f"A newer start of this run, attempt {number}, has taken over. This earlier one stops writing."
+            )

@@ -85,17 +85,17 @@ def last_accepted(entries: Sequence[Submission]) -> int:
     return max((number for number, entry in enumerate(entries) if not entry.refused), default=-1)
 
 
-def has_started(newest_attempt: Mapping[str, Any], number: int) -> bool:
+def has_started(newest_incarnation: Mapping[str, Any], number: int) -> bool:
     """Return whether the newest attempt, the object in incarnation.json, is of submission ``number``."""
-    return newest_attempt.get("incarnation", "").partition(".")[0] == str(number)
+    return newest_incarnation.get("incarnation", "").partition(".")[0] == str(number)
 
 
 def verdict_of(
-    summary: Mapping[str, Any], newest_attempt: Mapping[str, Any], entries: Sequence[Submission]
+    summary: Mapping[str, Any], newest_incarnation: Mapping[str, Any], entries: Sequence[Submission]
 ) -> str | None:
     """Return the verdict of the last submission; None until it starts, because the summary is of an earlier one."""
     number = last_accepted(entries)
-    return summary.get("verdict") if number < 0 or has_started(newest_attempt, number) else None
+    return summary.get("verdict") if number < 0 or has_started(newest_incarnation, number) else None
 
 
 def early_end(summary: Mapping[str, Any]) -> str:

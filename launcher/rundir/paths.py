@@ -44,7 +44,7 @@ class RunPaths:
     certificate = _Path("certificate.json")  # result of `launch verify`
     job = _Path("job.json")  # list of submissions: who, when, as which job
     events = _Path("events.jsonl")  # one JSON object per start, stop, requeue, ...
-    newest_attempt = _Path("incarnation.json")  # the newest start of the agents: only that start may write
+    newest_incarnation = _Path("incarnation.json")  # the newest start of the agents: only that start may write
     report_entry = _Path("report_entry.jsonl")  # the run's part of a report, written when it ends
     code = _Path("code")  # directory of the code snapshot taken at submission
     slurm = _Path("slurm")  # submitit's folder: batch scripts, and output from before the agent's log starts

@@ -171,7 +171,7 @@ class _Read:
     paths: RunPaths
     plan: dict[str, Any]
     summary: dict[str, Any]
-    newest_attempt: dict[str, Any]
+    newest_incarnation: dict[str, Any]
     submissions: Sequence[Submission]
     found: str | None = None
 
@@ -182,7 +182,7 @@ class _Read:
             paths,
             _object(paths.plan),
             _object(paths.summary),
-            _object(paths.newest_attempt),
+            _object(paths.newest_incarnation),
             history.parse_submissions(_object(paths.job)),
         )
         _ = read.is_over, read.lacks_job, read.job_name
@@ -204,7 +204,7 @@ class _Read:
     @property
     def has_started(self) -> bool:
         """True if the last submission has started."""
-        return history.has_started(self.newest_attempt, self.number)
+        return history.has_started(self.newest_incarnation, self.number)
 
     @property
     def job(self) -> str | None:
@@ -212,7 +212,7 @@ class _Read:
         under which Slurm has it."""
         if self.last is None or self.kind != ClusterKind.slurm:
             return None
-        return self.last.job or (self.newest_attempt.get("job") if self.has_started else None) or self.found
+        return self.last.job or (self.newest_incarnation.get("job") if self.has_started else None) or self.found
 
     @property
     def lacks_job(self) -> bool:
@@ -247,7 +247,7 @@ class _Read:
 
     @property
     def verdict(self) -> str | None:
-        return history.verdict_of(self.summary, self.newest_attempt, self.submissions)
+        return history.verdict_of(self.summary, self.newest_incarnation, self.submissions)
 
     @property
     def is_over(self) -> bool:
@@ -266,7 +266,7 @@ class _Read:
         since = record.get("progress/measured_since")
         timed = [each for each in records if each.get("progress/measured_since") == since]
         steps = self.plan.get("train", {}).get("steps")
-        names = folded_names(self.newest_attempt.get("nodes", []))
+        names = folded_names(self.newest_incarnation.get("nodes", []))
         run = Run(
             name=self.name,
             dir=str(self.paths.root),
@@ -277,7 +277,7 @@ class _Read:
             created=_created(self.plan),
             job=self.job,
             nodes=(listed.nodes if listed else "") or names,
-            ranks=self.newest_attempt.get("ranks"),
+            ranks=self.newest_incarnation.get("ranks"),
             submissions=sum(not submission.refused for submission in self.submissions),
             step=record.get("step"),
             steps=steps,
@@ -319,7 +319,7 @@ class _Read:
             return RunState.stopped, f"by {self.summary.get('stopped_by', 'Slurm')}{unsaved}"
         if ended:
             began = "" if self.has_started else f" before its first line: {self._reason_without_start()}"
-            begin = self.newest_attempt.get("output_from", 0) if self.has_started else 0
+            begin = self.newest_incarnation.get("output_from", 0) if self.has_started else 0
             if self.job and (cause := job_log.cause_of_end(self.paths, self.job, begin)):
                 began = f": {cause}"  # no task was left that could report it
             return RunState.failed, f"Slurm reports {ended}{began}"

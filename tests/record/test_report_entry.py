@@ -40,7 +40,7 @@ def run(tmp_path: Path) -> RunPaths:
     paths = make_run(tmp_path / "runs", "one", "cluster.workers_per_node=2")
     ended = Submission.now().by_this_process()
     history.add_submission(paths, ended)
-    write_json(paths.newest_attempt, {"incarnation": "0.0"})
+    write_json(paths.newest_incarnation, {"incarnation": "0.0"})
     history.amend_submission(paths, ended=True)
     write_json(paths.summary, {"verdict": "done", "stopped_early": "enough"})
     leave_entry(paths)
@@ -95,7 +95,7 @@ def test_a_file_that_was_not_there_ends_it_too(run: RunPaths, name: str) -> None
 def test_a_resumed_run_has_none_until_it_ends_again(run: RunPaths) -> None:
     history.add_submission(run, Submission.now().by_this_process())
     assert not left(run)
-    write_json(run.newest_attempt, {"incarnation": "1.0"})
+    write_json(run.newest_incarnation, {"incarnation": "1.0"})
     leave_entry(run)
     assert left(run), "but its state is read: this process runs it"
     write_json(run.summary, {"verdict": "failed", "failure": {"rank": 1, "error": "out of luck"}})

@@ -17,7 +17,7 @@ def test_a_later_one_shuts_the_earlier_ones_out(tmp_path: Path) -> None:
     old.claim(job="17", attempt=0)
     old.check()
     new.claim(job="17", attempt=3)
-    with pytest.raises(Superseded, match=r"Attempt 3 of this run has taken over"):
+    with pytest.raises(Superseded, match=r"A newer start of this run, attempt 3, has taken over"):
         old.check()
     with pytest.raises(Superseded):
         old.claim()

@@ -41,7 +41,7 @@ def started_run(*overrides: str, verdict: str = "stopped", steps: int = 10) -> R
     local.create(plan, yaml)
     paths = plan.paths
     history.add_submission(paths, dataclasses.replace(Submission.now(), ended=True))
-    paths.newest_attempt.write_text(json.dumps({"incarnation": "0.0"}))
+    paths.newest_incarnation.write_text(json.dumps({"incarnation": "0.0"}))
     paths.summary.write_text(json.dumps({"verdict": verdict}))
     if steps:
         checkpoint = paths.checkpoint(steps)

@@ -39,7 +39,7 @@ def make_run(root: Path, name: str, *overrides: str, job: str | None = "7", subm
 
 
 def begin(paths: RunPaths, attempt: str = "0.0") -> None:
-    write_json(paths.newest_attempt, {"incarnation": attempt, "job": "7", "nodes": ["node1"]})
+    write_json(paths.newest_incarnation, {"incarnation": attempt, "job": "7", "nodes": ["node1"]})
 
 
 def slurm_says(monkeypatch: pytest.MonkeyPatch, state: str | None, name: str = "a", reason: str = "None") -> None:
@@ -326,10 +326,10 @@ def test_what_a_newer_version_wrote_is_read_as_far_as_it_is_known() -> None:
     ("file", "content"),
     [
         ("summary", "[1]"), ("plan", "[1]"), ("plan", '"x"'), ("plan", '{"run": null}'), ("plan", '{"precision": []}'),
-        ("newest_attempt", '{"incarnation": 3}'), ("metrics", '{"step": "many"}'), ("plan", '{"cluster": []}'),
+        ("newest_incarnation", '{"incarnation": 3}'), ("metrics", '{"step": "many"}'), ("plan", '{"cluster": []}'),
         ("plan", '{"run": {"created": "x"}}'), ("plan", '{"run": {"name": 3}}'), ("plan", "[" * 200_000),
         ("summary", "[" * 200_000), ("summary", '{"a":' * 200_000), ("job", "[" * 200_000), ("plan", " " * (2**26 + 1)),
-        ("newest_attempt", '{"incarnation": "0.0", "nodes": 3}'), ("newest_attempt", '{"ranks": "x"}'),
+        ("newest_incarnation", '{"incarnation": "0.0", "nodes": 3}'), ("newest_incarnation", '{"ranks": "x"}'),
     ],
 )  # fmt: skip
 def test_a_damaged_run_hides_no_other(tmp_path: Path, file: str, content: str) -> None:
@@ -346,7 +346,7 @@ def test_a_damaged_run_hides_no_other(tmp_path: Path, file: str, content: str) -
             change(first)
 
 
-@pytest.mark.parametrize("file", ["summary", "metrics", "newest_attempt", "job"])
+@pytest.mark.parametrize("file", ["summary", "metrics", "newest_incarnation", "job"])
 def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path, file: str) -> None:
     good, bad = (make_run(tmp_path, name, job=None) for name in ("good", "bad"))
     expected = status.statuses_of([good])

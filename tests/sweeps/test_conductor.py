@@ -36,7 +36,7 @@ class Machine:
         self.ran.append(plan.paths.root.name)
         if not history.submissions(plan.paths):
             history.add_submission(plan.paths, Submission.now())
-        write_json(plan.paths.newest_attempt, {"incarnation": "0.0"})
+        write_json(plan.paths.newest_incarnation, {"incarnation": "0.0"})
         write_json(plan.paths.summary, {"verdict": self.verdict, **self.numbers})
         history.amend_submission(plan.paths, ended=True)
         return EXIT_RESUMABLE if self.verdict == "stopped" else EXIT_DONE

@@ -39,7 +39,7 @@ def make_run(place: Path, verdict: str | None) -> None:
     plan = make_plan(run_dir=str(place))
     dataclasses.replace(plan, run=dataclasses.replace(plan.run, name=place.name)).save()
     history.add_submission(paths, Submission.now())  # of no process that is alive
-    write_json(paths.newest_attempt, {"incarnation": "0.0"})
+    write_json(paths.newest_incarnation, {"incarnation": "0.0"})
     if verdict is not None:
         write_json(paths.summary, {"verdict": verdict, "failure": {"rank": 1, "error": "no luck"}})
 

@@ -16,11 +16,18 @@ from launcher.extensions.doctor.check import Check, CheckState
 from launcher.quantities import count
 
 FLAGS = ("--json", "--help", "--cfg", "--config-dir", "--config-name")
+_HELP = """\
+launch doctor [key=value ...] [--json]: checks that this machine, or with cluster=slurm the cluster, is fit to run jobs.
+
+Takes the keys of the groups cluster and run. Exit status: 0 no check failed; 1 a check failed; 2 the input is wrong.
+"""
 
 
 def launch_doctor(arguments: list[str]) -> int:
     """Check this machine, or the cluster, and print the report; return 0 if no check failed, else 1."""
     as_json = take_flag("--json", arguments)
+    if {"--help", "-h"} & set(arguments):
+        print(_HELP)
 
     def act(config: Config, yaml: str) -> int:  # noqa: ARG001
         from launcher.extensions.doctor.check import exit_status

@@ -60,6 +60,10 @@ from launcher.train.schedules import MakeSchedule
 from launcher.train.world import device_of, join
 
 
+def _never() -> bool:
+    return False
+
+
 class Engine:
     """A model wrapped as the plan says, whose windows of micro-batches become optimizer steps.
 
@@ -101,9 +105,9 @@ class Engine:
         model: ModelFrom,
         optimizer: OptimizerFrom,
         plan: RunPlan,
-        stop: Callable[[], bool] = bool,  # bool() is False
+        stop: Callable[[], bool] = _never,
         shard_units: ShardUnits | None = None,
-        save_due: Callable[[], bool] = bool,
+        save_due: Callable[[], bool] = _never,
         owner: object = None,
         schedule: MakeSchedule | None = None,
         callbacks: Sequence[object] | None = None,
@@ -398,7 +402,9 @@ class Engine:
         """
         current, window, totals, step = self._current, self._current.window, self._totals, self._optimizer_step
         if window is None or not totals.sent:
-            after = "twice" if window is None else f"after {current.handed_out} of {window.count} micro-batches"
+            after = "twice, or before the first micro-batch of a window"
+            if window is not None:
+                after = f"after {current.handed_out} of {window.count} micro-batches"
             raise EngineMisuse(
                 f"engine.step() must be called once, after the last micro-batch of a window; it was called {after}."
             )

@@ -57,7 +57,7 @@ class Counters:
         nonfinite_windows: windows that were not applied because their loss or gradient was not finite.
         samples, items: number seen so far, on all ranks of all sites.
         items_in_epoch: the epoch has had an item so far.
-        nonfinite_in_a_row: the newest windows, as many as were not finite.
+        nonfinite_in_a_row: number of latest consecutive windows whose loss or gradient was not finite.
     """
 
     steps: int = 0

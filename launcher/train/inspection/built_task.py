@@ -57,7 +57,7 @@ class BuiltTask:
 
     @cached_property
     def flops_per_sample(self) -> float | None:
-        """FLOPs of a sample; None if the task has a method for them. Reads data and runs the task's loss."""
+        """FLOPs of a sample, counted in the task's loss; None if the task has a method for them, or none can be."""
         if callable(getattr(self.task, "flops_per_sample", None)):
             return None
         from launcher.train.measure.flops import flops_per_sample

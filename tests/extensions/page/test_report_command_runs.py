@@ -95,7 +95,7 @@ def test_the_state_of_a_run_that_started_again(
     paths = RunPaths(runs[0])
     if submission is not None:
         history.add_submission(paths, dataclasses.replace(Submission.now(), **submission))
-        write_json(paths.newest_attempt, {"incarnation": "0.0" if state is RunState.failed else "1.0"})
+        write_json(paths.newest_incarnation, {"incarnation": "0.0" if state is RunState.failed else "1.0"})
     write_json(paths.summary, summary)
     assert report(runs) == ["run0", "run3"]
     assert ReportedRuns().statuses([paths])[0].state is state
@@ -108,7 +108,7 @@ def test_a_state_that_may_change_without_a_file_is_in_no_entry(runs: list[Path])
     """The process of a `launch` ends, and leaves the files as they are."""
     paths = RunPaths(runs[0])
     history.add_submission(paths, Submission.now().by_this_process())
-    write_json(paths.newest_attempt, {"incarnation": "0.0"})
+    write_json(paths.newest_incarnation, {"incarnation": "0.0"})
     leave_entry(paths)
     assert report(runs) == ["run3"]
     assert ReportedRuns().statuses([paths])[0].state is RunState.running

@@ -107,7 +107,7 @@ def test_the_bell_rings_at_the_end_of_a_run_that_asks_for_it(tmp_path: Path, mon
     async def steps(app: Top, pilot: Pilot[None]) -> None:
         for ended, expected in ((quiet, []), (loud, ["ring"])):
             write_json(ended.summary, {"verdict": "failed"})
-            write_json(ended.newest_attempt, {"incarnation": "0.0", "nodes": ["node0"], "ranks": 2})
+            write_json(ended.newest_incarnation, {"incarnation": "0.0", "nodes": ["node0"], "ranks": 2})
             history.amend_submission(ended, ended=True)
             await until(lambda name=ended.root.name: state_of(app, name) == "failed", pilot)
             assert rings == expected
