@@ -430,11 +430,11 @@ class LeftOut:
     def __init__(self, module: nn.Module) -> None:
         frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
         try:
-            state: Mapping[str, Any] = module.state_dict(keep_vars=True) if frozen else {}
+            state: Mapping[str, Any] = _state_with_variables(module) if frozen else {}
         except Exception:  # of the user's method; see require_restorable
             state, frozen = {}, {}
-        held = {id(value) for value in state.values()}
-        self._frozen = {name: p for name, p in frozen.items() if name not in state and id(p) not in held}
+        held = {_memory_of(value) for value in state.values()}
+        self._frozen = {name: p for name, p in frozen.items() if name not in state and _memory_of(p) not in held}
         self._before = self._digests()
 
     @property
@@ -442,8 +442,14 @@ class LeftOut:
         return {f"model.{name}": local(parameter).detach() for name, parameter in self._frozen.items()}
 
     def require_unchanged(self) -> None:
-        """Raise TaskError if training has changed one: a resume would have its initial value."""
-        changed = [name for name, value in self._digests().items() if value != self._before[name]]
+        """Raise TaskError if training has changed one by more than rounding, as of adapters that are added to it and
+        subtracted again: a resume would have its initial value."""
+        now = self._digests()
+        changed = [
+            name
+            for name, parameter in self._frozen.items()
+            if _other_sums(now[name], self._before[name], max(CONSTANT, _rounding(parameter)))
+        ]
         if changed:
             raise TaskError(
                 f"Training changes {first_names(changed)}, which the model's state_dict() leaves out: a resume would "
@@ -462,7 +468,43 @@ class LeftOut:
             )
 
     def _digests(self) -> dict[str, Digest]:
-        return {name: tuple(_numbers_of(parameter, MAX_READ)) for name, parameter in self._frozen.items()}
+        return {name: _sums_of_sample(local(parameter.detach())) for name, parameter in self._frozen.items()}
+
+
+def _state_with_variables(module: nn.Module) -> Mapping[str, Any]:
+    try:
+        return module.state_dict(keep_vars=True)
+    except TypeError:  # a method of the user's without that argument
+        return module.state_dict()
+
+
+def _memory_of(value: object) -> int:
+    """Return a number that is alike for a parameter and for what a ``state_dict`` has in its place."""
+    data = local(value) if isinstance(value, Tensor) else value
+    if isinstance(data, Tensor) and type(data) in (Tensor, nn.Parameter) and data.layout is torch.strided:
+        return data.untyped_storage()._cdata
+    return id(value)
+
+
+def _sums_of_sample(data: Tensor) -> Digest:
+    """Return sums of at most ``MAX_READ`` elements of a tensor, from all parts of it; empty for a tensor of a special
+    kind."""
+    if type(data) not in (Tensor, nn.Parameter) or data.layout is not torch.strided or data.is_quantized:
+        return ()
+    values = torch.view_as_real(data) if data.is_complex() else data
+    distance = max(1, math.ceil(values.numel() / MAX_READ))
+    while math.gcd(distance, values.numel()) > 1 and distance > 1:  # or some columns would have no element in it
+        distance += 1
+    return tuple(_numbers_of(values.reshape(-1)[::distance], MAX_READ))
+
+
+def _rounding(tensor: Tensor) -> float:
+    return torch.finfo(tensor.dtype).eps if tensor.is_floating_point() or tensor.is_complex() else 0.0
+
+
+def _other_sums(now: Sequence[float], before: Sequence[float], tolerance: float) -> bool:
+    """Return whether sums, the last of which is that of absolute values, differ by more than rounding."""
+    return any(abs(a - b) > tolerance * max(now[-1], before[-1]) for a, b in zip(now, before, strict=True))
 
 
 def constants_of(module: nn.Module, task: object, left_out: LeftOut) -> dict[str, Digest]:
@@ -505,11 +547,7 @@ def print_other_constants(before: Mapping[str, Sequence[float]], now: Mapping[st
     names = [
         name
         for name, (size, *sums) in now.items()
-        if name in before
-        and before[name][0] == size
-        and any(
-            abs(a - b) > CONSTANT * max(sums[-1], before[name][-1]) for a, b in zip(sums, before[name][1:], strict=True)
-        )
+        if name in before and before[name][0] == size and _other_sums(sums, before[name][1:], CONSTANT)
     ]
     left_out.require_same(names)
     if names:

@@ -18,6 +18,8 @@ from launcher.rundir.fencing import Fence
 from launcher.train.checkpoint import load, save
 from launcher.train.checkpoint.contents import require_restorable
 from launcher.train.checkpoint.optimizer_parts import optimizer_state
+from launcher.train.engine import carried_state
+from launcher.train.engine.carried_state import MAX_READ, LeftOut
 from tests.infra.checkpoints import tensors
 from tests.train.checkpoint.stateful_optimizers import Remembers, TwoPoints
 
@@ -215,16 +217,48 @@ class Adapter(nn.Module):
         return {name: value for name, value in state.items() if not name.startswith("base.")}
 
 
+class PlainAdapter(Adapter):
+    """With a method that takes no arguments."""
+
+    def state_dict(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().state_dict()
+
+
 @pytest.mark.usefixtures("alone")
-def test_frozen_parameters_that_a_state_dict_leaves_out(tmp_path: Path) -> None:
-    first = engine_of(tmp_path, Adapter(0.5))
+@pytest.mark.parametrize("kind", [Adapter, PlainAdapter])
+def test_frozen_parameters_that_a_state_dict_leaves_out(tmp_path: Path, kind: type[Adapter]) -> None:
+    first = engine_of(tmp_path, kind(0.5))
     require_restorable(first)
     place = save.write(save.take_snapshot(first, Fence.here(first.plan.paths)))
-    load.load(engine_of(tmp_path, Adapter(0.5)), place)
+    load.load(engine_of(tmp_path, kind(0.5)), place)
     with pytest.raises(WrongCheckpoint, match=r"no checkpoint has them: model\.base\.weight\.\n"):
-        load.load(engine_of(tmp_path, Adapter(0.6)), place)
+        load.load(engine_of(tmp_path, kind(0.6)), place)
     first.left_out.require_unchanged()
     with torch.no_grad():
         first.model.get_parameter("base.weight").mul_(0.9)
     with pytest.raises(TaskError, match=r"Training changes base\.weight, which the model's state_dict\(\) leaves out"):
         first.left_out.require_unchanged()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("limit", [MAX_READ, 50])
+def test_frozen_parameters_that_differ_by_rounding(
+    dtype: torch.dtype, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evaluations of adapters add a product to a frozen weight and subtract it; others restore a copy."""
+    monkeypatch.setattr(carried_state, "MAX_READ", limit)
+    model = Adapter(0.5)
+    weight = nn.Parameter(torch.sin(torch.arange(160.0)).reshape(16, 10).to(dtype), requires_grad=False)
+    model.base.weight, update = weight, torch.cos(torch.arange(160.0)).reshape(16, 10).to(dtype)
+    left_out, before = LeftOut(model), weight.clone()
+    for _ in range(3):
+        weight.add_(update).sub_(update)
+        left_out.require_unchanged()
+    assert not weight.equal(before)
+    weight.copy_(before)
+    left_out.require_unchanged()
+    for column in range(10):
+        weight[:, column] += 1
+        with pytest.raises(TaskError, match=r"Training changes base\.weight, "):
+            left_out.require_unchanged()
+        weight.copy_(before)
