@@ -190,6 +190,35 @@ def test_an_inspection_that_does_not_end_is_ended_at_a_limit_that_is_named(tmp_p
         task_inspection.describe_task(request, limit_s=2)
 
 
+def test_a_later_description_of_a_task_says_and_shows_what_the_first_one_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "evaluating.py").write_text(
+        "import torch\nfrom launcher import Loss\n\n\n"
+        "class Task:\n"
+        "    def model(self): return torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Dropout()).eval()\n"
+        "    def train_data(self): return [torch.ones(4)] * 64\n"
+        "    def eval_data(self): return None\n"
+        "    def flops_per_sample(self): return 1.0\n"
+        "    def loss(self, model, batch):\n"
+        "        print('loss')\n"
+        "        return Loss(model(batch).sum(), len(batch))\n"
+        "    def shard_units(self, model):\n"
+        "        print('units')\n"
+        "        return [model[0]]\n"
+    )
+    monkeypatch.setattr(task_inspection, "ContentCache", Forgetful)
+    sharded = dataclasses.replace(inspection_of("evaluating.Task", "strategy=fsdp"), import_from=str(tmp_path))
+    with task_inspection.new_inspection() as inspection:
+        first = task_inspection.describe_task(dataclasses.replace(sharded, shards=False), inspection)
+        job = make_plan("strategy=fsdp", "cluster.workers_per_node=2", task=first)
+        job = dataclasses.replace(job, cluster=dataclasses.replace(job.cluster, import_from=(str(tmp_path),)))
+        assert task_inspection.weigh_memory(job, inspection, choose=True).strategy.forecasts[0].peak_bytes
+        second = task_inspection.describe_task(sharded, inspection)
+    assert first.in_eval_mode == second.in_eval_mode == ("",)
+    assert capfd.readouterr().err.split() == ["units"], "a trace is silent, and nothing after it"
+
+
 def test_tasks_of_several_jobs_are_inspected_in_processes_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,13 +28,14 @@ class BuiltTask:
         notes: notes on the data.
         seconds: time that each part took.
         seeded: whether building used the job's seed: another seed may then give another plan.
+        in_eval_mode: whether ``model()`` returned a model in eval mode; checks put it into training mode.
     """
 
     def __init__(self, target: str, params: dict[str, Any], search_path: Sequence[str], seed: int) -> None:
         self._target, self._params, self._search_path, self._seed = target, params, search_path, seed
         self.notes: list[str] = []
         self.seconds: dict[str, float] = {}
-        self.seeded = False
+        self.seeded = self.in_eval_mode = False
 
     @cached_property
     def task(self) -> Task:
@@ -53,7 +54,9 @@ class BuiltTask:
 
     @cached_property
     def model(self) -> nn.Module:
-        return self._build("model()", None, lambda: build_inspected(self.task, self._target, self._seed))
+        model = self._build("model()", None, lambda: build_inspected(self.task, self._target, self._seed))
+        self.in_eval_mode = not model.training
+        return model
 
     @cached_property
     def flops_per_sample(self) -> float | None:

@@ -12,10 +12,12 @@ import gc
 import json
 import logging
 import os
+import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -308,14 +310,30 @@ class Tracer:
         return BlockTrace.of(log.events, payload), problem
 
 
-def be_silent() -> None:
-    """Discard all output: that of torch and the task would be repeated when the job runs, and torch logs a traceback
-    for each operator that fails on fake tensors."""
-    warnings.simplefilter("ignore")
-    logging.disable()
-    devnull = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, 1)
-    os.dup2(devnull, 2)
+@contextmanager
+def silence() -> Iterator[None]:
+    """Return a context that discards all output: that of torch and the task would be repeated when the job runs, and
+    torch logs a traceback for each operator that fails on fake tensors."""
+    saved, logged = [(number, os.dup(number)) for number in (1, 2)], logging.root.manager.disable
+    with warnings.catch_warnings(), Path(os.devnull).open("wb") as devnull:
+        warnings.simplefilter("ignore")
+        logging.disable()
+        _redirect([(number, devnull.fileno()) for number, _ in saved])
+        try:
+            yield
+        finally:
+            _redirect(saved)
+            logging.disable(logged)
+            for _, copy in saved:
+                os.close(copy)
+
+
+def _redirect(targets: Sequence[tuple[int, int]]) -> None:
+    """Let each descriptor be another one, after what was printed to it before."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    for number, target in targets:
+        os.dup2(target, number)
 
 
 def answer_about_plan(fields: Any, built: BuiltTask) -> dict[str, Any]:

@@ -71,7 +71,6 @@ def probe(request: InspectionRequest, built: BuiltTask | None = None) -> dict[st
     arrangement = _check_arrangement(task, data, request, notes)
     built.seeded |= bool(arrangement.get("own_order"))
     model = built.model
-    returned = in_eval_mode(model)
     require_trainable(model, sharded=request.shards, deferred=True)
     start_training(model)  # which may freeze parameters, and keep layers in eval mode
     if request.initial is not None:
@@ -83,7 +82,7 @@ def probe(request: InspectionRequest, built: BuiltTask | None = None) -> dict[st
         "params": request.params | (fixed() if (fixed := getattr(task, "fixed_arguments", None)) is not None else {}),
         **_sizes(model, task, shards=request.shards),
         "float8_layers": _float8_layers(model, request.float8_exclude),
-        "in_eval_mode": returned if returned == [""] else in_eval_mode(model),
+        "in_eval_mode": [""] if built.in_eval_mode else in_eval_mode(model),
         "eval_sets": tuple(held_out),
         "window_loss": has_window_loss(task),
         **_check_update_rule(task, model, request.optimizer, request.schedule, notes),
@@ -303,7 +302,7 @@ def _described(fields: Any, built: BuiltTask) -> dict[str, Any]:
 
 def _serve(connection: socket.socket) -> None:
     """Answer questions about one task, which is built once."""
-    dependencies, built, traces = Dependencies(), None, False
+    dependencies, built = Dependencies(), None
     with connection.makefile("rw", encoding="utf-8") as lines:
         print(os.getpid(), file=lines, flush=True)
         for line in lines:
@@ -314,9 +313,8 @@ def _serve(connection: socket.socket) -> None:
             else:
                 from launcher.train.inspection import memory_forecast
 
-                if not traces:
-                    memory_forecast.be_silent()
-                answer, traces = memory_forecast.answer_about_plan(question["about"], built), True
+                with memory_forecast.silence():
+                    answer = memory_forecast.answer_about_plan(question["about"], built)
             # the network may have been used, or files read, only in a later part
             answer |= {"depends_on": dependencies.found(), "seeded": built.seeded, "seconds": built.seconds}
             print(json.dumps(answer), file=lines, flush=True)
