@@ -253,6 +253,36 @@ class SavedParameters:
                     saved.copy = None
 
 
+class Rewindable(Iterator[Any]):
+    """Iterator in the place of one of the user's, which can go back: it keeps the elements since the oldest position.
+    Other methods and attributes, such as ``send`` of a generator, are those of ``source``."""
+
+    def __init__(self, source: Iterator[Any]) -> None:
+        self._source = source
+        (self._elements,) = itertools.tee(source, 1)
+
+    def __next__(self) -> Any:
+        return next(self._elements)
+
+    def __len__(self) -> int:
+        return len(self._source)  # pyright: ignore[reportArgumentType]
+
+    def __bool__(self) -> bool:
+        return bool(self._source)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # those with which a copy is made
+            raise AttributeError(name)
+        return getattr(self._source, name)
+
+    @property
+    def position(self) -> Iterator[Any]:
+        return copy.copy(self._elements)
+
+    def go_back(self, position: Iterator[Any]) -> None:
+        self._elements = copy.copy(position)
+
+
 class SavedAttributes:
     """Saved attributes of the user's objects, and of the objects that they refer to.
 
@@ -276,6 +306,7 @@ class SavedAttributes:
         self._seen: dict[int, object] = {}  # holds the objects, so that no other one gets the same id
         self._names: dict[int, set[str]] = {}  # of the variables of a module that are saved
         self._undo: list[Callable[[], str | None]] = []
+        self._iterators: dict[int, Rewindable] = {}
         self._copied_bytes = 0
         waiting = deque(roots)
         while waiting:
@@ -352,14 +383,14 @@ class SavedAttributes:
         attributes = {name: held for name, held in attributes_of(value).items() if name not in hidden}
         for name, held in attributes.items():
             if is_iterator(held):
-                attributes[name], now = itertools.tee(held)
-                object.__setattr__(value, name, now)
+                attributes[name] = self._rewindable(held)
+                object.__setattr__(value, name, attributes[name])
 
         def restore(saved: Mapping[str, Any]) -> None:
             for name in attributes_of(value).keys() - saved.keys() - hidden:
                 object.__delattr__(value, name)
             for name, held in saved.items():
-                object.__setattr__(value, name, copy.copy(held) if is_iterator(held) else held)
+                object.__setattr__(value, name, held)
 
         self._keep(restore, attributes)
         return [*attributes.values(), *parts, *self._save_classes(type(value))]
@@ -398,9 +429,7 @@ class SavedAttributes:
                 continue
             self.variables[f"{value.__qualname__}: {name}".replace(".<locals>", "")] = cell, "cell_contents"
             if is_iterator(held):
-                held, cell.cell_contents = itertools.tee(held)
-                self._keep(lambda saved, cell=cell: setattr(cell, "cell_contents", copy.copy(saved)), held)
-                continue
+                held = cell.cell_contents = self._rewindable(held)
             self._keep(functools.partial(setattr, cell, "cell_contents"), held)
             found.append(held)
         return found + self._save_variables(value.__globals__, _names_of(value.__code__))
@@ -414,14 +443,12 @@ class SavedAttributes:
         for name, held in saved.items():
             self.variables[f"{scope['__name__']}.{name}"] = sys.modules.get(scope["__name__"]), name
             if is_iterator(held):
-                saved[name], scope[name] = itertools.tee(held)
+                saved[name] = scope[name] = self._rewindable(held)
 
         def restore(saved: Mapping[str, Any]) -> None:
             for name in new:
                 if name not in saved:
                     scope.pop(name, None)
-                elif is_iterator(saved[name]):
-                    scope[name] = copy.copy(saved[name])
                 elif scope.get(name, restore) is not saved[name]:
                     scope[name] = saved[name]
 
@@ -429,6 +456,12 @@ class SavedAttributes:
         modules = [held for held in saved.values() if isinstance(held, ModuleType) and self._is_users(held.__name__)]
         inner = [held for module in modules for held in self._save_variables(vars(module), names)]
         return [*saved.values(), *inner]
+
+    def _rewindable(self, held: Iterator[Any]) -> Rewindable:
+        """Save the position of an iterator, and return what takes its place, the same one everywhere."""
+        now = held if isinstance(held, Rewindable) else self._iterators.setdefault(id(held), Rewindable(held))
+        self._keep(now.go_back, now.position)
+        return now
 
     def _save_tensor(self, value: Tensor) -> None:
         if is_lazy(value):
@@ -507,7 +540,7 @@ def is_iterator(value: object) -> bool:
     if not isinstance(value, Iterator):
         return False
     kind = type(value)
-    return kind.__module__ in ("builtins", "itertools") or kind.__module__.startswith("torch.utils.data.")
+    return kind.__module__ in ("builtins", "itertools", __name__) or kind.__module__.startswith("torch.utils.data.")
 
 
 def attributes_of(value: Any) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import random
 import warnings
 from collections import deque
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +45,8 @@ class Model(nn.Module):
 
 class Task:
     samples: Any
+    data: Any
+    same: Any
     slotted: Any
     space: Any
     mapped: Any
@@ -97,6 +101,39 @@ def test_attributes_and_what_they_refer_to_are_restored() -> None:
         assert (task.part, task.model.mean) == (part, mean)
         assert (task.calls, part.count, lists[3][0].count, task.model.steps) == (0, 0, 0, 0)
         assert not hasattr(task, "new")
+
+
+def test_iterators_go_back_and_stay_what_they_are() -> None:
+    data: Any = [*range(6)]
+    task, echoed = Task(), list[str]()
+
+    def rows() -> Generator[int, str, None]:
+        for number in itertools.count():
+            echoed.append((yield number))
+
+    task.samples = loaded = iter(torch.utils.data.DataLoader(data, batch_size=2))
+    task.data, task.space, task.mapped = iter(data), rows(), zip(data, data, strict=True)
+    task.same = task.data
+    next(task.space)
+    for _ in range(2):
+        saved = SavedAttributes(task)
+        before = task.data, task.space
+        for _ in range(2):
+            taken = [next(task.data), next(task.same), next(task.mapped)[0]]
+            assert taken == [0, 1, 0]
+            assert next(task.samples).tolist() == [0, 1]
+            assert next(task.space) == 1
+            saved.restore()
+            assert (task.data, task.space) == before
+    assert len(task.samples) == len(loaded) == 3
+    assert task.samples._num_workers == 0
+    assert task.samples._num_workers == 0
+    assert task.space.send("more") == 2
+    assert echoed[-1] == "more"
+    assert bool(task.data), "an iterator without a length is true"
+    task.space.close()
+    assert task.space.gi_frame is None
+    assert [*copy.deepcopy(task.data)] == data
 
 
 def test_the_models_own_parts_and_data_sets_stay_as_they_are() -> None:
