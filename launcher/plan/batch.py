@@ -21,8 +21,12 @@ from launcher.quantities import count
 DEFAULT_GLOBAL_SIZE = 64
 DEFAULT_MICRO_SIZE = 4
 AUTO = "auto"
-# ways out for a BatchNorm that fails on a micro-batch of one sample
-NOT_ONE_VALUE = "batch.norm=window, or a model() that returns the layer in eval mode."
+
+
+def ways_out_of_one_value(*, short: bool) -> str:
+    """Return advice for a BatchNorm that fails on a micro-batch of one sample. ``short``: of a short window."""
+    sizes = "batch.short_window=drop, another" if short else "a larger batch.micro_size or"
+    return f"Use {sizes} batch.global_size, batch.norm=window, or a model() that returns the layer in eval mode."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,13 +29,13 @@ from launcher.config.schema import (
 )
 from launcher.errors import ConfigError, TaskError, did_you_mean
 from launcher.plan.batch import (
-    NOT_ONE_VALUE,
     Batch,
     batch_notes,
     norm_of_window_loss,
     solve_batch,
     solve_largest,
     solve_smaller,
+    ways_out_of_one_value,
 )
 from launcher.plan.callback_plan import profile_notes, solve_callbacks, solve_notify
 from launcher.plan.data_shards import require_second_epoch, solve_data_shards
@@ -397,10 +397,11 @@ def _single_sample_notes(epoch: EpochPlan, batch: Batch, task: TaskPlan, steps: 
     size = alone[0]
     short = size not in full
     window = f"The short window of {count(size, 'sample')}" if short else f"A window of {count(size, 'sample')}"
+    remedy = ways_out_of_one_value(short=short)
     if layer is None:
         return [
             f"{window} has micro-batches of one sample, on which a BatchNorm with one value a channel fails (Expected "
-            "more than 1 value per channel): use batch.short_window=drop, or batch.norm=sync."
+            f"more than 1 value per channel). {remedy}"
         ]
     end = f" at the end of each epoch of {count(task.samples or 0, 'sample')}" if short else ""
     problem = (
@@ -408,9 +409,7 @@ def _single_sample_notes(epoch: EpochPlan, batch: Batch, task: TaskPlan, steps: 
         "value per channel."
     )
     if short:
-        remedy = f"Use batch.short_window=drop, another batch.global_size, {NOT_ONE_VALUE}"
         raise ConfigError("batch.short_window", epoch.short_window_policy, problem, remedy)
-    remedy = f"Use a larger batch.micro_size or batch.global_size, {NOT_ONE_VALUE}"
     raise ConfigError("batch.micro_size", batch.micro_size, problem, remedy)
 
 

@@ -240,7 +240,8 @@ class TrainingLoop:
             return
         if (kind := engine.plan.strategy.kind) in SHARDED and is_direct_use(error):
             raise TaskError(direct_use("a parameter", kind)) from error
-        if (refusal := refusal_of_one_value(error, engine.parallel.module, self.plan, engine.place)) is not None:
+        model, index = engine.parallel.module, engine.position.index
+        if (refusal := refusal_of_one_value(error, model, self.plan, index, engine.place)) is not None:
             raise refusal from error
         if not oom.is_out_of_memory(error):
             if not isinstance(error, LauncherError):  # shown without traceback, hence without notes

@@ -65,7 +65,10 @@ def test_a_short_window_with_micro_batches_of_one_sample_is_said_with_a_way_out(
         return [note for note in plan.notes if "more than 1 value per channel" in note]
 
     assert "short window of 1 sample" in noted(33, one)[0]
-    assert "batch.short_window=drop, or batch.norm=sync" in noted(33, two)[0]
+    assert "Use batch.short_window=drop, another batch.global_size, batch.norm=window" in noted(33, two)[0]
+    full = noted(35, two, "batch.global_size=5", "batch.micro_size=2", "batch.uneven=true")[0]
+    assert "A window of 5 samples has" in full
+    assert "Use a larger batch.micro_size or batch.global_size, batch.norm=window" in full
     for samples in (35, 34):  # shares of 2 and 1, of 1 and 1
         assert noted(samples, two)
     for samples, overrides in (

@@ -19,11 +19,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from launcher.config.schema import Norm
+from launcher.config.schema import Norm, ShortWindow
 from launcher.errors import ConfigError, TaskError
-from launcher.plan.batch import NOT_ONE_VALUE
+from launcher.plan.batch import ways_out_of_one_value
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import Collective
+from launcher.plan.windows import ANY_NUMBER, Windows
 from launcher.train.measure.comm_meter import Meter
 from launcher.train.parallel.mixed_precision import in_backward
 
@@ -136,9 +137,9 @@ def track(layer: _BatchNorm, statistics: Statistics) -> None:
         running.copy_((1 - part) * running + part * new)
 
 
-def refusal_of_one_value(error: Exception, model: nn.Module, plan: RunPlan, place: str) -> TaskError | None:
-    """Return the error to raise for ``error`` if a BatchNorm raised it because it has one value per channel, which the
-    plan did not know; None for another one. ``place``: step, rank and samples."""
+def refusal_of_one_value(error: Exception, model: nn.Module, plan: RunPlan, index: int, place: str) -> TaskError | None:
+    """Return the error to raise for ``error`` if a BatchNorm raised it in window ``index`` because it has one value per
+    channel, which the plan did not know; None for another one. ``place``: step, rank and samples."""
     if "Expected more than 1 value per channel when training" not in str(error):
         return None
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -146,12 +147,14 @@ def refusal_of_one_value(error: Exception, model: nn.Module, plan: RunPlan, plac
     layers = [names[key] for frame in frames if (key := id(frame.f_locals.get("self"))) in names]
     if not layers and not any(frame.f_code is functional.batch_norm.__code__ for frame in frames):
         return None  # a GroupNorm raises the same
-    layer, short, ends = layers[-1] if layers else "of the model", plan.epoch.short_window, ""
-    if short:
-        ends = f" An epoch of {plan.task.samples} samples ends with a window of {short}."
+    samples, keep_short = plan.task.samples or ANY_NUMBER, plan.epoch.short_window_policy is ShortWindow.exact
+    batch = plan.batch.whole
+    size = Windows(samples, batch, keep_short=keep_short).at(index).size
+    layer, short = layers[-1] if layers else "of the model", size < batch.global_size_at(index)
+    ends = f" An epoch of {samples} samples ends with a window of {size}." if short else ""
     return TaskError(
         f"The BatchNorm {layer} has 1 value per channel in {place}, and one value has no statistics.{ends}\n"
-        f"  Use {'batch.short_window=drop, ' if short else ''}another batch.global_size, {NOT_ONE_VALUE}"
+        f"  {ways_out_of_one_value(short=short)}"
     )
 
 

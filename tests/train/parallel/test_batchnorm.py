@@ -293,15 +293,18 @@ def test_a_layer_that_fails_on_one_sample_is_found_without_a_step(kind: str) -> 
 def test_what_the_plan_cannot_know_names_the_layer_in_the_window_in_which_it_shows() -> None:
     plan = make_plan("batch.global_size=16", "train.epochs=1", samples=33)
 
-    def refused(kind: str) -> str | None:
+    def refused(kind: str, index: int = 2) -> str | None:
         model = Ending(kind)
         with pytest.raises(ValueError, match="more than 1 value") as raised:
             model(torch.ones(1, 8))
-        refusal = refusal_of_one_value(raised.value, model, plan, "step 3 on rank 0")
+        refusal = refusal_of_one_value(raised.value, model, plan, index, "step 3 on rank 0")
         return None if refusal is None else str(refusal)
 
     said = refused("values") or ""
     assert "The BatchNorm head.1 has 1 value per channel in step 3 on rank 0" in said
     assert "An epoch of 33 samples ends with a window of 1.\n  Use batch.short_window=drop, " in said
+    said = refused("values", 1) or ""
+    assert ".\n  Use a larger batch.micro_size or batch.global_size, batch.norm=window, or a model()" in said
+    assert "An epoch" not in said, "this window is full, the epoch's last one did not fail"
     assert "The BatchNorm of the model" in (refused("functional") or "")
     assert refused("group") is None, "its own message"
