@@ -130,6 +130,11 @@ class CarriedState:
         self._before = {name: self._digest(place.get()) for name, place in places.items()}
         self._drawn_from = {name: self._generators(place.get()) for name, place in places.items()}
         self._unused = [self._twin(one) for one in self._optimizers]
+        self._after_first_step: dict[str, Digest] = {}
+
+    def note_first_step(self) -> None:
+        """Note which attributes the first step changes: caches, which a resume fills again, change later no more."""
+        self._after_first_step = {name: self._digest(place.get()) for name, place in self._beside().items()}
 
     @torch.no_grad()
     def examine(self, run: Callable[[MicroBatch], list[Loss]], micro: MicroBatch, micro_batches: int) -> None:
@@ -213,7 +218,7 @@ class CarriedState:
             f"{name}.{attribute}": StatePlace(one, attribute)
             for name, one in named.items()
             for attribute in attributes_of(one)
-            if attribute not in ("state", "param_groups", "defaults", "step")
+            if attribute not in ("state", "param_groups", "defaults", "step", "_opt_called")
         }
 
     def _lost_beside(self) -> list[str]:
@@ -221,7 +226,11 @@ class CarriedState:
         places = self._beside()
         changed = self._changed(places)
         idle = self._callbacks.all.keys() - self._callbacks.changes.keys()
-        changed = [name for name in changed if name.partition(".")[0] not in idle]
+        changed = [
+            name
+            for name in changed
+            if name.partition(".")[0] not in idle and not self._is_cache(name, places[name].get())
+        ]
         reads = names_read(self._code) if changed else None
         lost = [name for name in changed if reads is None or reads.covers(name, places[name].holder)]
         for one, unused in zip(self._optimizers, self._unused, strict=True):
@@ -237,6 +246,14 @@ class CarriedState:
                 or self._digest(getattr(unused, places[name].attribute, None)) != self._digest(places[name].get())
             ]  # fmt: skip
         return lost
+
+    def _is_cache(self, name: str, value: object) -> bool:
+        """Return whether a value is a flag, or only the first step has changed it and it is like no parameter, as
+        copies of parameters are."""
+        shapes = set[torch.Size]()
+        if self._digest(value, shapes=shapes) == self._after_first_step.get(name):
+            return shapes.isdisjoint(each.shape for p in self._model.parameters() for each in (p, local(p)))
+        return isinstance(value, bool)
 
     def _twin(self, optimizer: Optimizer) -> Optimizer | None:
         """Return a copy of an optimizer with a ``state_dict`` of its own, for the same parameters; None: it cannot be
@@ -373,9 +390,13 @@ class CarriedState:
         self._digest(value, states)
         return states
 
-    def _digest(self, value: Any, states: list[str] | None = None) -> Digest:
-        """Return numbers that differ if numbers or tensors in ``value`` do. ``states``: receives those of random
-        generators."""
+    def _digest(self, value: Any, states: list[str] | None = None, shapes: set[torch.Size] | None = None) -> Digest:
+        """Return numbers that differ if numbers or tensors in ``value`` do.
+
+        Args:
+            states: receives those of random generators.
+            shapes: receives those of tensors.
+        """
         numbers: list[float] = []
         seen, room = dict[int, object](), MAX_READ
         waiting = deque([value])
@@ -393,6 +414,8 @@ class CarriedState:
             numpy: Any = sys.modules.get("numpy")
             match each:
                 case Tensor():
+                    if shapes is not None:
+                        shapes.add(each.shape)
                     numbers += (found := _numbers_of(each, room))
                     room -= each.numel() if len(found) > 2 else 0
                 case list() | tuple() | deque() | dict():

@@ -321,6 +321,8 @@ class Engine:
         """Try the loss with the first of the window's micro-batches if that is due, and return all of them."""
         first_window, self.tries_loss = self.tries_loss and not self.outputs.active, False
         due = self._carried is not None and window.index >= WINDOW
+        if self._carried is not None and window.index == 1:
+            self._carried.note_first_step()
         if not (first_window or due):
             return micro_batches
         trial, current = LossTrial(self._parts), self._current

@@ -10,7 +10,9 @@ from types import CellType, ModuleType
 
 # methods whose call as a statement does not read the container, functions that only log, and methods beside training
 _COLLECT = frozenset({"append", "appendleft", "extend", "add", "update", "clear", "insert"})
-_LOG = frozenset({"print", "log", "debug", "info", "warning", "add_scalar", "write"})
+_LOG = frozenset(
+    {"print", "log", "debug", "info", "warn", "warning", "error", "exception", "critical", "add_scalar", "write"}
+)
 _BOOKKEEPING = frozenset({"__init__", "__repr__", "extra_repr", "state_dict", "load_state_dict"})
 # in place of the class: attributes of any object, and variables
 _ANY, _VARIABLES = "", "-"
@@ -63,8 +65,8 @@ class NamesRead(ast.NodeVisitor):
             self._self = node.args.args[0].arg
         for statement in node.body:
             self.visit(statement)
-            if isinstance(statement, ast.Assign | ast.AnnAssign):
-                self._set |= {name for each in ast.walk(statement) if (name := _stored(each))}
+            if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
+                self._set |= _names(statement, ast.Store) - _names(statement.value, ast.Load)
         self._set, self._self = before, self_before
 
     visit_AsyncFunctionDef = visit_FunctionDef
@@ -87,6 +89,22 @@ class NamesRead(ast.NodeVisitor):
         for part in parts:
             self.visit(part)
 
+    def visit_Assign(self, node: ast.Assign) -> None:
+        for target in node.targets:
+            self.visit(target)
+        self._visit_beside({ast.unparse(target) for target in node.targets}, node.value)
+
+    def _visit_beside(self, targets: set[str], value: ast.expr) -> None:
+        """Visit an assigned value apart from its own target: ``n = n + 1`` reads as little as ``n += 1``."""
+        match value:
+            case ast.BinOp(left=left, right=right):
+                self._visit_beside(targets, left)
+                self._visit_beside(targets, right)
+            case ast.Attribute() | ast.Name() if ast.unparse(value) in targets:
+                pass
+            case _:
+                self.visit(value)
+
     def visit_Attribute(self, node: ast.Attribute) -> None:
         of_self = isinstance(node.value, ast.Name) and node.value.id == self._self
         self._read(node.attr, node.ctx, (self._class or _ANY) if of_self else _ANY)
@@ -104,9 +122,13 @@ class NamesRead(ast.NodeVisitor):
             self._names.add((of, name))
 
 
-def _stored(node: ast.AST) -> str | None:
-    match node:
-        case ast.Attribute(attr=name, ctx=ast.Store()) | ast.Name(id=name, ctx=ast.Store()):
-            return name
-        case _:
-            return None
+def _names(node: ast.AST, context: type[ast.expr_context]) -> set[str]:
+    """Return the names of attributes and variables that occur in ``context``."""
+    found = set[str]()
+    for each in ast.walk(node):
+        match each:
+            case ast.Attribute(attr=name, ctx=ctx) | ast.Name(id=name, ctx=ctx) if isinstance(ctx, context):
+                found.add(name)
+            case _:
+                pass
+    return found

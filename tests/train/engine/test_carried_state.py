@@ -326,6 +326,29 @@ class SavesHalf(Lookahead):
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "slow"})
 
 
+class Lazy(torch.optim.SGD):
+    """With a flag and caches of its first step."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, 0.1)
+        self.initialized, self.names, self.size = False, dict[int, str](), 0
+
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] # noqa: ARG002
+        if not self.initialized:
+            self.names = {number: str(number) for number, _ in enumerate(self.param_groups[0]["params"])}
+            self.size, self.initialized = len(self.names), True
+        if self.names and self.size:
+            super().step()
+
+
+class Cached(Plain):
+    def optimizer(self, model: nn.Module) -> Any:
+        return Lazy(model.parameters())
+
+    def schedule(self, optimizer: Any, steps: int) -> Any:  # noqa: ARG002
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
 class SlowWeights(Plain):
     def optimizer(self, model: nn.Module) -> Any:
         return Lookahead(model.parameters())
@@ -400,7 +423,7 @@ CASES: dict[type, tuple[str, str]] = {
     ModuleCounter: ("task.calls", "task.calls"), Timed: ("", ""),
     Collected: ("", ""), GlobalCounter: (f"{__name__}.CALLS", f"{__name__}.CALLS"),
     SecondData: ("task.rows", "task.rows"), SlowWeights: ("", "optimizer.slow, optimizer.steps"),
-    HalfSaved: ("", "optimizer.steps"), Decayed: ("", "Decay.steps"),
+    HalfSaved: ("", "optimizer.steps"), Cached: ("", ""), Decayed: ("", "Decay.steps"),
     CountingSchedule: ("", "CountingSchedule.schedule.factor: calls"),
     Noise: ("", "task.random"), Shaken: ("", "model.out.random, task.past"), Reseeded: ("", ""),
 }  # fmt: skip
