@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import torch.distributed as dist
@@ -20,6 +21,20 @@ OF_FOUR_RANKS: list[tuple[str, ...]] = [
     ("hsdp", "gather_once", "strategy.recompute=blocks"),
     ("hsdp", "replicas_at_boundary"),
 ]
+
+
+class Calls:
+    """Counter that the engine does not restore after passes without training, as it does numbers and iterators: it is
+    in the environment."""
+
+    def __init__(self) -> None:
+        self._name = f"CALLS_{id(self)}"
+        os.environ[self._name] = "0"
+
+    def count(self) -> int:
+        """Return 1, 2, 3 ..."""
+        os.environ[self._name] = str(int(os.environ[self._name]) + 1)
+        return int(os.environ[self._name])
 
 
 def print_on_rank_0(results: Any) -> None:

@@ -123,10 +123,10 @@ def test_in_a_job(launch: Launch, project: Path) -> None:
         assert all(each["inside"] and each["device"] == "cpu" for each in lines)
         train = [each for each in lines if not each["evaluating"]]
         # the first window tries the loss, the third one looks for state that it carries
-        passes = [7 + 4, 4, 5 + 4, *(4 if step % 5 else 1 for step in range(4, 11))]
+        passes = [9 + 4, 4, 5 + 4, *(4 if step % 5 else 1 for step in range(4, 11))]
         assert [each["step"] for each in train] == [step for step, count in enumerate(passes, 1) for _ in range(count)]
         assert [each["epoch"] for each in train] == [int(each["step"] > 5) for each in train]
-        tried = range(7 + 4 + 4, 7 + 4 + 4 + 5)  # passes with values of the task's attributes of the first window
+        tried = range(9 + 4 + 4, 9 + 4 + 4 + 5)  # passes with values of the task's attributes of the first window
         assert all(each["collate"] == each["step"] for number, each in enumerate(train) if number not in tried)
         assert [each["step"] for each in lines if each["evaluating"]] == [0] + [5] * 4 + [10] * 4
     plan = json.loads((project / "runs" / "own" / "plan.json").read_text())

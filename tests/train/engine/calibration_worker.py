@@ -11,7 +11,6 @@ no forward pass; ``resume=1``: another engine loads the state at the end.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -33,7 +32,7 @@ from launcher.train.engine.engine import Engine
 from launcher.train.training_loop import losses_of
 from launcher.train.world import World
 from tests.helpers import make_plan
-from tests.infra.workers import leave_group
+from tests.infra.workers import Calls, leave_group
 from tests.train.engine.calibration_task import SAMPLES, Traced
 
 torch.set_num_threads(1)
@@ -50,11 +49,10 @@ def plan_of(overrides: list[str], calibrate_s: float) -> RunPlan:
 
 def train(plan: RunPlan, words: dict[str, int]) -> tuple[dict[str, Any], Calibrated | None, str]:
     """Return what the run leaves, the calibration's result, and the order of reads (r) and training passes (F)."""
-    # a number would be restored after each pass
-    task, counter, order = Traced(reads="reads" in words), itertools.count(1), [""]
+    task, counter, order = Traced(reads="reads" in words), Calls(), [""]
 
     def forward(model: Callable[..., Any], batch: Any) -> Any:
-        calls = next(counter)
+        calls = counter.count()
         if calls == words.get("oom") and engine.world.rank == 1:
             raise torch.OutOfMemoryError("as from the allocator")
         if calls == words.get("oom_backward") and engine.world.rank == 1:
@@ -70,11 +68,11 @@ def train(plan: RunPlan, words: dict[str, int]) -> tuple[dict[str, Any], Calibra
     seed_everything(4 + engine.world.rank)
     module: Any = engine.parallel.module
     if "oom_gather" in words:
-        gathered = itertools.count(1)
+        gathered = Calls()
         unshard = module.middle.unshard
 
         def gather() -> Any:
-            return out_of_memory() if next(gathered) == words["oom_gather"] else unshard()
+            return out_of_memory() if gathered.count() == words["oom_gather"] else unshard()
 
         module.middle.unshard = gather
     losses, sent = [], []

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import json
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +20,7 @@ from torch.nn import functional
 from launcher import Engine, Loss, StepResult, make_plan
 from launcher.errors import LauncherError
 from launcher.train.data.randomness import Permutation
-from tests.infra.workers import leave_group, print_on_rank_0
+from tests.infra.workers import Calls, leave_group, print_on_rank_0
 
 COMMON = (
     "precision=fp32", "run.calibrate_s=0", "train.loader_workers=0", "batch.global_size=12", "train.clip_norm=null",
@@ -214,10 +212,10 @@ def shrunk() -> Any:
     run(wanted)
     drifts: list[float] = []
     for failing in (1, 2, 4, 9):
-        calls = itertools.count(1)  # a number would be restored after each pass that counts items
+        calls = Calls()
 
-        def forward(model: Any, batch: Batch, failing: int = failing, calls: Any = calls) -> list[Loss]:
-            if next(calls) == failing and dist.get_rank() == 1:
+        def forward(model: Any, batch: Batch, failing: int = failing, calls: Calls = calls) -> list[Loss]:
+            if calls.count() == failing and dist.get_rank() == 1:
                 raise torch.OutOfMemoryError("as from the allocator")
             return detection(model, batch)
 
@@ -245,13 +243,12 @@ def changed(change: Change, *, rank: int | None = None, after: int = 0) -> Forwa
     return forward
 
 
-CALLS = "TERMS_WORKER_CALLS"  # in the environment: numbers and iterators are restored after each pass
+CALLS = Calls()
 
 
 def different(first: Loss, second: Loss) -> list[Loss]:
     """Another number of items at each call, which no state of the model explains."""
-    os.environ[CALLS] = str(int(os.environ.get(CALLS, "0")) + 1)
-    return [first, replaced(second, items=int(os.environ[CALLS]))]
+    return [first, replaced(second, items=CALLS.count())]
 
 
 def accuracy(value: Any) -> Forward:

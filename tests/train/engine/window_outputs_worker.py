@@ -6,7 +6,6 @@ argv: names of the functions below that return something. Prints one JSON object
 from __future__ import annotations
 
 import copy
-import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from launcher import Engine, Loss, make_plan
 from launcher.errors import LauncherError
 from launcher.train.evaluation import Evaluation
 from launcher.train.world import World
-from tests.infra.workers import leave_group, print_on_rank_0
+from tests.infra.workers import Calls, leave_group, print_on_rank_0
 
 COMMON = (
     "run.calibrate_s=0", "train.loader_workers=0", "batch.global_size=12", "train.clip_norm=null", "optimizer=sgd",
@@ -29,7 +28,7 @@ COMMON = (
 SAMPLES, LEARNING_RATE = 31, 0.5  # three windows an epoch, the last one of 7 samples
 EXACT = "precision=fp32"
 WORLD = World.here()
-CALLS = itertools.count()  # state that is not restored between the two passes
+CALLS = Calls()
 
 
 def data(count: int = SAMPLES, dtype: torch.dtype = torch.float64) -> list[tuple[Tensor, Tensor]]:
@@ -244,7 +243,7 @@ class Wrong(Clip):
         rows = super().outputs(model, batch)
         match self.kind:
             case "noise":
-                return {**rows, "image": rows["image"] + next(CALLS)}
+                return {**rows, "image": rows["image"] + CALLS.count()}
             case "a scalar":
                 return {**rows, "scale": model.temperature.sum()}
             case "a number":
