@@ -96,7 +96,7 @@ class Facts:
     Attributes:
         bound: bound of its values; None: every value of its type.
         only: conditions under which it has an effect, with blanks between them: ``strategy=ddp|fsdp`` or
-            ``strategy.compress=bf16`` (one of these values), ``cluster.container`` (which has a value).
+            ``strategy.compress=bf16`` (one of these values), ``cluster.container`` (a value, or a custom class).
         hint: remedy where a condition does not hold, in addition to the general one.
         resume: rule for a change when a run resumes.
         affects: words of ``AFFECTED``.

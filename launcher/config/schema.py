@@ -597,7 +597,7 @@ def _require_effect(config: Config, key: str, value: Any, condition: str, hint: 
     where, _, allowed = condition.partition("=")
     group, _, leaf = where.partition(".")
     chosen = getattr(getattr(config, group), leaf or "kind")
-    if not allowed and not chosen:
+    if not allowed and not chosen and getattr(config, group).kind != OptimizerKind.custom:  # a class may have a default
         raise ConfigError(
             key, value, f"has no effect without {where}.", f"Set {where} too, or leave it out. {hint}".rstrip()
         )

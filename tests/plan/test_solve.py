@@ -153,6 +153,11 @@ def test_schedules_in_numbers() -> None:
     assert [constant.factor(step, None) for step in range(4)] == [0.5, 1, 1, 1]
 
 
+def test_a_class_of_the_users_may_have_a_momentum_by_default() -> None:
+    muon = ("optimizer._target_=torch.optim.Muon", "optimizer.lr=0.1", "optimizer.nesterov=true")
+    assert make_plan(*muon).optimizer.arguments["nesterov"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
