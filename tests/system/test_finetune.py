@@ -99,8 +99,8 @@ def test_the_moved_script_learns_the_same(strategy: tuple[str, ...], plain: Any,
     assert all(0 <= each["train/accuracy"] <= 1 for each in records(run))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.nightly),
-                                      pytest.param("hsdp", marks=pytest.mark.nightly)])  # fmt: skip
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp"])
 def test_the_moved_script_survives_interruptions(strategy: str, tmp_path: Path) -> None:
     ranks = ("strategy.shard_size=2", "cluster.workers_per_node=4") if strategy == "hsdp" else ()
     shown = finetune("drill", f"strategy={strategy}", *ranks, f"run.dir={tmp_path}", "run.name=drilled")

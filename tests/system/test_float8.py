@@ -24,6 +24,7 @@ JOB = (
 EMULATED = ("precision=float8", "precision.float8_emulate=true")
 
 
+@pytest.mark.nightly
 def test_it_exports_what_bf16_does_and_resumes_in_bf16(tmp_path: Path) -> None:
     whole = launch("train", *JOB, *EMULATED, "train.steps=4", "run.name=whole", cwd=tmp_path)
     assert whole.returncode == 0, whole.stdout + whole.stderr
@@ -47,6 +48,7 @@ def test_it_exports_what_bf16_does_and_resumes_in_bf16(tmp_path: Path) -> None:
     assert names[0] == names[1]
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_is_the_one_that_was_not_stopped(tmp_path: Path) -> None:
     constant = ("schedule=constant", "schedule.warmup_steps=0", "checkpoint.every=2")
     assert launch("train", *JOB, *EMULATED, *constant, "train.steps=4", "run.name=whole", cwd=tmp_path).returncode == 0
@@ -76,9 +78,10 @@ def test_verify_finds_the_gradient_of_one_big_batch(tmp_path: Path) -> None:
     assert "Verdict: exact." in done.stdout
 
 
-def test_a_plan_for_a_gpu_that_is_not_at_hand(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", ["15m", pytest.param("1b", marks=pytest.mark.nightly)])
+def test_a_plan_for_a_gpu_that_is_not_at_hand(size: str, tmp_path: Path) -> None:
     gpu = ("strategy=fsdp", "cluster.workers_per_node=8", "train.compile=true", "batch.micro_size=4")
-    shape = ("task=llama", "task.size=1b", "task.seq_len=512", "wandb.mode=disabled", "optimizer.lr=1e-4")
+    shape = ("task=llama", f"task.size={size}", "task.seq_len=512", "wandb.mode=disabled", "optimizer.lr=1e-4")
     memory = list[int]()
     for precision in ("bf16", "float8"):
         done = launch("plan", *shape, *gpu, "cluster.gpu=h200", f"precision={precision}", "--json", cwd=tmp_path)

@@ -54,6 +54,7 @@ def outer(out: Path, *words: str) -> dict[str, dict[str, Any]]:
     return results
 
 
+@pytest.mark.nightly
 def test_outer_steps_beside_the_synchronous_job(tmp_path: Path) -> None:
     results = outer(tmp_path / "out.jsonl", "--ways", "synchronous", "diloco", "--")
     synchronous, diloco = results["synchronous"], results["diloco"]
@@ -67,6 +68,7 @@ def test_outer_steps_beside_the_synchronous_job(tmp_path: Path) -> None:
 
 
 @needs_root
+@pytest.mark.nightly
 def test_bytes_of_outer_steps_are_those_on_the_link(tmp_path: Path) -> None:
     result = outer(tmp_path / "out.jsonl", "--ways", "diloco", "--rates", "1gbit", "--")["diloco"]
     assert result["sent_bytes"] < result["link_bytes"] < 1.5 * result["sent_bytes"], "headers, flags, heartbeats"

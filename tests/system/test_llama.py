@@ -72,7 +72,8 @@ def trained_by_transformers(start: Path, params: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "tied"), [("ddp", True), ("fsdp", False), pytest.param("hsdp", True, marks=pytest.mark.nightly)]
+    ("strategy", "tied"),
+    [("fsdp", False), *(pytest.param(kind, True, marks=pytest.mark.nightly) for kind in ("ddp", "hsdp"))],
 )
 def test_a_job_trains_the_llama_of_transformers(strategy: str, tied: bool, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM

@@ -125,7 +125,9 @@ ROUNDS = pytest.mark.parametrize("rounds", [1, pytest.param(15, marks=pytest.mar
 
 
 @ROUNDS
-@pytest.mark.parametrize("tracker", ["wandb", "tensorboard", "mlflow"])
+@pytest.mark.parametrize(
+    "tracker", ["wandb", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("tensorboard", "mlflow"))]
+)
 def test_each_step_is_there_once(tracker: str, rounds: int, tmp_path: Path) -> None:
     paths, watch = kill_and_watch(tmp_path, f"trackers=[{tracker}]", "wandb.mode=offline", rounds=rounds)
     status = json.loads(paths.tracker_status(tracker).read_text())

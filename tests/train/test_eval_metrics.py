@@ -44,7 +44,7 @@ def by_hand(model: torch.nn.Module, data: Sequences) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly), 4])
+@pytest.mark.parametrize("ranks", [*(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 2)), 4])
 def test_metrics_are_those_of_the_whole_set(ranks: int, tmp_path: Path) -> None:
     cases = CASES | ({"hsdp": ({}, (FP32, "strategy=hsdp", "strategy.shard_size=2"))} if ranks == 4 else {})
     jobs = [job(tmp_path, name, *case) | {"target": f"{TASKS}.Ranked"} for name, case in cases.items()]

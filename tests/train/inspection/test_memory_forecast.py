@@ -95,7 +95,7 @@ def measured(plan: RunPlan, predicted: dict[str, int], ranks: int, place: Path) 
     ("ranks", "extra"),
     [
         (2, "strategy=fsdp precision=bf16 strategy.recompute=blocks"),
-        (4, "strategy=hsdp strategy.shard_size=2 precision=bf16"),
+        pytest.param(4, "strategy=hsdp strategy.shard_size=2 precision=bf16", marks=pytest.mark.nightly),
         pytest.param(2, "strategy=fsdp precision=float8 precision.float8_emulate=true", marks=pytest.mark.nightly),
     ],
 )
@@ -174,7 +174,8 @@ def bytes_cases(ranks: int, *, complete: bool) -> list[tuple[list[str], str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "complete"), [(2, False), (4, False), pytest.param(2, True, marks=pytest.mark.nightly)]
+    ("ranks", "complete"),
+    [(2, False), *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((4, False), (2, True)))],
 )
 def test_bytes_are_what_the_ranks_then_send(ranks: int, complete: bool, tmp_path: Path) -> None:
     """The forecast of each policy is right to the byte, whatever is frozen, loaded, converted or shared."""
