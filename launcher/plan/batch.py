@@ -107,13 +107,14 @@ class Batch:
         return all(size % self.unit == 0 for size in self.sizes)
 
     @property
+    def accumulates(self) -> bool:
+        """Return whether a window may have several micro-batches."""
+        return max(self.sizes) > self.unit or self.on_oom is OnOom.shrink
+
+    @property
     def random_parts(self) -> bool:
         """Return whether each rank's part of a window is a random one."""
         return self.balance is Balance.none
-
-    def even_at(self, index: int) -> bool:
-        """Return whether all ranks have equally many samples in window ``index`` of the run if that window is full."""
-        return self.global_size_at(index) % self.unit == 0
 
     @property
     def text(self) -> str:

@@ -84,7 +84,7 @@ def test_unequal_shares_hold_the_window_in_as_few_rounds_as_can_be(
     assert sorted(offset for share in shares for part in share for offset in part) == list(range(total))
     assert max(len(part) for share in shares for part in share) <= solved.micro_size
     even = len({sum(map(len, share)) for share in shares}) == 1
-    assert even or not solved.even_at(index)
+    assert even or not solved.even
     if micro is None and accumulation is None and total % world == 0:
         assert solved == solve_batch(BatchConfig(global_size=total), world), "no share is unequal without need"
 

@@ -132,7 +132,7 @@ class Engine:
         self.schedule = step.schedule
         self.outputs = WindowOutputs(parts)
         # they look at the first micro-batches of this process
-        self._watches: list[LossWatch] = [LossCollectives()] if self.world.size > 1 else []
+        self._watches: list[LossWatch] = [LossCollectives()] if self.world.size > 1 and plan.batch.accumulates else []
         self._watches += [ForeignLeaves(parts), GradientWatch(parts.parallel, tells=self.world.rank == 0)]
         count = ItemCount(parts, self._loss, step.weight)
         self._current = CurrentWindow(parts, self.buffers, step, count, self.outputs)

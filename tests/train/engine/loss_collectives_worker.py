@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from launcher import Engine, Loss, make_plan
 from launcher.errors import LauncherError
+from launcher.train.engine.loss_collectives import LossCollectives
 from tests.infra.workers import leave_group, print_on_rank_0
 
 COMMON = (
@@ -119,6 +120,7 @@ def run(loss: Callable[[Tensor], Loss], model: Callable[[], nn.Module] = Model, 
                 engine.backward(loss(engine.model(batch)))
             engine.step()
             break
+        assert not any(isinstance(watch, LossCollectives) for watch in engine._watches), "after a window"
     except LauncherError as error:
         assert engine.steps == 0
         assert torch.equal(engine.model.state_dict()["body.weight"], before)
