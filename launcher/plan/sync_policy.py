@@ -23,18 +23,23 @@ POLICIES: Mapping[StrategyKind, tuple[Sync, ...]] = {
 }
 
 
+# those that reduce the gradients of each micro-batch: over some ranks, and over all
+REDUCING = (Sync.every, Sync.replicas_at_boundary)
+REDUCING_OVER_ALL = (Sync.every,)
+
+
 def reduces(sync: Sync, *, last: bool) -> bool:
     """Return whether a micro-batch's gradients are reduced over some ranks: all of them, or the shard group.
 
     Args:
         last: whether it is the window's last micro-batch.
     """
-    return last or sync in (Sync.every, Sync.replicas_at_boundary)
+    return last or sync in REDUCING
 
 
 def reduces_over_all(sync: Sync, *, last: bool) -> bool:
     """Return whether a micro-batch's gradients are reduced over all ranks, replicas included."""
-    return last or sync is Sync.every
+    return last or sync in REDUCING_OVER_ALL
 
 
 class Collective(StrEnum):

@@ -115,7 +115,7 @@ def prefetch(
         # a generator: StopIteration from a dataset is an error in it, and would end a `map` silently
         for spec in source if order is None else order:
             data, *rest = spec if order is None else source[spec]
-            yield MicroBatch(data if device.type == "cpu" else to_device(data, device), *rest)
+            yield MicroBatch(data, *rest)
         return
     if workers:
         source = _Guarded(source, packs) if order is not None else _GuardedStream(source, packs)

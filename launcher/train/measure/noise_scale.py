@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from launcher.config.schema import Sync
+from launcher.plan.sync_policy import REDUCING
 from launcher.train.measure.observer import EndedWindow
 
 # decay of the averages per window: they cover about a hundred windows, over which the scale changes little
@@ -126,7 +127,7 @@ class NoiseScale:
         """
         if not self._random:
             return
-        single, each = self._ranks == 1, sync in (Sync.every, Sync.replicas_at_boundary)
+        single, each = self._ranks == 1, sync in REDUCING
         self._gradient.due = first and not last if single else first if each else last
         if self._gradient.due:
             self._gradient.clear()

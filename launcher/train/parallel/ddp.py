@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from launcher.config.schema import Compress, Sync
 from launcher.errors import TaskError
 from launcher.plan.run_plan import RunPlan, StrategyPlan
-from launcher.plan.sync_policy import Collective
+from launcher.plan.sync_policy import REDUCING_OVER_ALL, Collective
 from launcher.train.measure.comm_meter import Meter
 from launcher.train.parallel.base import Parallel
 
@@ -88,7 +88,7 @@ class Ddp(Parallel):
         return sent.then(finished)
 
     def _synchronised(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:
-        self._sync, self._reduces = sync, last or sync is Sync.every
+        self._sync, self._reduces = sync, last or sync in REDUCING_OVER_ALL  # without a call for each micro-batch
         # under `every` a mean: a bucket also holds the window's earlier micro-batches, already reduced
         sums = self._compression.can_sum and sync is not Sync.every
         self.averaged_over = 1 if sums else self._world_size
