@@ -60,10 +60,6 @@ from launcher.train.schedules import MakeSchedule
 from launcher.train.world import device_of, join
 
 
-def _never() -> bool:
-    return False
-
-
 class Engine:
     """A model wrapped as the plan says, whose windows of micro-batches become optimizer steps.
 
@@ -105,9 +101,9 @@ class Engine:
         model: ModelFrom,
         optimizer: OptimizerFrom,
         plan: RunPlan,
-        stop: Callable[[], bool] = _never,
+        stop: Callable[[], bool] = bool,  # bool() is False, without a call of Python code in each step
         shard_units: ShardUnits | None = None,
-        save_due: Callable[[], bool] = _never,
+        save_due: Callable[[], bool] = bool,
         owner: object = None,
         schedule: MakeSchedule | None = None,
         callbacks: Sequence[object] | None = None,
