@@ -250,7 +250,7 @@ class Uses:
         """
         self.in_loss, self.held = in_loss, False
         for each in self._groups:
-            each.forwards = each.waiting = 0
+            each.forwards = each.waiting = each.depth = 0
 
     def before_backward(self) -> None:
         """Expect the backward pass that completes the micro-batch's gradients."""
@@ -269,6 +269,7 @@ class _Group:
         self._register, self._complete = type(group)._register_post_backward_hook, group.post_backward
         self._forward, self._return = group.pre_forward, group.post_forward
         self.forwards = 0  # forward passes with gradient in this micro-batch
+        self.depth = 0  # forward passes of the unit that run now: it may call itself
         self.waiting = 0  # forward passes without, which a reentrant checkpoint may repeat in the backward pass
         group.pre_forward, group.post_forward = self.pre_forward, self.post_forward
         group._register_post_backward_hook = self.register
@@ -277,6 +278,7 @@ class _Group:
     def pre_forward(self, *args: Any) -> Any:
         """Count the call before the unit is gathered for it."""
         self._uses.order.called(self._number)
+        self.depth += 1
         return self._forward(*args)
 
     def register(self, args: Any, kwargs: Any) -> Any:
@@ -295,6 +297,7 @@ class _Group:
         Raises:
             TaskError: the unit returns a parameter of its own, or has replaced it.
         """
+        self.depth -= 1
         for parameter in self._group.fsdp_params:
             info = parameter._module_info
             if info.module._parameters.get(info.param_name) is not parameter._unsharded_param:
@@ -310,6 +313,8 @@ class _Group:
             for tensor in tensors:
                 if tensor.requires_grad and id(tensor) not in known:
                     tensor.register_hook(self._module._get_fsdp_state()._pre_backward)  # pyright: ignore
+        if self.depth > 0:  # the outer pass of a unit that calls itself still uses the parameters
+            return output
         result = self._return(module, inputs, output)
         order, indices = self._group.comm_ctx.post_forward_order, self._group._post_forward_indices
         # torch would gather those before it again; and after an evaluation, which has no backward pass, its last one

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -145,16 +147,53 @@ class Graph(nn.Module):
         return x
 
 
+class Recursive(nn.Module):
+    """A unit that calls itself, and uses its parameters before and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        x = self.first(x).tanh()
+        return self.last(self(x, depth - 1)) if depth else x
+
+
+class Tree(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Recursive() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def trained(model: Callable[[], nn.Module], *overrides: str) -> Engine:
+    plan = make_plan(
+        ["batch.global_size=4", "batch.micro_size=2", "train.loader_workers=0", "train.steps=3", "precision=fp32",
+         "cluster.device=cpu", "cluster.workers_per_node=1", "run.calibrate_s=0", *overrides],
+        samples=12,
+    )  # fmt: skip
+    engine = Engine(model, lambda parameters: torch.optim.SGD(parameters, 0.1), plan)
+    for window in engine.windows(list(torch.sin(torch.arange(48.0)).reshape(12, 4))):
+        for batch in window:
+            engine.backward(engine.model(batch).square().sum(), len(batch))
+        engine.step()
+    return engine
+
+
 @pytest.mark.usefixtures("alone")
 def test_a_unit_may_return_a_sparse_tensor() -> None:
-    plan = make_plan(
-        ["batch.global_size=4", "batch.micro_size=2", "train.loader_workers=0", "train.steps=1", "precision=fp32",
-         "strategy=fsdp", "cluster.device=cpu", "cluster.workers_per_node=1", "run.calibrate_s=0"],
-        samples=4,
-    )  # fmt: skip
-    engine = Engine(Graph, lambda parameters: torch.optim.SGD(parameters, 0.1), plan)
-    for window in engine.windows(list(torch.ones(4, 4))):
-        for batch in window:
-            engine.backward(engine.model(batch).sum(), len(batch))
-        engine.step()
-    assert engine.steps == 1
+    assert trained(Graph, "strategy=fsdp").steps == 3
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("sync", ["every", "gather_once"])
+def test_a_unit_may_call_itself(sync: str) -> None:
+    wanted = trained(Tree, "strategy=single").model.state_dict()
+    sharded = trained(Tree, "strategy=fsdp", f"strategy.sync={sync}").model.state_dict()
+    for name, value in sharded.items():
+        torch.testing.assert_close(value.full_tensor(), wanted[name])
