@@ -52,10 +52,15 @@ class KindOfTotal(Enum):
 @dataclass(frozen=True)
 class TriedTerm:
     """Totals and items of a term: of the half P, again with other random numbers, again with the same ones, of the half
-    R, of both, and of P and R, each twice and three times."""
+    R, of both, and of P and R, each twice and three times.
+
+    Attributes:
+        wide: the totals are in fp32 or wider.
+    """
 
     totals: Sequence[float]
     items: Sequence[float]
+    wide: bool = True
 
 
 class LossTrial:
@@ -122,14 +127,21 @@ class LossTrial:
         if len({len(terms) for terms in losses}) > 1:
             return []
         columns = zip(*losses, strict=True)
-        return [TriedTerm([float(t.total) for t in terms], [float(t.items) for t in terms]) for terms in columns]
+        return [
+            TriedTerm(
+                [float(t.total) for t in terms],
+                [float(t.items) for t in terms],
+                wide=all(torch.as_tensor(t.total).dtype.itemsize >= 4 for t in terms),
+            )
+            for terms in columns
+        ]
 
     def _verdicts(self, terms: Sequence[TriedTerm], *, several: bool) -> list[tuple[str, str] | None]:
         precision = self._parts.plan.precision
         exact = precision.kind is PrecisionKind.fp32 and not precision.tf32
         found: list[tuple[str, str] | None] = []
         for number, values in enumerate(terms, 1):
-            verdict = kind_of_total(values, exact=exact)
+            verdict = kind_of_total(values, exact=exact and values.wide)
             if verdict is KindOfTotal.part and not several:  # the whole loss of each step is in one micro-batch
                 verdict = None
             which = f"term {number} of the loss" if len(terms) > 1 else "the loss"

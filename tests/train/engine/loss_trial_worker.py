@@ -107,6 +107,15 @@ def of_one_size(model: Any, batch: Any) -> Loss:
     return Loss(cross_entropy(model, batch, "sum") + 0 * model(batch["x"]).view(4, CLASSES).sum(), len(batch["x"]))
 
 
+def in_an_autocast(model: Any, batch: Any) -> Loss:
+    """A sum whose rounding in bf16 looks like a part that is no sum."""
+    with torch.autocast("cpu", torch.bfloat16):
+        total = torch.zeros((), dtype=torch.bfloat16)
+        for row in model(batch["x"]):
+            total = total + 0 * row.sum() + 1 + 18 / 1024
+    return Loss(total, len(batch["x"]))
+
+
 REFUSED = [a_mean, a_mean_as_a_term, penalised, with_a_mean, small_norm, with_a_statistic]
 ACCEPTED = [
     a_sum, penalty_times_items, contrastive, slightly_contrastive, dice_of_the_batch, pairs, noisy, by_the_clock,
@@ -175,6 +184,7 @@ def main() -> None:
             for strategy, settings in STRATEGIES.items()
             for loss in (*REFUSED, *ACCEPTED)
         }
+        | {"ddp in_an_autocast": outcome(in_an_autocast, STRATEGIES["ddp"])}
         | {"fsdp in_one_micro_batch": outcome(a_sum, IN_ONE_MICRO_BATCH, in_units)}
         | {"fsdp penalty_of_units": outcome(penalty_of_units, IN_ONE_MICRO_BATCH, in_units)}
     )
