@@ -596,8 +596,9 @@ def check_values(config: Config, *groups: str) -> None:
 def _require_effect(config: Config, key: str, value: Any, condition: str, hint: str) -> None:
     where, _, allowed = condition.partition("=")
     group, _, leaf = where.partition(".")
-    chosen = getattr(getattr(config, group), leaf or "kind")
-    if not allowed and not chosen and getattr(config, group).kind != OptimizerKind.custom:  # a class may have a default
+    part = getattr(config, group)
+    chosen, is_custom = getattr(part, leaf or "kind"), getattr(part, "kind", None) == OptimizerKind.custom
+    if not allowed and not chosen and not is_custom:  # a custom class may have a default of its own
         raise ConfigError(
             key, value, f"has no effect without {where}.", f"Set {where} too, or leave it out. {hint}".rstrip()
         )
