@@ -1,5 +1,5 @@
 # make train: install into .venv and run the main job on its defaults.   make train ARGS="train.steps=20"
-# make test:  install what the tests need and run them.                  make test PYTEST_ARGS="-m 'not slow'"
+# make test:  install what the tests need and run them.                  make test PYTEST_ARGS="-m 'not slow and not nightly'"
 # make test-all: with the nightly ones: longer series of what `make test` runs one or a few of, and other libraries.
 # make coverage: the lines and branches that `make test` reaches, as a table and as pages in build/coverage.
 PYTHON ?= python3

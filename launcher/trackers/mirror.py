@@ -63,7 +63,7 @@ class Status:
         """Write ``fields`` if one of them has changed. If the disk is full, print that; the delivery continues.
 
         Raises:
-            Superseded: a newer attempt has started.
+            Superseded: a newer start of the run exists.
         """
         try:
             self._fence.check()
@@ -74,15 +74,15 @@ class Status:
             write_line(f"The status cannot be written: {error}")
 
 
-def main(run_dir: str, attempt: str, tracker: str, trial: str = "0") -> int:
+def main(run_dir: str, incarnation: str, tracker: str, trial: str = "0") -> int:
     """Mirror the run's record to one tracker.
 
     Args:
-        attempt: SUBMISSION.RESTART.
+        incarnation: SUBMISSION.RESTART, the start of the agents that this process belongs to.
         trial: how often this failed in succession.
     """
     paths = RunPaths(Path(run_dir).resolve())
-    fence = Fence(paths, Incarnation.parse(attempt))
+    fence = Fence(paths, Incarnation.parse(incarnation))
     while (plan := RunPlan.of_record(paths)) is None:  # a script of `launch run` has yet to make its engine
         if _ended():
             return EXIT_DONE
@@ -148,7 +148,7 @@ class _Mirror:
             more = not _ended()
             new = list(entries_of(plan, tail.lines(), done))
             for start in range(0, len(new), AT_ONCE):
-                self._fence.check()  # after reading: a newer attempt registers before it writes records
+                self._fence.check()  # after reading: a newer start registers before it writes records
                 with self._watched():
                     problem = adapter.log(new[start : start + AT_ONCE]) or problem
                 self.delivered_any = True

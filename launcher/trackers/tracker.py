@@ -69,9 +69,9 @@ class StepEntry:
 class Tracker(ABC):
     """One tracker: a subclass is all that describes it (docs/development/extensions.md).
 
-    An object lives in the tracker's process. Its methods raise whatever they like: that is reported, and the delivery
-    is tried again by a new object in a new interpreter. The module is imported on the control side too, so it imports
-    the tracker's library in its methods only.
+    An object lives in the tracker's process. Its methods raise whatever they like: the delivery is tried again by a
+    new object in a new interpreter, and reported if it fails in succession; ImportError and UserError end it. The
+    module is imported on the control side too, so it imports the tracker's library in its methods only.
 
     Attributes:
         title: name in messages and tables.

@@ -47,7 +47,8 @@ def test_ranks_that_take_turns_as_stragglers_do_not_fill_the_screen(capsys: pyte
 @pytest.mark.parametrize(("kind", "expected"), [(StrategyKind.fsdp, TaskError), (StrategyKind.ddp, RuntimeError)])
 def test_only_a_sharded_model_has_parameters_that_are_freed(kind: StrategyKind, expected: type[Exception]) -> None:
     plan = SimpleNamespace(strategy=SimpleNamespace(kind=kind), batch=None)
-    engine = SimpleNamespace(plan=plan, shrinks=lambda _: False, place="step 1", parallel=SimpleNamespace(module=None))
+    position, parallel = SimpleNamespace(index=0), SimpleNamespace(module=None)
+    engine = SimpleNamespace(plan=plan, shrinks=lambda _: False, place="step 1", parallel=parallel, position=position)
     loop: Any = SimpleNamespace(engine=engine, plan=plan)
     with pytest.raises(expected) as caught:
         TrainingLoop.shrink_or_raise(loop, RuntimeError("setStorage: out of bounds for storage of size 0"))

@@ -83,11 +83,11 @@ class Engine:
         left_out: frozen parameters that the model's state_dict leaves out.
         buffers: the model's buffers that training changes; ``sites``: the sites of the job.
         context: source of ``launcher.current()``; its ``take_scalars()`` returns what was logged there.
-        position: that of the next window in the data, the same on all ranks.
+        position: position of the next window in the data, the same on all ranks.
         stream: state of a stream, for checkpoints.
         tries_loss: the next window starts with a trial of the loss, see ``LossTrial``.
         schedule: learning rate schedule; the engine steps it.
-        preserve: function that saves what passes without an optimizer step can change; see ``PreservedState``.
+        preserve: function that copies the state that forward and backward passes change; see ``PreservedState``.
 
     Raises:
         ConfigError: the plan is for another number of ranks.

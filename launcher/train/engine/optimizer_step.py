@@ -1,7 +1,8 @@
 """Optimizer step at the end of a window: exact mean, clip, update, schedule, counters.
 
-Each backward pass runs on loss_sum / C with a constant C, the strategy averages over W ranks (DDP) or sums (FSDP:
-W = 1), and this module multiplies the gradients once by C*W/N, with N the window's number of items.
+Each backward pass runs on loss_sum / C with a constant C, the strategy sums over the ranks (W = 1) or averages over W
+ranks (DDP under ``every``, or with PowerSGD), and this module multiplies the gradients once by C*W/N, with N the
+window's number of items.
 """
 
 from __future__ import annotations
