@@ -300,7 +300,8 @@ class _Failures:
     def cause_of_restart(self) -> str:
         """Return in one line why the workers start again."""
         record = self.first(self._ended) if self._ended else None
-        if record is None or (record["kind"] == LOST_PEER and self._plan.cluster.nodes > 1):
+        lost = record is not None and (record["kind"] == LOST_PEER or bool(lost_connection(record["error"])))
+        if record is None or (lost and self._plan.cluster.nodes > 1):
             return "a worker on another node failed: see its log"
         return history.error_of(record).partition("\n")[0]
 
