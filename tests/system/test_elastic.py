@@ -37,9 +37,9 @@ def test_a_job_goes_on_with_the_nodes_that_are_left(by_cgroup: Cluster, project:
     lost = random.choice(mine.events()[-1]["nodes"])
     three.fail(lost, "power")
     mine.wait_for_start(2)
-    begun = mine.newest("started")
-    assert (len(begun["nodes"]), begun["ranks"]) == (2, 2)
-    assert lost not in begun["nodes"]
+    started = mine.newest("started")
+    assert (len(started["nodes"]), started["ranks"]) == (2, 2)
+    assert lost not in started["nodes"]
     three.heal(lost)
     three.wait(lambda: lost in three.idle(), "the node to come back", 60)
     three.wait(lambda: mine.count("resumed") == 1, "the checkpoint to be loaded", 90)

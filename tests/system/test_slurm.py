@@ -53,8 +53,8 @@ def test_a_job_that_is_told_to_stop_preempted_and_requeued_is_the_undisturbed_ru
     by_cgroup.login("scontrol", "requeue", job)  # nobody is told
     mine.finish()
     assert [event["attempt"] for event in mine.events() if event["event"] == "started"] == [0, 1, 2, 3]
-    stopped, begun = (next(e for e in mine.events() if e["event"] == event) for event in ("stopped", "resumed"))
-    assert begun["from_step"] == stopped["step"] >= 3, "not a step is lost"
+    stopped, resumed = (next(e for e in mine.events() if e["event"] == event) for event in ("stopped", "resumed"))
+    assert resumed["from_step"] == stopped["step"] >= 3, "no step is lost"
     assert_as_undisturbed(mine.run, undisturbed)
     mine.nothing_is_left()
 
