@@ -15,7 +15,8 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,21 +24,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._autograd import _top_saved_tensors_default_hooks  # pyright: ignore[reportMissingModuleSource]
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._pytree import tree_map
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from launcher.config.schema import Device, Recompute, Sync
 from launcher.errors import LauncherError
-from launcher.loss import loss_of_batch
+from launcher.loss import as_losses, loss_of_batch
 from launcher.plan.gpus import ALLOCATION_BYTES
 from launcher.plan.run_plan import Forecast, RunPlan
-from launcher.plan.sync_policy import POLICIES, SHARDED, Layout, transfers_per_window
+from launcher.plan.sync_policy import POLICIES, SHARDED, Collective, Layout, transfers_per_window
 from launcher.task import Task, first_batch
 from launcher.train.context import ContextSource
 from launcher.train.engine.build import build_parallel
 from launcher.train.inspection.allocation_log import AllocationLog
-from launcher.train.inspection.block_calls import BlockCalls
 from launcher.train.inspection.built_task import BuiltTask, attributes_restored
 from launcher.train.inspection.fake_model import (
     NEEDS_VALUES,
@@ -48,7 +50,6 @@ from launcher.train.inspection.fake_model import (
     model_without_memory,
     problem_text,
 )
-from launcher.train.inspection.fake_windows import run_fake_windows
 from launcher.train.inspection.repeated_blocks import (
     CHECK_BLOCKS,
     SHORTEST_BLOCKS,
@@ -60,7 +61,7 @@ from launcher.train.inspection.repeated_blocks import (
     extrapolate,
 )
 from launcher.train.measure.flops import time_limit, without_memory
-from launcher.train.parallel.base import ShardUnits
+from launcher.train.parallel.base import Parallel, ShardUnits
 from launcher.train.parallel.fsdp import mesh_of
 from launcher.train.parallel.shard_units import find_units
 from launcher.train.precision import Precision
@@ -349,3 +350,138 @@ def answer_about_plan(fields: Any, built: BuiltTask) -> dict[str, Any]:
     except Exception as error:
         result["problem"] = problem_text(error)
     return result
+
+
+WINDOWS = 2  # the optimizer's state exists from the second window on
+
+
+def run_fake_windows(
+    plan: RunPlan,
+    task: Task,
+    inputs: Any,
+    parallel: Parallel,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+) -> dict[Collective, int]:
+    """Run windows of at most two micro-batches, which suffice for the peak: further ones keep nothing more. Return the
+    payload bytes of a full window of the plan."""
+    precision = Precision(plan.precision, device)
+    micro_batches = min(2, plan.batch.accumulation)
+
+    def window() -> list[Mapping[Collective, int]]:
+        payloads: list[Mapping[Collective, int]] = []
+        for number in range(micro_batches):
+            last = number == micro_batches - 1
+            parallel.meter.open_window()
+            with parallel.micro_batch(plan.strategy.sync, first=number == 0, last=last), precision.autocast():
+                losses = as_losses(
+                    loss_of_batch(task, parallel.module, inputs), plan.batch.micro_size, plan.task.target
+                )
+                total = sum((loss.total for loss in losses[1:]), losses[0].total)
+                with parallel.backward(total):
+                    precision.backward(total)
+            if last:
+                parallel.gradients()
+                optimizer.step()
+                parallel.zero_grad()
+            payloads.append(parallel.meter.payload)
+            gc.collect()  # frees what reference cycles of the task and of torch hold
+        return payloads
+
+    for _ in range(WINDOWS - 1):
+        window()
+    payloads = window()
+    return _full_window(payloads[0], payloads[-1], plan.batch.accumulation)
+
+
+def _full_window(
+    first: Mapping[Collective, int], last: Mapping[Collective, int], micro_batches: int
+) -> dict[Collective, int]:
+    """Return the payload of a window of ``micro_batches``, from that of its first and its last micro-batch. Those in
+    between gather like the last one, because no policy gathers more at the boundary, and reduce like the first."""
+    between = micro_batches - 1
+    reduces = (Collective.all_reduce, Collective.reduce_scatter)
+    payload = {kind: first[kind] * between + last[kind] for kind in reduces}
+    gathers = Collective.all_gather
+    return payload | {gathers: first[gathers] + last[gathers] * between if between else last[gathers]}
+
+
+# Arguments that are compared. Whole numbers are not: a block's index may be one, and the operators show what follows.
+_COMPARED = (bool, float, complex, str, bytes, type(None), torch.dtype)
+
+
+class BlockCalls(TorchDispatchMode):
+    """Mode that records the calls of the blocks of ``runs`` in ``model``, in which it registers hooks.
+
+    Args:
+        model: the whole model, on fake tensors.
+    """
+
+    def __init__(self, model: nn.Module, runs: Sequence[BlockRun], device: torch.device) -> None:
+        super().__init__()
+        self._runs, self._device = runs, device.type
+        self._calls: dict[str, list[list[Any]]] = defaultdict(list)  # for each block, what each of its calls does
+        self._order: list[tuple[BlockRun, int]] = []
+        self._inside = False
+        self._makers: dict[int, int] = {}  # the call that made a tensor, by the tensor's id
+        self._alive: list[Tensor] = []  # an id may be used again if its tensor is gone
+        for run in runs:
+            for index, name in enumerate(run.names):
+                block = model.get_submodule(name)
+                block.register_forward_pre_hook(self._opener(run, index), prepend=True, with_kwargs=True)
+                block.register_forward_hook(self._close)
+
+    def _opener(self, run: BlockRun, index: int) -> Callable[..., None]:
+        def open_call(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._inside:
+                raise IrregularModel("equal blocks call each other")
+            leaves = tree_leaves((args, kwargs))
+            conditions = (
+                torch.is_grad_enabled(),
+                _top_saved_tensors_default_hooks(True) is not None,  # checkpointing, offloading
+                torch.is_autocast_enabled(self._device) and torch.get_autocast_dtype(self._device),
+            )
+            self._inside = True
+            self._order.append((run, index))
+            self._calls[run.names[index]].append([conditions, [_argument(leaf) for leaf in leaves]])
+
+        return open_call
+
+    def _close(self, *_: Any) -> None:
+        self._inside = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        result = func(*args, **(kwargs or {}))
+        call = len(self._order) - 1
+        for tensor in given:
+            maker = self._makers.get(id(tensor))
+            if maker is not None and not (self._inside and maker >= call - 1):
+                raise IrregularModel("the model reads what an inner block computes elsewhere than in the next block")
+        if self._inside:
+            made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+            run, index = self._order[-1]
+            self._calls[run.names[index]][-1].append((func, [(tensor.shape, tensor.dtype) for tensor in made]))
+            if run.names[index] in run.left_out(SHORTEST_BLOCKS[0]):
+                new = [tensor for tensor in made if all(tensor is not each for each in given)]
+                self._makers.update(dict.fromkeys(map(id, new), call))
+                self._alive += new
+        return result
+
+    def check(self) -> None:
+        """Raise IrregularModel unless each block was called once, in order, and the inner ones of a run did the same.
+
+        The first blocks and the last one of a run may differ, because no stand-in takes their place.
+        """
+        for run in self._runs:
+            if [index for each, index in self._order if each is run] != list(range(len(run.names))):
+                raise IrregularModel("the model does not call each of its equal blocks once, in their order")
+            inner = [self._calls[name] for name in run.left_out(SHORTEST_BLOCKS[0])]
+            if any(calls != inner[0] for calls in inner):
+                raise IrregularModel("equal blocks differ in what they do, or in how they are called")
+
+
+def _argument(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.requires_grad
+    return value if isinstance(value, _COMPARED) else type(value)

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from launcher.config.schema import Device, StrategyKind, Sync
 from launcher.errors import TaskError
@@ -33,7 +36,6 @@ from launcher.train.parallel.mixed_precision import groups_of, matmul_parameters
 from launcher.train.parallel.replaced_parameters import ReplacedParameters
 from launcher.train.parallel.shard_units import Uses, direct_use, is_direct_use, owned, refuse_direct_use
 from launcher.train.parallel.unit_order import UnitOrder
-from launcher.train.parallel.whole_parameters import WholeParameters
 from launcher.train.precision import DTYPES, NARROW_DTYPES
 from launcher.train.world import patience
 
@@ -412,3 +414,52 @@ def _reset(modules: Sequence[FSDPModule]) -> None:
             group.wait_for_unshard()
             if group.is_unsharded:
                 group.reshard()
+
+
+_tensor: Any = Tensor  # its properties are descriptors, which type checkers do not know
+# on the shards themselves: they are the parameters, and have the whole one's shape
+_ON_SHARDS: frozenset[Any] = frozenset({
+    _tensor.requires_grad_, _tensor.size, _tensor.dim, _tensor.numel, _tensor.__hash__,
+    _tensor.requires_grad.__get__, _tensor.requires_grad.__set__, _tensor.grad.__get__, _tensor.grad.__set__,
+    _tensor.shape.__get__, _tensor.dtype.__get__, _tensor.device.__get__,
+})  # fmt: skip
+
+
+class WholeParameters(TorchFunctionMode):
+    """Context in which functions of torch get the whole of each sharded parameter. What they write into it is written
+    into the shards at the end. All ranks run the same functions in it.
+
+    Args:
+        device: that of the whole parameters.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._whole: dict[int, tuple[DTensor, nn.Parameter]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _ON_SHARDS:
+            args, kwargs = tree_map_only(DTensor, self._gathered, (args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+    def _gathered(self, shard: DTensor) -> Tensor:
+        if id(shard) not in self._whole:
+            whole = cast("DTensor", shard.detach().to(self._device)).full_tensor().clone()
+            self._whole[id(shard)] = shard, nn.Parameter(whole, requires_grad=shard.requires_grad)
+        return self._whole[id(shard)][1]
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        with torch.no_grad():
+            for shard, whole in self._whole.values():
+                # without communication: each rank has the whole
+                placed = distribute_tensor(whole.detach(), shard.device_mesh, shard.placements, src_data_rank=None)
+                own, written = shard.to_local(), placed.to_local()
+                if not torch.equal(own, written.to(own.device)):
+                    own.copy_(written)
+        self._whole.clear()
