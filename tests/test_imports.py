@@ -60,6 +60,9 @@ TRAIN = (
     ("train.parallel",),
     ("train.callback_set",),
     ("train.outer",),
+    ("train.checkpoint.file_format",),
+    ("train.checkpoint.weights",),
+    ("train.checkpoint.initial",),
     ("train.engine",),
     ("train.metrics",),
     ("train.checkpoint",),
@@ -258,3 +261,19 @@ def test_public_names_exist() -> None:
         assert getattr(launcher, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'Engin'"):
         launcher.Engin  # noqa: B018  # pyright: ignore
+
+
+def test_the_engine_shares_no_private_attribute() -> None:
+    """Neither with a class that inherits from it, such as RunEngine, nor with the loop, the trainer or an extension."""
+    own = ast.parse(MODULES["launcher.train.engine.engine"].read_text())
+    private = {
+        node.attr for node in ast.walk(own) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"
+    }
+    private = {name for name in private if name.startswith("_")}
+    for module in {*CODE} - {"launcher.train.engine.engine"}:
+        for part in ast.parse(MODULES[module].read_text()).body:
+            bases = {ast.unparse(base) for base in part.bases} if isinstance(part, ast.ClassDef) else set[str]()
+            others = {"self", "cls"} - ({"self"} if "Engine" in bases else set())
+            for node in ast.walk(part):
+                if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in others:
+                    assert node.attr not in private, f"{module}:{node.lineno}: {ast.unparse(node)}"

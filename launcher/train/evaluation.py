@@ -14,22 +14,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, default_collate
 
-from launcher.errors import DataError, EngineMisuse, LauncherError, TaskError
+from launcher.errors import DataError, LauncherError, TaskError
 from launcher.heartbeat import HEARTBEAT, Phase, Wait
 from launcher.loss import Loss, as_losses, has_window_loss, window_loss_of
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import first_names
 from launcher.task import Task, empty_eval_set, eval_set_text, is_mapped, seed_everything, seed_for
-from launcher.train.checkpoint.initial import initial_values
 from launcher.train.data.loader import Collate, MicroBatch, prefetch
 from launcher.train.data.stream import StreamShare, blocks_in_turn, is_sharded
 from launcher.train.data.window_feed import Samples
-from launcher.train.engine.build import OtherValues
 from launcher.train.engine.engine import Engine
 from launcher.train.engine.loss_terms import HeldOutSums, terms_of_forward
 from launcher.train.engine.modes import SavedModes
 from launcher.train.engine.preserved_state import SavedState
-from launcher.train.engine.replica_check import ReplicaCheck
 from launcher.train.engine.window import Forward
 from launcher.train.engine.window_outputs import Rows, gathered, joined, same_random_numbers
 from launcher.train.eval_metrics import EvalMetrics
@@ -196,32 +193,6 @@ class HeldOutRows:
         with same_random_numbers(self._engine.plan.train.seed, f"held-out group {self._groups}", self._engine.device):
             loss = window_loss_of(self._task, group)
         return [loss], count if self._engine.world.rank == 0 else 0
-
-
-class EvaluatingEngine(Engine):
-    """Engine that evaluates any data between two windows, with the loss that it is given. Its model starts with the
-    values of ``checkpoint.init_from``, if the plan has them."""
-
-    def _initial_values(self) -> OtherValues | None:
-        return initial_values(self.plan, self.world)
-
-    def evaluate(self, data: Any, loss: Forward, collate: Collate | None = None) -> Metrics:
-        """Return eval/loss over all ranks, and the averages of further terms and metrics of the loss. All ranks call
-        it, between two windows. Each sample is used once; random state, buffers and modes are restored.
-
-        Args:
-            data: a data set, or a dict of several by name.
-            loss: (model, batch) -> (loss_sum, items), (loss_sum, items, metrics), Loss or a list of several.
-
-        Raises:
-            EngineMisuse: a window is open.
-            ReplicasDiffer: the ranks have different models.
-        """
-        if self._current.window is not None:
-            raise EngineMisuse("engine.evaluate() must be called between two windows: after engine.step().")
-        ReplicaCheck(self).require_same()
-        with self.callbacks.around_evaluation(self):
-            return Evaluation(self, cast("Task", LoopTask(loss, collate)), sets_by_name(data)).run()
 
 
 @dataclass(frozen=True)

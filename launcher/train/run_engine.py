@@ -16,7 +16,6 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
-from weakref import WeakValueDictionary
 
 from launcher.errors import EngineMisuse
 from launcher.process import StopRequest
@@ -27,20 +26,16 @@ from launcher.train.callback_set import require_text_keys
 from launcher.train.checkpoint import save
 from launcher.train.checkpoint.load import load_newest
 from launcher.train.data.loader import Collate
-from launcher.train.engine.build import OtherValues
 from launcher.train.engine.engine import Engine
 from launcher.train.engine.replica_check import ReplicaCheck
 from launcher.train.engine.window import Forward
 from launcher.train.engine.window_totals import StepResult
-from launcher.train.evaluation import EvaluatingEngine, Evaluation, LoopTask, sets_by_name
+from launcher.train.evaluation import Evaluation, LoopTask, sets_by_name
 from launcher.train.metrics import Metrics
 from launcher.train.training_loop import Saves, TrainingLoop
 
-# engines with checkpoint.init_from, by the directory of the run
-_STARTED: WeakValueDictionary[str, RunEngine] = WeakValueDictionary()
 
-
-class RunEngine(EvaluatingEngine):
+class RunEngine(Engine):
     """Engine with checkpoints, evaluation and record in the run's directory. Until ``resume`` is called it writes
     nothing, and is an Engine.
 
@@ -51,24 +46,24 @@ class RunEngine(EvaluatingEngine):
     _loop: TrainingLoop | None = None
     _result: StepResult | None = None
     _unfinished = False  # neither finish_step nor save was called after the newest step
-    _without_values = False  # the run has a checkpoint, so that checkpoint.init_from was not read; only resume loads it
-
-    def _initial_values(self) -> OtherValues | None:
-        values = super()._initial_values()
-        if self.plan.initial is None:
-            return values
-        if self.plan.run.dir in _STARTED:
-            raise EngineMisuse(
-                "checkpoint.init_from is for one engine of a script, and an earlier one has it.\n  Give the others a"
-                " plan without it: dataclasses.replace(plan, initial=None); their models keep their own values."
-            )
-        _STARTED[self.plan.run.dir] = self
-        self._without_values = values is None
-        return values
 
     def evaluate(self, data: Any, loss: Forward, collate: Collate | None = None) -> Metrics:
+        """Return eval/loss over all ranks, and the averages of further terms and metrics of the loss. All ranks call
+        it, between two windows. Each sample is used once; random state, buffers and modes are restored.
+
+        Args:
+            data: a data set, or a dict of several by name.
+            loss: (model, batch) -> (loss_sum, items), (loss_sum, items, metrics), Loss or a list of several.
+
+        Raises:
+            EngineMisuse: a window is open.
+            ReplicasDiffer: the ranks have different models.
+        """
         self._require_values()
-        return super().evaluate(data, loss, collate)
+        self.require_closed("engine.evaluate() must be called between two windows: after engine.step().")
+        ReplicaCheck(self).require_same()
+        with self.callbacks.around_evaluation(self):
+            return Evaluation(self, cast("Task", LoopTask(loss, collate)), sets_by_name(data)).run()
 
     def resume(
         self,
@@ -118,20 +113,18 @@ class RunEngine(EvaluatingEngine):
             write_text(plan.paths.loop_plan, whole.to_json() + "\n")  # for reports and trackers
         self.world.of_all(None)  # the directory exists
         cadence, failed = save.Cadence(plan.checkpoint), threading.Event()
-        self._add_requests(cadence, failed)
+        self._requested = requested = StopRequest()
         restored = None
         if plan.checkpoint.enabled:
             restored = load_newest(self, plan.paths, fence, parts=parts)
-        if restored is not None:
-            for engine in (self, *(parts or {}).values()):
-                if isinstance(engine, RunEngine):
-                    engine._without_values = False
         self._require_values()
         if restored is None:
             seed_everything(plan.train.seed + 1 + self.world.rank_in_job)
         task = cast("Task", LoopTask(loss, collate))
         saves = Saves(cadence, fence, failed, parts=parts or {})
         self._loop = TrainingLoop(plan, task, self, Evaluation(self, task, sets_by_name(eval_data)), saves, restored)
+        # a save in progress is waited for when the loop ends: the script may destroy the process group next
+        self.attach(lambda: failed.is_set() or requested(), cadence.by_clock, self._loop.saver.join)
         self._loop.begin(restored)
         if self.over or self._loop.totals.best.exhausted:  # its summary was deleted when this attempt started
             self._end("done")
@@ -184,24 +177,12 @@ class RunEngine(EvaluatingEngine):
         loop.extra = _json(extra)
         loop.save(result, loop.step_metrics(result))
 
-    def _windows_ended(self) -> None:
-        if self._loop is not None:
-            self._loop.saver.join()  # the script may destroy the process group next
-
     def _end(self, verdict: str) -> None:
         assert self._loop is not None
-        self._finished = True
+        self.finish()
         self.callbacks.call("on_end", self, verdict)
         self._loop.close()
         self._loop.write_summary(verdict)
-
-    def _add_requests(self, cadence: save.Cadence, failed: threading.Event) -> None:
-        """Let the windows' ends also see the run's own reasons to stop and to save, besides those of the loop."""
-        self._requested = requested = StopRequest()
-        stop, save_due = self._stop, self._save_due
-        self._stop = lambda: stop() or failed.is_set() or requested()
-        if self.world.rank == 0:
-            self._save_due = lambda: save_due() or cadence.by_clock()
 
     def _require_fresh(self, parts: Mapping[str, Engine]) -> None:
         if self._loop is not None or self.steps or any(part.steps for part in parts.values()):
@@ -215,7 +196,7 @@ class RunEngine(EvaluatingEngine):
 
     def _require_values(self) -> None:
         """Raise EngineMisuse if the model has neither the weights of checkpoint.init_from nor those of a checkpoint."""
-        if self._without_values:
+        if self.lacks_values:
             raise EngineMisuse(
                 f"{self.plan.run.dir} has checkpoints, so checkpoint.init_from was not read, and engine.resume(),\n"
                 "  which loads the newest one, was not called. Call it before the first window, or name another run."
@@ -224,7 +205,7 @@ class RunEngine(EvaluatingEngine):
     def _require_loop(self, method: str) -> TrainingLoop:
         if self._loop is None:
             raise EngineMisuse(f"engine.{method}() needs engine.resume() before the first window.")
-        self._current.require_closed()
+        self.require_closed()
         return self._loop
 
 

@@ -32,7 +32,8 @@ from launcher.train.data.fingerprint import Fingerprint, other_data, require_sam
 from launcher.train.data.length_balance import arranged
 from launcher.train.engine import oom
 from launcher.train.engine.build import FromModel
-from launcher.train.evaluation import EvaluatingEngine, Evaluation
+from launcher.train.engine.engine import Engine
+from launcher.train.evaluation import Evaluation
 from launcher.train.optimizers import build_optimizer
 from launcher.train.outer.sites import own_site
 from launcher.train.schedules import MakeSchedule
@@ -70,7 +71,7 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     cadence, save_failed = save.Cadence(plan.checkpoint), threading.Event()
     HEARTBEAT.beat(Phase.starting, 2)
     try:
-        engine = EvaluatingEngine(
+        engine = Engine(
             task.model,
             optimizer_of(task, plan),
             plan,
@@ -110,9 +111,7 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     loop.write_summary(verdict)
 
 
-def _changed_data(
-    engine: EvaluatingEngine, restored: Restored, fingerprint: Fingerprint, datasets: dict[str, Any]
-) -> list[str]:
+def _changed_data(engine: Engine, restored: Restored, fingerprint: Fingerprint, datasets: dict[str, Any]) -> list[str]:
     """Return the names of the data sets that are not those of the checkpoint. All ranks call it.
 
     Raises:

@@ -48,7 +48,6 @@ from launcher.train.engine.modes import without_dropout
 from launcher.train.engine.preserved_state import SavedState
 from launcher.train.engine.replica_check import ReplicaCheck
 from launcher.train.engine.window_totals import StepResult
-from launcher.train.evaluation import EvaluatingEngine
 from launcher.train.training_loop import items_method_of, losses_of
 from launcher.train.world import World, device_of
 
@@ -275,7 +274,7 @@ def run_windows(plan: RunPlan, world: World, trials: Sequence[Trial], *, with_da
     seed_everything(plan.train.seed)
     recorder = functools.partial(_GradientRecorder, world=world, device=device)
     units = getattr(task, "shard_units", None)
-    engine = EvaluatingEngine(task.model, recorder, plan, shard_units=units, owner=task, callbacks=())
+    engine = Engine(task.model, recorder, plan, shard_units=units, owner=task, callbacks=())
     if with_data:
         train_data(task, plan.train.seed)
     seed_everything(plan.train.seed + 1 + world.rank)

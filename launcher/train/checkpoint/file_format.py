@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from launcher.errors import WrongCheckpoint
 from launcher.rundir.files import Unreadable, open_file, read_json, write_json
 from launcher.rundir.paths import MANIFEST, STATE
+from launcher.train.world import World
 
 # start of the key of a rank's state of the stream
 STREAM_KEY = "stream_rank"
@@ -304,3 +305,28 @@ class Planner(dcp.DefaultLoadPlanner):
         torch.save(torch.load(value, weights_only=True), safe)
         safe.seek(0)
         super().load_bytes(read_item, safe)
+
+
+def damages(world: World, directory: Path) -> list[str]:
+    """Return what is wrong with a checkpoint's files: the same on all ranks, each of which checks a share of them.
+
+    Raises:
+        WrongCheckpoint: it has a newer format, or this user may not read it.
+    """
+    results = world.of_all(_problems_of_share(world, directory))
+    for result in results:
+        if isinstance(result, WrongCheckpoint):
+            raise result
+    problems = list(dict.fromkeys(problem for result in results if isinstance(result, list) for problem in result))
+    return [f"{len(problems)} files are not as they were written", *problems] if len(problems) > 1 else problems
+
+
+def _problems_of_share(world: World, directory: Path) -> list[str] | WrongCheckpoint:
+    """Check this rank's share of the files. A WrongCheckpoint is returned, so that it can be sent to all ranks."""
+    try:
+        files = read_manifest(directory)
+        if isinstance(files, str):
+            return [files]
+        return problems(directory, dict(list(files.items())[world.rank :: world.size]))
+    except WrongCheckpoint as error:
+        return error

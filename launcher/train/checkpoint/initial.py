@@ -19,7 +19,7 @@ from launcher.errors import ConfigError, UserError, WrongCheckpoint, did_you_mea
 from launcher.plan.initial_weights import KEY, InitialWeights
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir.paths import MANIFEST
-from launcher.train.checkpoint.load import damages
+from launcher.train.checkpoint.file_format import damages
 from launcher.train.checkpoint.weights import READ_ERRORS, Region, StoredTensor, Weights, open_weights
 from launcher.train.parallel.base import local
 from launcher.train.parallel.deferred_init import own_shard

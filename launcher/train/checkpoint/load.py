@@ -41,7 +41,6 @@ from launcher.train.checkpoint.origin import Origin, origin_of, require_same_mod
 from launcher.train.data.randomness import restore_random_state
 from launcher.train.data.stream import is_sharded
 from launcher.train.engine.engine import Engine
-from launcher.train.world import World
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def load_newest(
         candidates = _of_all_sites(engine, paths, candidates)
     damaged: list[Path] = []
     for directory in candidates:
-        problems = [p for each in (directory, *parts_of(directory)) for p in damages(world, each)]
+        problems = [p for each in (directory, *parts_of(directory)) for p in file_format.damages(world, each)]
         if any(engine.sites.of_all(bool(problems))):
             damaged += [directory] * bool(problems)
             if world.rank == 0 and problems:
@@ -174,31 +173,6 @@ def _require_parts(directory: Path, parts: Mapping[str, Engine]) -> None:
             f"{directory} was saved with the further engines {', '.join(saved) or 'none'}, and engine.resume was given "
             f"{', '.join(sorted(parts)) or 'none'}.\n  Give the same: engine.resume(parts={{name: engine}})."
         )
-
-
-def damages(world: World, directory: Path) -> list[str]:
-    """Return what is wrong with a checkpoint's files: the same on all ranks, each of which checks a share of them.
-
-    Raises:
-        WrongCheckpoint: it has a newer format, or this user may not read it.
-    """
-    results = world.of_all(_problems_of_share(world, directory))
-    for result in results:
-        if isinstance(result, WrongCheckpoint):
-            raise result
-    problems = list(dict.fromkeys(problem for result in results if isinstance(result, list) for problem in result))
-    return [f"{len(problems)} files are not as they were written", *problems] if len(problems) > 1 else problems
-
-
-def _problems_of_share(world: World, directory: Path) -> list[str] | WrongCheckpoint:
-    """Check this rank's share of the files. A WrongCheckpoint is returned, so that it can be sent to all ranks."""
-    try:
-        files = file_format.read_manifest(directory)
-        if isinstance(files, str):
-            return [files]
-        return file_format.problems(directory, dict(list(files.items())[world.rank :: world.size]))
-    except WrongCheckpoint as error:
-        return error
 
 
 def _move_aside(paths: RunPaths, fence: Fence, damaged: list[Path]) -> None:

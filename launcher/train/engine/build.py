@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from launcher.config.schema import Parameters, PrecisionKind, Recompute, Strateg
 from launcher.errors import EngineMisuse, TaskError
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import SHARDED
+from launcher.train.checkpoint.initial import InitialValues
 from launcher.train.data.randomness import random_state, restore_random_state
 from launcher.train.engine.modes import start_training
 from launcher.train.engine.preserved_state import ChangingParameters, PreservedState
@@ -41,18 +41,6 @@ class FromModel:
     """Function that makes the optimizer, or several, from the wrapped model instead of its parameters."""
 
     make: Callable[[nn.Module], Optimizer | Sequence[Optimizer]]
-
-
-class OtherValues(Protocol):
-    """Values that replace those of the model's own construction. All ranks call its methods."""
-
-    def check(self, model: nn.Module) -> set[str]:
-        """Check that they fit the model, which may be on the meta device; return the names that they replace."""
-        ...
-
-    def fill(self, model: nn.Module) -> None:
-        """Replace the values of the model, which may be sharded."""
-        ...
 
 
 Optimizers = Optimizer | Sequence[Optimizer]
@@ -97,7 +85,7 @@ def build_parts(
     shard_units: ShardUnits | None,
     world: World,
     owner: object,
-    values: OtherValues | None,
+    values: InitialValues | None,
 ) -> EngineParts:
     """Build the parts of an engine. All ranks call it. Raises like ``Engine``."""
     compile_units = getattr(owner, "compile_units", None)
@@ -115,7 +103,7 @@ def build_parallel(
     device: torch.device,
     shard_units: ShardUnits | None,
     world: World | None = None,
-    values: OtherValues | None = None,
+    values: InitialValues | None = None,
     compile_units: ShardUnits | None = None,
 ) -> tuple[Parallel, Optimizer]:
     """Wrap the model, and make the optimizer of the parameters that it then has.
@@ -193,7 +181,7 @@ def _set_formats(model: nn.Module, optimizer: Optimizer | None, plan: RunPlan, w
 
 
 def _make(
-    make: Callable[[], nn.Module], world: World, values: OtherValues | None, *, sharded: bool
+    make: Callable[[], nn.Module], world: World, values: InitialValues | None, *, sharded: bool
 ) -> tuple[nn.Module, InitialShards | None]:
     """Make the model. If it will be sharded, only rank 0's has its initial values if possible, and not even that one if
     ``values`` replaces all of them."""

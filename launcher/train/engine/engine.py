@@ -1,4 +1,4 @@
-"""Engine: keeps the batch contract for any training loop. ``launcher.Engine`` is its subclass RunEngine.
+"""Engine: keeps the batch contract for any training loop. ``launcher.Engine`` is RunEngine, which adds a run's record.
 
     engine = Engine(model, optimizer, plan)
     for window in engine.windows(dataset):          # one optimizer step each
@@ -19,6 +19,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 
@@ -29,12 +30,13 @@ from launcher.plan.run_plan import RunPlan, part
 from launcher.plan.sync_policy import reduces
 from launcher.train import precision
 from launcher.train.callback_set import CallbackSet, callbacks_of
+from launcher.train.checkpoint.initial import InitialValues, initial_values
 from launcher.train.context import ContextSource
 from launcher.train.data.loader import Collate, MicroBatch, to_device
 from launcher.train.data.stream_state import StreamCheckpoint
 from launcher.train.data.window_feed import BEGINNING, Window, WindowPosition, open_feed
 from launcher.train.engine import loss_terms, oom
-from launcher.train.engine.build import ModelFrom, OptimizerFrom, OtherValues, build_parts
+from launcher.train.engine.build import ModelFrom, OptimizerFrom, build_parts
 from launcher.train.engine.calibration import Calibrated, Calibration, hardware_of
 from launcher.train.engine.carried_state import WINDOW, CarriedState, LeftOut, constants_of, print_other_constants
 from launcher.train.engine.foreign_leaves import ForeignLeaves
@@ -58,6 +60,9 @@ from launcher.train.parallel.batchnorm import PlainNorms
 from launcher.train.parallel.replicas import Buffers
 from launcher.train.schedules import MakeSchedule
 from launcher.train.world import device_of, join
+
+# engines with checkpoint.init_from in loops of users' own, by the directory of the run
+_STARTED: WeakValueDictionary[str, Engine] = WeakValueDictionary()
 
 
 class Engine:
@@ -87,6 +92,7 @@ class Engine:
         stream: state of a stream, for checkpoints.
         tries_loss: the next window starts with a trial of the loss, see ``LossTrial``.
         schedule: learning rate schedule; the engine steps it.
+        lacks_values: the run has a checkpoint, so that checkpoint.init_from was not read, and it was not loaded yet.
         preserve: function that copies the state that forward and backward passes change; see ``PreservedState``.
 
     Raises:
@@ -113,6 +119,7 @@ class Engine:
         self.device = device_of(self.world, plan.cluster.device)
         join(self.world, self.device, plan.train.hang_timeout)
         self.plan = plan = precision.resolve_precision(plan, self.world, self.device)
+        self.lacks_values = False
         values = self._initial_values()
         parts = build_parts(model, optimizer, plan, self.device, shard_units, self.world, owner, values)
         self._parts, self.parallel, self.optimizer = parts, parts.parallel, parts.optimizer
@@ -134,6 +141,7 @@ class Engine:
         self._current = CurrentWindow(parts, self.buffers, step, count, self.outputs)
         self._calibration, self.preserve = Calibration(parts), parts.preserve
         self._stop, self._save_due = stop, save_due if self.world.rank == 0 else bool
+        self._windows_ended: Callable[[], object] = bool
         self.stragglers = StragglerDetector(self.world, self.device, plan.train.straggler_share)
         self._noise = NoiseScale(self.world.size, self.device, self.parallel.local_norm, random=plan.batch.random_parts)
         self._observers: list[Observer] = [self._noise, self.buffers, self.stragglers, *self.parallel.observers]
@@ -151,9 +159,45 @@ class Engine:
         self.callbacks = CallbackSet([*outer, *listed], owner, self.model)
         self.callbacks.call("on_setup", self)
 
-    def _initial_values(self) -> OtherValues | None:
-        """Return values that replace those of the model; None: there are none."""
-        return None
+    def _initial_values(self) -> InitialValues | None:
+        """Return the weights of checkpoint.init_from; None if there are none, or the run has a checkpoint."""
+        plan, values = self.plan, initial_values(self.plan, self.world)
+        if plan.initial is None:
+            return None
+        if not plan.task.target:
+            if plan.run.dir in _STARTED:
+                raise EngineMisuse(
+                    "checkpoint.init_from is for one engine of a script, and an earlier one has it.\n  Give the others"
+                    " a plan without it: dataclasses.replace(plan, initial=None); their models keep their own values."
+                )
+            _STARTED[plan.run.dir] = self
+        self.lacks_values = values is None
+        return values
+
+    def attach(
+        self, stop: Callable[[], bool], save_due: Callable[[], bool], windows_ended: Callable[[], object]
+    ) -> None:
+        """Let a run around the engine take part.
+
+        Args:
+            stop, save_due: called once a window, besides those of the engine.
+            windows_ended: called when the loop over the windows ends, also early.
+        """
+        own_stop, own_save_due = self._stop, self._save_due
+        self._stop = lambda: own_stop() or stop()
+        if self.world.rank == 0:
+            self._save_due = lambda: own_save_due() or save_due()
+        self._windows_ended = windows_ended
+
+    def finish(self) -> None:
+        """Yield no further window, although the plan may have some."""
+        self._finished = True
+
+    def require_closed(self, message: str | None = None) -> None:
+        """Raise EngineMisuse if a window is open. ``message``: another one than that it was left without ``step``."""
+        if message is not None and self._current.window is not None:
+            raise EngineMisuse(message)
+        self._current.require_closed()
 
     @property
     def model(self) -> nn.Module:
@@ -283,9 +327,6 @@ class Engine:
                     current.close_batches()
                 feed.close()
                 self._windows_ended()
-
-    def _windows_ended(self) -> None:
-        """Called when the loop over the windows ends, also early."""
 
     def _micro_batches(self, window: Window) -> Generator[Any, None, None]:
         """Yield the window's batches; the loop runs forward and ``backward`` of each before it requests the next."""
@@ -578,6 +619,7 @@ class Engine:
             same_order: whether gradients are summed over as many ranks, so that the order of the sums can be kept.
         """
         self._optimizer_step.load_state_dict(state)
+        self.lacks_values = False
         self.position = WindowPosition(**state["place"])
         if alike:
             self._calibration.result = Calibrated.restored(state["calibration"], self.plan)

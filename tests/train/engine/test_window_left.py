@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from launcher.errors import EngineMisuse
 from launcher.train.engine.engine import Engine
-from launcher.train.evaluation import EvaluatingEngine
+from launcher.train.run_engine import RunEngine
 from tests.helpers import make_plan
 
 
@@ -85,7 +85,7 @@ def test_a_break_leaves_no_context() -> None:
 @pytest.mark.usefixtures("alone")
 def test_an_evaluation_within_a_window_is_refused() -> None:
     model, data = nn.Linear(3, 2), Broken(0)
-    engine = engine_of(model, EvaluatingEngine)
+    engine = engine_of(model, RunEngine)
     windows = engine.windows(data)
     for batch in next(windows):
         with pytest.raises(EngineMisuse, match="between two windows"):
