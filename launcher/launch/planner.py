@@ -33,7 +33,7 @@ from launcher.plan import host
 from launcher.plan.batch import with_any_global_size
 from launcher.plan.float8_support import require_float8
 from launcher.plan.gpus import find_gpu
-from launcher.plan.host import Partition, Site, allowed_env
+from launcher.plan.host import Partition, Site
 from launcher.plan.initial_weights import InitialWeights, find_weights
 from launcher.plan.launch_plan import RunInfo, node_range
 from launcher.plan.run_plan import RunPlan, TaskPlan
@@ -46,7 +46,7 @@ from launcher.plan.task_inspection import (
     InspectionServer,
     describe_task,
     new_inspection,
-    remembered_probe,
+    run_probe,
     weigh_memory,
 )
 from launcher.plan.windows import ANY_NUMBER
@@ -116,7 +116,7 @@ def _plan_strategy(
         weighs: whether the plan is to have the predicted memory, whatever the strategy.
     """
     job = _before_inspection(config, once, starts=starts)
-    task = once(describe_task, job.request, inspection, starts=starts, limit_s=job.config.train.hang_timeout)
+    task = once(describe_task, job.request, inspection, limit_s=job.config.train.hang_timeout)
     if not starts:
         task = _with_a_window(task, job.window, job.notes)
     plan = dataclasses.replace(solve(job.config, job.site, task, job.run), initial=job.initial)
@@ -289,10 +289,7 @@ def _computes(kind: PrecisionKind, device: Device) -> bool | None:
     if (quick := host.computes(kind, device, os.environ)) is not None:
         return quick
     request = {"kind": kind.value, "device": device.value}
-    variables = allowed_env(os.environ, ("ONEDNN_*", "DNNL_*", "CUDA_*"))
-    key = {**request, "variables": variables, "host": os.uname().nodename, "flags": sorted(host.cpu_flags())}
-    answer = remembered_probe("launcher.train.precision", json.dumps(request), key) or {}
-    return answer.get("native")
+    return (run_probe("launcher.train.precision", json.dumps(request)) or {}).get("native")
 
 
 def with_predictions(
@@ -301,7 +298,7 @@ def with_predictions(
     """Return ``plan`` with a prediction of its windows, and with the sync policy that fits into memory, if the user
     left the choice to the launcher.
 
-    A trace takes some seconds. Where nothing depends on it, only an earlier one is used.
+    A trace takes some seconds: a job that starts has none where nothing depends on it.
 
     Args:
         inspection: of the job's task; None: one that ends with the call.
@@ -312,8 +309,7 @@ def with_predictions(
         return plan
     choose = plan.strategy.kind in SHARDED and config.strategy.sync is Sync.auto
     if not _requires_forecasts(plan, config, starts=starts, weighs=weighs):
-        # for fewer hosts it would take as long again
-        return weigh_memory(plan, choose=False, recall=True) if _is_predictable(config) else plan
+        return plan
     most, *fewer = (weigh_memory(world, inspection, choose=choose) for world in plan.worlds())
     return most.with_fewer(fewer)
 

@@ -11,11 +11,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, Self, cast
 
 from launcher.config.schema import (
@@ -30,9 +28,8 @@ from launcher.config.schema import (
     ScheduleKind,
 )
 from launcher.errors import ConfigError, TaskError
-from launcher.plan.forecast_cache import ContentCache
 from launcher.plan.gpus import OVERHEAD_BYTES, find_gpu
-from launcher.plan.host import free_host_bytes, visible_gpus
+from launcher.plan.host import free_host_bytes
 from launcher.plan.initial_weights import InitialWeights
 from launcher.plan.optimizer_plan import TARGET, parameter_groups
 from launcher.plan.run_plan import Forecast, PrecisionPlan, RunPlan, TaskPlan, extended, part
@@ -171,7 +168,7 @@ class Inspection:
     def __init__(self, server: InspectionServer) -> None:
         self._server = server
         self._connection: socket.socket | None = None
-        self._pid, self._since, self._seed, self._seeded = 0, 0.0, 0, True
+        self._pid, self._seed, self._seeded = 0, 0, True
         self._answers: dict[str, dict[str, Any]] = {}
         self.seconds: dict[str, float] = {}
 
@@ -207,7 +204,7 @@ class Inspection:
             self.__exit__()
         try:
             if self._connection is None:
-                self._since, self._seed, self._connection = time.time(), build[-1], self._server.connect()
+                self._seed, self._connection = build[-1], self._server.connect()
                 self._lines = self._connection.makefile("rw", encoding="utf-8")
                 self._pid = int(self._lines.readline())
             self._connection.settimeout(limit_s)
@@ -222,7 +219,7 @@ class Inspection:
         if not line.endswith("\n"):
             self.__exit__()
             return None
-        answer = json.loads(line) | {"since": self._since}
+        answer = json.loads(line)
         self._seeded, self.seconds = answer.pop("seeded", True), answer.pop("seconds", {})
         self._answers[text] = answer
         return answer
@@ -249,7 +246,6 @@ def describe_task(
     request: InspectionRequest,
     inspection: Inspection | None = None,
     *,
-    starts: bool = True,
     limit_s: float | None = None,
 ) -> TaskPlan:
     """Return a description of the task that a config names, after a check that its optimizer can be built and its
@@ -260,7 +256,6 @@ def describe_task(
 
     Args:
         inspection: of this task; None: one that ends with the call.
-        starts: the job is about to start, so nothing is taken from the cache.
         limit_s: seconds that the inspection may take: train.hang_timeout.
 
     Raises:
@@ -270,12 +265,8 @@ def describe_task(
     if (described := _by_arithmetic(request)) is not None:
         return described
     fields = dataclasses.asdict(request)
-
-    def ask() -> dict[str, Any] | None:
-        with new_inspection(inspection) as asked:
-            return asked.ask("describe", fields, request.build, fields | {"seed": None}, limit_s)
-
-    result = ask() if starts else _remembered({"module": _PROBE, **fields}, ask)
+    with new_inspection(inspection) as asked:
+        result = asked.ask("describe", fields, request.build, fields | {"seed": None}, limit_s)
     if result is None:
         raise TaskError(
             f"task._target_={request.target}: the process that inspected it ended early; its output is above."
@@ -347,35 +338,7 @@ def _too_long(limit_s: float | None) -> dict[str, Any]:
     return {"error": f"{error}, or needs a higher limit."}
 
 
-def remembered_probe(module: str, question: str, key: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the answer of ``run_probe``, or of an earlier one with an equal ``key``, see ``_remembered``."""
-    return _remembered({"module": module, **key}, lambda: run_probe(module, question))
-
-
-def _remembered(
-    key: Mapping[str, Any], ask: Callable[[], dict[str, Any] | None], *, recall: bool = False
-) -> dict[str, Any] | None:
-    """Return an earlier answer with an equal ``key`` if nothing that it depends on has changed; otherwise a new one. An
-    answer with an error or a problem is not kept.
-
-    Args:
-        key: all that the answer depends on beside files and variables.
-        recall: return None instead of a new one.
-    """
-    cache = ContentCache()
-    known = cache.get(key)
-    if recall or known is not None:
-        return known
-    now = time.time()
-    answer = ask()
-    since = now if answer is None else answer.pop("since", now)  # the process may have started earlier
-    depends_on = None if answer is None else answer.pop("depends_on", None)
-    if answer is not None and depends_on is not None and not (answer.get("error") or answer.get("problem")):
-        cache.put(key, answer, map(Path, depends_on["paths"]), variables=depends_on["variables"], since=since)
-    return answer
-
-
-def weigh_memory(plan: RunPlan, inspection: Inspection | None = None, *, choose: bool, recall: bool = False) -> RunPlan:
+def weigh_memory(plan: RunPlan, inspection: Inspection | None = None, *, choose: bool) -> RunPlan:
     """Return ``plan`` with each policy's traffic and memory, measured on windows of the real task.
 
     A separate process runs them on tensors without memory, which takes some seconds. If it fails, the plan keeps the
@@ -384,22 +347,13 @@ def weigh_memory(plan: RunPlan, inspection: Inspection | None = None, *, choose:
     Args:
         inspection: of the plan's task; None: one that ends with the call.
         choose: whether to switch to the policy that sends the fewest bytes among those that fit.
-        recall: whether only an earlier trace is used; without one, the plan is returned as it is.
 
     Raises:
         TaskError: the job would fail at its first step.
     """
-    key, seed = _traced_parts(plan), plan.train.seed
-
-    def ask() -> dict[str, Any] | None:
-        build = plan.task.target, plan.task.params, plan.cluster.import_from, seed
-        with new_inspection(inspection) as asked:
-            about = dataclasses.asdict(plan)
-            return asked.ask("trace", about, build, key | {"seed": None}, plan.train.hang_timeout)
-
-    answer = _remembered({"trace": True, **key}, ask, recall=recall)
-    if answer is None and recall:
-        return plan
+    build = plan.task.target, plan.task.params, plan.cluster.import_from, plan.train.seed
+    with new_inspection(inspection) as asked:
+        answer = asked.ask("trace", dataclasses.asdict(plan), build, _traced_parts(plan), plan.train.hang_timeout)
     answer = answer or {"problem": "the process that measured it ended early"}
     if "error" in answer:
         raise TaskError(f"task._target_={plan.task.target}: {answer['error']}")
@@ -429,13 +383,10 @@ def weigh_memory(plan: RunPlan, inspection: Inspection | None = None, *, choose:
 
 
 def _traced_parts(plan: RunPlan) -> dict[str, Any]:
-    """Return the parts of ``plan`` that its traces depend on."""
+    """Return the parts of ``plan`` that its traces depend on, beside the seed."""
     kept = part(plan, "memory")
     del kept["strategy.sync"]  # each policy is traced
-    kept |= {"task": dataclasses.asdict(plan.task), "seed": plan.train.seed, "from": plan.cluster.import_from}
-    if plan.cluster.device is Device.cuda:  # a trace on a GPU differs from one without
-        kept["host"] = os.uname().nodename, visible_gpus(os.environ), os.environ.get("CUDA_VISIBLE_DEVICES")
-    return kept
+    return kept | {"task": dataclasses.asdict(plan.task)}
 
 
 def _rank_memory(plan: RunPlan, device_bytes: int | None) -> int | None:

@@ -238,7 +238,7 @@ def main() -> None:
     request: dict[str, Any] = json.load(sys.stdin)
     kind = PrecisionKind(request["kind"])
     device = torch.device(Device(request["device"]).value)
-    answer: dict[str, Any] = {"native": is_native(kind, device), "depends_on": {"paths": [], "variables": []}}
+    answer: dict[str, Any] = {"native": is_native(kind, device)}
     Path(sys.argv[1]).write_text(json.dumps(answer), encoding="utf-8")
 
 

@@ -38,7 +38,6 @@ from launcher.task import (
 )
 from launcher.tracebacks import users_frames
 from launcher.train.inspection.built_task import BuiltTask, attributes_restored
-from launcher.train.inspection.dependencies import Dependencies
 
 if TYPE_CHECKING:
     from torch import nn
@@ -302,7 +301,7 @@ def _described(fields: Any, built: BuiltTask) -> dict[str, Any]:
 
 def _serve(connection: socket.socket) -> None:
     """Answer questions about one task, which is built once."""
-    dependencies, built = Dependencies(), None
+    built = None
     with connection.makefile("rw", encoding="utf-8") as lines:
         print(os.getpid(), file=lines, flush=True)
         for line in lines:
@@ -315,8 +314,7 @@ def _serve(connection: socket.socket) -> None:
 
                 with memory_forecast.silence():
                     answer = memory_forecast.answer_about_plan(question["about"], built)
-            # the network may have been used, or files read, only in a later part
-            answer |= {"depends_on": dependencies.found(), "seeded": built.seeded, "seconds": built.seconds}
+            answer |= {"seeded": built.seeded, "seconds": built.seconds}
             print(json.dumps(answer), file=lines, flush=True)
 
 
