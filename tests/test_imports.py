@@ -38,7 +38,7 @@ LAYERS = (
     (
         "launch", "train.world", "train.context", "train.precision", "train.optimizers", "train.schedules",
         "train.eval_metrics", "train.measure", "train.data", "train.parallel", "train.callback_set",
-        "train.outer", "train.engine",
+        "train.sites", "train.engine",
         "train.metrics", "train.checkpoint", "train.evaluation", "train.training_loop", "train.trainer",
         "train.inspection", "train.worker", "train.run_engine",
     ),
@@ -59,7 +59,7 @@ TRAIN = (
     ("train.measure", "train.data"),
     ("train.parallel",),
     ("train.callback_set",),
-    ("train.outer",),
+    ("train.sites",),
     ("train.checkpoint.file_format",),
     ("train.checkpoint.weights",),
     ("train.checkpoint.initial",),

@@ -35,8 +35,8 @@ from launcher.train.engine.build import FromModel
 from launcher.train.engine.engine import Engine
 from launcher.train.evaluation import Evaluation
 from launcher.train.optimizers import build_optimizer
-from launcher.train.outer.sites import own_site
 from launcher.train.schedules import MakeSchedule
+from launcher.train.sites import own_site
 from launcher.train.training_loop import Saves, TrainingLoop
 from launcher.train.world import device_of, join
 
@@ -87,9 +87,9 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     samples, held_out = train_data(task, plan.train.seed), eval_sets(task, plan.train.seed)
     samples = arranged(samples, task, plan, world)
     named = {eval_set_text(name): data for name, data in held_out.items()} or {eval_set_text(""): None}
-    sites = engine.sites
     datasets = {"train_data()": samples, **named}
-    fingerprint = require_same_data(datasets, plan, sites.whole_job(), engine.device, stored=plan.checkpoint.enabled)
+    everyone = engine.sites.whole_job()
+    fingerprint = require_same_data(datasets, plan, everyone, engine.device, stored=plan.checkpoint.enabled)
     HEARTBEAT.beat(Phase.starting, 4)
     seed_everything(plan.train.seed + 1 + world.rank_in_job)  # from here on each rank draws other numbers, for dropout
 

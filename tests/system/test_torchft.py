@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.conftest import Launch
-from tests.train.outer.test_outer_steps import JOB, RECORDER, TWO_OF_ONE, Site, events, parameters_in
+from tests.extensions.outer.test_outer_steps import JOB, RECORDER, TWO_OF_ONE, Site, events, parameters_in
 from tests.user_project.speech.fitted import Samples
 
 STEPS, EVERY = 12, 4

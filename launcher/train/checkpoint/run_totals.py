@@ -169,9 +169,7 @@ class RunTotals:
         """Return the content of summary.json. ``train/loss`` is of the last window; times are medians over full
         windows."""
         engine, sites = self.engine, self._batch.sites
-        outer_s = engine.sites.total_seconds / max(1, self._windows)
-        outer = {"outer/sites": sites, "outer/rounds": engine.sites.rounds, "outer/time_s": outer_s}
-        outer |= engine.sites.totals()
+        outer = engine.sites.summary(self._windows)
         summary: dict[str, Any] = {
             "verdict": verdict,
             "resumed": self.resumed,
@@ -189,7 +187,7 @@ class RunTotals:
             "batch/micro_size": engine.plan.batch.micro_size,
             "progress/samples": engine.samples,
             "progress/items": engine.items,
-            **(outer if sites > 1 else {}),
+            **outer,
             "memory/peak_bytes": self.memory(),
             "amp/skipped_steps": engine.skipped_steps,
             "batch/empty_windows": engine.empty_windows,
@@ -208,7 +206,8 @@ class RunTotals:
                     summary[f"comm/{kind.value}/wire_bytes"] = traffic.wire_bytes
             summary["time/step_s"] = statistics.median(step_s for step_s, _ in self.seconds or self.warm_up_seconds)
             # outer steps are rare, and in no window's time
-            summary["throughput/samples_per_s"] = summary["batch/global_size"] / (summary["time/step_s"] + outer_s)
+            together_s = summary["time/step_s"] + outer.get("outer/time_s", 0.0)
+            summary["throughput/samples_per_s"] = summary["batch/global_size"] / together_s
         if self.size in (None, engine.plan.batch.global_size):  # a smaller window of batch.ramp is not predicted
             summary |= predicted_metrics(engine.plan.strategy.forecast, engine.plan.batch.world_size)
         if (named := engine.stragglers.named) is not None:

@@ -53,12 +53,11 @@ from launcher.train.engine.window_totals import ReducedTotals, StepResult, Windo
 from launcher.train.measure.noise_scale import Noise, NoiseScale
 from launcher.train.measure.observer import EndedWindow, Observer
 from launcher.train.measure.straggler import StragglerDetector
-from launcher.train.outer.outer_steps import OuterSteps
-from launcher.train.outer.sites import Sites, own_site
 from launcher.train.parallel.base import ShardUnits
 from launcher.train.parallel.batchnorm import PlainNorms
 from launcher.train.parallel.replicas import Buffers
 from launcher.train.schedules import MakeSchedule
+from launcher.train.sites import own_site, sites_of
 from launcher.train.world import device_of, join
 
 # engines with checkpoint.init_from in loops of users' own, by the directory of the run
@@ -153,10 +152,9 @@ class Engine:
         self.position, self.stream, self._finished = BEGINNING, StreamCheckpoint(), False
         self.context = ContextSource(self.device, plan.train.seed, *self.world.in_job, progress=self._step_and_epoch)
         self.context.activate()
-        self.owner, self.sites = owner, Sites(self.world, plan.train.hang_timeout)
-        outer = [] if plan.outer is None else [OuterSteps(plan.outer, self.sites)]
+        self.owner, self.sites = owner, sites_of(self.world, plan)
         listed = callbacks_of(plan) if callbacks is None else callbacks
-        self.callbacks = CallbackSet([*outer, *listed], owner, self.model)
+        self.callbacks = CallbackSet([*self.sites.callbacks, *listed], owner, self.model)
         self.callbacks.call("on_setup", self)
 
     def _initial_values(self) -> InitialValues | None:

@@ -22,10 +22,10 @@ from launcher.errors import TaskError
 from launcher.plan.sync_policy import Collective
 from launcher.train.measure.comm_meter import Meter
 from launcher.train.measure.observer import EndedWindow
-from launcher.train.world import World
+from launcher.train.world import Everyone, World
 
 
-def require_same_structure(model: nn.Module, world: World) -> None:
+def require_same_structure(model: nn.Module, world: Everyone) -> None:
     """Check that all ranks have parameters and buffers with the same names, shapes and dtypes. All ranks call it.
 
     Raises:

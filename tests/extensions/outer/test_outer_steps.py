@@ -273,7 +273,7 @@ def test_sites_whose_parameters_have_another_order_are_refused(launch: Launch, p
     more = ["task._target_=speech.fitted.Different", "train.shuffle=true", "outer.every=3", "train.steps=3"]
     done = launch("train", *JOB, *TWO_OF_ONE, *more)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "is not that of the first site. It has the same values in another order." in done.stderr
+    assert "The model differs between ranks: the order of its parameters." in done.stderr
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

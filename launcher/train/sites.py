@@ -1,0 +1,91 @@
+"""Sites of a job: groups of ranks that take optimizer steps on their own. A job has one, unless the plan divides it; an
+extension adds several, by the entry point ``launcher.sites``: NAME = "package.module:function"."""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib import metadata
+from pathlib import Path
+from typing import TypeVar
+
+from launcher.errors import SiteError
+from launcher.plan.run_plan import RunPlan
+from launcher.rundir.paths import RunPaths
+from launcher.train.world import Everyone, World
+
+GROUP = "launcher.sites"
+T = TypeVar("T")
+
+
+class OneSite:
+    """The sites of a job, seen from this rank; here: all ranks are one site. An extension derives a class for several.
+    All ranks of all sites call each method, in the same order.
+
+    Attributes:
+        site, count: number of this site, and of all.
+        joined: this site did not exist when the checkpoint was saved, and has loaded the first site's.
+        callbacks: callbacks that exchange what the sites have learned; called before those of the user.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world, self.site, self.count = world, world.site, world.sites
+        self.joined, self.callbacks = False, list[object]()
+
+    def of_all(self, value: T) -> list[T]:
+        """Return the ``value`` of every site, by site."""
+        return [value]
+
+    def whole_job(self) -> Everyone:
+        """Return all ranks of all sites."""
+        return _WholeJob(*self.world.in_job, self)
+
+    def agree(self, window: int, *, stop: bool, save_due: bool) -> tuple[bool, bool]:  # noqa: ARG002
+        """Return whether all sites stop after this window, and save."""
+        return stop, save_due
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metrics of this site since the last call."""
+        return {}
+
+    def summary(self, windows: int) -> dict[str, float]:  # noqa: ARG002
+        """Return the metrics of the whole run, in which this process has run so many windows."""
+        return {}
+
+    def leave(self) -> None:
+        """Wait until no other site needs an answer from this one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _WholeJob:
+    """All ranks of all sites, to compare what they have."""
+
+    rank: int
+    size: int
+    sites: OneSite
+
+    def of_all(self, value: T) -> list[T]:
+        return [each for site in self.sites.of_all(self.sites.world.of_all(value)) for each in site]
+
+
+def own_site(plan: RunPlan) -> tuple[World, RunPlan]:
+    """Return the world of this process, and the plan of its site: its share of each window, and a directory of its own;
+    that of the first site is the run's. The plan of a site is returned as it is."""
+    world = World.here(1 if plan.outer is None else plan.outer.sites)
+    if world.sites == 1 or plan.batch.sites > 1:
+        return world, plan
+    directory = str(RunPaths(Path(plan.run.dir)).site(world.site))
+    run = dataclasses.replace(plan.run, dir=directory)
+    return world, dataclasses.replace(plan, run=run, batch=plan.batch.of_site(world.sites))
+
+
+def sites_of(world: World, plan: RunPlan) -> OneSite:
+    """Return the sites of the job.
+
+    Raises:
+        SiteError: the plan has several, and no extension for them is installed here.
+    """
+    if plan.outer is None:
+        return OneSite(world)
+    for point in metadata.entry_points(group=GROUP, name=plan.outer.kind.value):
+        return point.load()(world, plan)
+    raise SiteError(f"outer={plan.outer.kind.value}: no package that is installed here divides a job into sites.")
