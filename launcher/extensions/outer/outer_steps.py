@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launcher.errors import ConfigError, DataError, ReplicasDiffer, TaskError
-from launcher.extensions.outer.sites import Gathering, Sites
+from launcher.extensions.outer.site_exchange import Gathering, Sites
 from launcher.plan.outer import OuterPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import count, first_names
