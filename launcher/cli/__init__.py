@@ -28,7 +28,6 @@ launch: distributed training with an exact global batch.
   launch retry  RUN                           start a run again from step 0, with the same plan and code
   launch mirror RUN                           send the trackers of a run that has ended what they lack
   launch keys   [WORD ...]                    show the keys: type, default, meaning; task=llama: those of a task
-  launch completion SHELL                     print a script by which bash, zsh or fish completes all of this
 %(added)s
   train, run   --quiet      print nothing but errors           --wait         with cluster=slurm: wait for the end
   train        -m           a sweep: one run for each combination of key=1,2,4     --yes    also very many

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
@@ -19,11 +19,21 @@ from pathlib import Path
 from launcher.errors import UserError, did_you_mean
 
 GROUP = "launcher.commands"
-# verb -> module of launcher.cli with its function launch_VERB; only that module is imported
-_CORE = {
-    **dict.fromkeys(("train", "run"), "train"),
-    **{verb: verb for verb in ("plan", "keys", "completion")},
-    **dict.fromkeys(("runs", "status", "logs", "cancel", "resume", "retry", "mirror"), "runs"),
+_OVERRIDES = ("--help", "--cfg", "--config-dir", "--config-name")
+_STARTS, _OF_RUNS = ("--quiet", "--wait"), ("--dir",)
+# verb -> module of launcher.cli with its function launch_VERB, the only one that is imported; its flags
+_CORE: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "train": ("train", ("-m", "--yes", *_STARTS, *_OVERRIDES)),
+    "plan": ("plan", ("-m", "--json", *_OVERRIDES)),
+    "run": ("train", (*_STARTS, *_OVERRIDES)),
+    "runs": ("runs", ("--all", "--json", *_OF_RUNS)),
+    "status": ("runs", ("--json", "--watch", *_OF_RUNS)),
+    "logs": ("runs", ("--rank", "--node", "--follow", *_OF_RUNS)),
+    "cancel": ("runs", _OF_RUNS),
+    "resume": ("runs", ("--force", *_STARTS, *_OF_RUNS)),
+    "retry": ("runs", ("--failed", *_STARTS, *_OF_RUNS)),
+    "mirror": ("runs", _OF_RUNS),
+    "keys": ("keys", ("--json", "--schema", "--config-dir")),
 }
 
 
@@ -68,6 +78,12 @@ def added_commands() -> dict[str, AddedCommand]:
     return {point.name: AddedCommand(point.name, point.value) for point in points if point.name not in _CORE}
 
 
+def flags() -> dict[str, tuple[str, ...]]:
+    """Return the flags of each command."""
+    core = {verb: words for verb, (_, words) in _CORE.items()}
+    return core | {verb: command.flags for verb, command in added_commands().items()}
+
+
 def command_function(verb: str) -> Callable[[list[str]], int]:
     """Return the function of a command.
 
@@ -75,7 +91,7 @@ def command_function(verb: str) -> Callable[[list[str]], int]:
         UserError: there is no such command, or the package that adds it cannot be imported.
     """
     if verb in _CORE:
-        return getattr(importlib.import_module(f"launcher.cli.{_CORE[verb]}"), f"launch_{verb}")
+        return getattr(importlib.import_module(f"launcher.cli.{_CORE[verb][0]}"), f"launch_{verb}")
     added = added_commands()
     if verb not in added:
         verbs = [*_CORE, *added]

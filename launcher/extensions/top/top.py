@@ -21,10 +21,10 @@ from textual.screen import ModalScreen, Screen
 from textual.widgets import DataTable, Footer, Label, RichLog, Static
 
 from launcher.errors import LauncherError
+from launcher.extensions.top.run_progress import ProgressReader, RunProgress, device_use, sparkline
 from launcher.quantities import count, duration_text, exposed_text, first_lines, printable, speedup_text
 from launcher.report.live import LogSource, rank_logs
 from launcher.report.run_list import COLOURS, LISTED, progress_text, states_text
-from launcher.report.run_progress import ProgressReader, RunProgress, device_use, sparkline
 from launcher.rundir.files import last_lines
 from launcher.rundir.history import error_of
 from launcher.rundir.paths import RunPaths

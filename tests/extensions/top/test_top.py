@@ -24,10 +24,10 @@ from launcher.rundir.files import write_json
 from launcher.rundir.paths import RunPaths
 from launcher.runs import control
 from launcher.runs.status import RunState
+from tests.extensions.top.test_run_progress import running
 from tests.helpers import launch_command, patience
 from tests.infra.made_runs import make_run
 from tests.infra.runs import start, wait_for_steps
-from tests.report.test_run_progress import running
 
 Steps = Callable[[Top, "Pilot[None]"], Awaitable[None]]
 

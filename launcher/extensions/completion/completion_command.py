@@ -1,4 +1,4 @@
-"""`launch completion SHELL`: a script by which bash, zsh or fish completes commands, flags, keys, values and runs."""
+"""`launch completion SHELL`: print a script by which bash, zsh or fish completes all of this."""
 
 from __future__ import annotations
 
@@ -6,27 +6,11 @@ import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from launcher.cli.commands import added_commands
+from launcher.cli.commands import flags
 from launcher.cli.names import Parser
 from launcher.config.key_docs import class_keys, groups
 from launcher.errors import EXIT_DONE
 
-_OVERRIDES = ("--help", "--cfg", "--config-dir", "--config-name")
-_STARTS, _OF_RUNS = ("--quiet", "--wait"), ("--dir",)
-_CORE_FLAGS: dict[str, tuple[str, ...]] = {
-    "train": ("-m", "--yes", *_STARTS, *_OVERRIDES),
-    "plan": ("-m", "--json", *_OVERRIDES),
-    "run": (*_STARTS, *_OVERRIDES),
-    "runs": ("--all", "--json", *_OF_RUNS),
-    "status": ("--json", "--watch", *_OF_RUNS),
-    "logs": ("--rank", "--node", "--follow", *_OF_RUNS),
-    "cancel": _OF_RUNS,
-    "resume": ("--force", *_STARTS, *_OF_RUNS),
-    "retry": ("--failed", *_STARTS, *_OF_RUNS),
-    "mirror": _OF_RUNS,
-    "keys": ("--json", "--schema", "--config-dir"),
-    "completion": (),
-}
 # how each shell calls _launch_candidates; a word that ends in = gets no space behind it
 _ADAPTERS = {
     "bash": r"""
@@ -74,11 +58,6 @@ complete -c launch -f -a '(__launch)'
 }
 
 
-def flags() -> dict[str, tuple[str, ...]]:
-    """Return the flags of each command."""
-    return _CORE_FLAGS | {verb: command.flags for verb, command in added_commands().items()}
-
-
 def launch_completion(arguments: list[str]) -> int:
     parser = Parser(prog="launch completion", description="Print a script by which a shell completes `launch`.")
     parser.add_argument("shell", choices=sorted(_ADAPTERS))
@@ -88,7 +67,7 @@ def launch_completion(arguments: list[str]) -> int:
 
 def script(shell: str) -> str:
     """Return the script for a shell."""
-    functions = f"{_generated()}\n{Path(__file__).with_suffix('.sh').read_text(encoding='utf-8')}"
+    functions = f"{_generated()}\n{Path(__file__).with_name('completion.sh').read_text(encoding='utf-8')}"
     variable = {
         "bash": functions,
         "zsh": f"_launch_functions={shlex.quote(functions)}",

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cli import commands, run
-from launcher.cli.completion import flags, script
+from launcher.cli import run
+from launcher.cli.commands import flags
 from launcher.cli.overrides import _HYDRA_FLAGS, _OWN_FLAGS
+from launcher.extensions.completion.completion_command import script
 from tests.conftest import Launch
 
 # `make test` installs the others, if it can
@@ -129,10 +130,6 @@ def test_bash_quotes_a_name_with_a_space(scripts: Path, runs: Path) -> None:
     (runs / "runs" / "my run").mkdir()
     (runs / "runs" / "my run" / "plan.json").write_text("{}")
     assert offered("bash", scripts, runs, "launch status my") == ["my\\ run "]
-
-
-def test_every_command_and_no_other_is_completed() -> None:
-    assert {*flags()} == {*commands._CORE, *commands.added_commands()}
 
 
 FLAGS = flags()

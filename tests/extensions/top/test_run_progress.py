@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.report.run_progress import ProgressReader, RunProgress, device_use, sparkline
+from launcher.extensions.top.run_progress import ProgressReader, RunProgress, device_use, sparkline
 from launcher.rundir import history
 from launcher.rundir.history import Submission
 from launcher.rundir.paths import RunPaths
