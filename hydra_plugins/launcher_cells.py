@@ -1,4 +1,4 @@
-"""Hydra Launcher plugin of this project: passes the cells of any Hydra sweeper to launcher/sweeps/.
+"""Hydra plugins of this project: cells of any Hydra sweeper go to launcher/sweeps/, and extensions have options.
 
 Hydra finds plugins only in packages of this name.
 """
@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
@@ -33,3 +35,13 @@ class CellLauncher(Launcher):
     def _returned(self, result: Any) -> JobReturn:
         failed = isinstance(result, Exception)
         return JobReturn(status=JobStatus.FAILED if failed else JobStatus.COMPLETED, _return_value=result)
+
+
+class AddedOptions(SearchPathPlugin):
+    """Search path that has the options of installed packages, after the launcher's own."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        from launcher.config.added_groups import conf_dirs
+
+        for place in conf_dirs()[1:]:
+            search_path.append("launcher.config", f"file://{place}")

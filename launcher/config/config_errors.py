@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+from launcher.config.added_groups import option_files
 from launcher.config.schema import WITH_TARGET, facts_by_key, known_keys
 from launcher.errors import ConfigError, did_you_mean
 
@@ -83,11 +84,8 @@ def _own_groups(arguments: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def in_plain_words(arguments: Sequence[str], conf: Path) -> Generator[None]:
+def in_plain_words(arguments: Sequence[str]) -> Generator[None]:
     """Reword the errors that Hydra and OmegaConf raise in the body.
-
-    Args:
-        conf: directory of the launcher's own groups.
 
     Raises:
         ConfigError: instead of theirs.
@@ -107,7 +105,7 @@ def in_plain_words(arguments: Sequence[str], conf: Path) -> Generator[None]:
     except UnicodeDecodeError:
         raise _explain_encoding(arguments) from None
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise _explain(error, arguments, conf) from None
+        raise _explain(error, arguments) from None
 
 
 def _explain_grammar(override: str, message: str) -> ConfigError:
@@ -171,10 +169,10 @@ def _unknown_option(group: str, option: str, options: Sequence[str], where: str)
     return ConfigError(where, option, "there is no such option.", f"{nearest}Allowed: {', '.join(options)}.{own}")
 
 
-def _explain(error: Exception, arguments: Sequence[str], conf: Path) -> ConfigError:
+def _explain(error: Exception, arguments: Sequence[str]) -> ConfigError:
     """Return the message for Hydra's or OmegaConf's error about a key, a value, or the content of a file."""
     known, text = known_keys(), str(error)
-    explained = _explain_composition(text, arguments, known, conf) or _explain_override(text, arguments, known)
+    explained = _explain_composition(text, arguments, known) or _explain_override(text, arguments, known)
     if explained is not None:
         return explained
     own_groups = _own_groups(arguments)
@@ -185,7 +183,7 @@ def _explain(error: Exception, arguments: Sequence[str], conf: Path) -> ConfigEr
         key = key.lstrip("+~")
         if not key:
             return ConfigError(argument, None, "has no key.", "Write key=value, such as train.steps=100.")
-        options = sorted(path.stem for path in (conf / key).glob("*.yaml"))
+        options = [*option_files(key)]
         if options and (value == "null" or re.match(r"[\d.-]|$", value)):
             # null and numbers are not option names; Hydra's own message is less clear
             return _unknown_option(key, value, options, key)
@@ -242,7 +240,7 @@ def _explain_override(text: str, arguments: Sequence[str], known: Sequence[str])
     return None
 
 
-def _explain_composition(text: str, arguments: Sequence[str], known: Sequence[str], conf: Path) -> ConfigError | None:
+def _explain_composition(text: str, arguments: Sequence[str], known: Sequence[str]) -> ConfigError | None:
     """Return the message for a Hydra error about the content of a file; None if it is not about one.
 
     Args:
@@ -258,7 +256,7 @@ def _explain_composition(text: str, arguments: Sequence[str], known: Sequence[st
     content = _content(file)
     if "is not a subclass of" in match[2]:  # a value in place of a group of keys; OmegaConf does not name the key
         key = next((name for name, value in content.items() if name in known and not isinstance(value, dict)), "")
-        if key and (conf / key / f"{content[key]}.yaml").is_file():
+        if key and f"{content[key]}" in option_files(key):
             return ConfigError(
                 _where(file, key), None, "is a group, whose option a file chooses in its defaults.",
                 f"In place of this line:\n    defaults:\n      - override /{key}: {content[key]}\n      - _self_",

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.config import config_errors
+from launcher.config.added_groups import CONF, chosen_by_default, conf_dirs, groups_with_options, option_files
 from launcher.config.key_facts import facts_of, key_of
-from launcher.config.schema import WITH_TARGET, Config
+from launcher.config.schema import WITH_TARGET, Config, group_kinds
 from launcher.errors import ConfigError
 from launcher.process import environment
 
@@ -24,12 +25,9 @@ if TYPE_CHECKING:
     from launcher.config.multirun import Begin, RequestedCell, Result
 
 
-_PACKAGE = Path(__file__).resolve().parent.parent
-# conf/ is inside the package in a wheel, beside it in a checkout
-CONF = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / "conf"
-
 _PRIMARY = "config"
 _SCHEMA = "launcher_schema"
+_ADDED = "launcher_added"
 _RESUMED = "launcher_resumed"
 _CELL_LAUNCHER = "hydra_plugins.launcher_cells.CellLauncher"
 _OPEN_KEYS = r"(task|cluster\.sbatch)\.[^=]+="
@@ -51,7 +49,7 @@ def compose_with_yaml(overrides: Sequence[str] = ()) -> tuple[Config, str]:
 
     _register_schema()
     overrides = _open_free_keys(overrides)
-    with config_errors.in_plain_words(overrides, CONF), initialize_config_dir(str(CONF), version_base="1.3"):
+    with config_errors.in_plain_words(overrides), initialize_config_dir(str(CONF), version_base="1.3"):
         return _to_config(hydra_compose(_PRIMARY, overrides=list(overrides)))
 
 
@@ -70,16 +68,17 @@ def recompose(kept: str, overrides: Sequence[str]) -> tuple[Config, str]:
     saved: Any = OmegaConf.to_container(OmegaConf.create(kept))
     overrides = _open_free_keys(overrides)
     defaults: list[Any] = [_SCHEMA]
-    for group in sorted(place.name for place in CONF.iterdir() if place.is_dir()):
-        had = _option(group, saved[group])
+    for group in groups_with_options():
+        # an added group is missing if its package was installed later
+        had = _option(group, saved[group]) if group in saved else chosen_by_default()[group]
         chosen = [word.partition("=")[2] for word in overrides if word.partition("=")[0] == group]
         if chosen and chosen[-1] != had:
-            before = saved.pop(group)
+            before = saved.pop(group, {})
             if group == "optimizer" and chosen[-1] == "custom":  # which has no learning rate of its own
                 saved[group] = {"lr": before["lr"]}
         defaults.append({group: had})
     ConfigStore.instance().store(name=_RESUMED, node={"defaults": [*defaults, "_self_"], **saved})
-    with config_errors.in_plain_words(overrides, CONF), initialize_config_dir(str(CONF), version_base="1.3"):
+    with config_errors.in_plain_words(overrides), initialize_config_dir(str(CONF), version_base="1.3"):
         return _to_config(hydra_compose(_RESUMED, overrides=list(overrides)))
 
 
@@ -98,7 +97,7 @@ def _option(group: str, values: dict[str, Any]) -> str | None:
 
     if group != "task":
         return str(values["kind"])
-    options = {path.stem: OmegaConf.to_container(OmegaConf.load(path)) for path in (CONF / group).glob("*.yaml")}
+    options = {name: OmegaConf.to_container(OmegaConf.load(file)) for name, file in option_files(group).items()}
     targets: dict[str, Any] = {name: content.get("_target_") for name, content in options.items()}  # pyright: ignore
     return next((name for name, target in targets.items() if target == values.get("_target_")), None)
 
@@ -198,7 +197,7 @@ def _run_application(
             # the first makes Hydra raise instead of printing and exiting with status 1
             variables = {"HYDRA_FULL_ERROR": "1", "LAUNCHER_SWEEP_DIR": sweep_dir}
             try:
-                with environment(os.environ | variables), config_errors.in_plain_words(arguments, CONF):
+                with environment(os.environ | variables), config_errors.in_plain_words(arguments):
                     application()
                     if wrong:
                         raise wrong[0]
@@ -221,7 +220,7 @@ def _help(verb: str, arguments: Sequence[str]) -> str:
     if places:
         overrides.append(f"hydra.searchpath=[{','.join(f'file://{place.resolve()}' for place in places)}]")
     groups: dict[str, set[str]] = {}
-    for file in itertools.chain(*(place.glob("*/*.yaml") for place in (CONF, *places))):
+    for file in itertools.chain(*(place.glob("*/*.yaml") for place in (*conf_dirs(), *places))):
         groups.setdefault(file.parent.name, set()).add(file.stem)
     width = max(map(len, groups))
     options = "".join(f"  {group:{width}}  {', '.join(sorted(groups[group]))}\n" for group in sorted(groups))
@@ -238,28 +237,35 @@ def _register_schema() -> None:
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
-    schema = OmegaConf.structured(_nullable(Config))
+    schema = OmegaConf.structured(_schema())
     for group in WITH_TARGET:
         schema[group]._set_flag("struct", False)
-    ConfigStore.instance().store(name=_SCHEMA, node=schema)
-    ConfigStore.instance().store(group="hydra/launcher", name="cells", node={"_target_": _CELL_LAUNCHER})
+    store = ConfigStore.instance()
+    store.store(name=_SCHEMA, node=schema)
+    store.store(name=_ADDED, node={"defaults": [{group: option} for group, option in chosen_by_default().items()]})
+    store.store(group="hydra/launcher", name="cells", node={"_target_": _CELL_LAUNCHER})
 
 
-def _nullable(kind: type[Any], *, groups: bool = True) -> type[Any]:
-    """Return a copy of a schema dataclass in which every key that may be null accepts null."""
+def _schema() -> type[Any]:
+    """Return a dataclass of all groups, in which every key that may be null accepts null."""
+    own = {field.name: field for field in dataclasses.fields(Config)}
+    fields: list[Any] = []
+    for name, hint in group_kinds().items():
+        kind = _nullable(hint) if dataclasses.is_dataclass(hint) else hint
+        factory: Any = own[name].default_factory if kind is hint else kind
+        fields.append((name, kind, dataclasses.field(default_factory=factory)))
+    return dataclasses.make_dataclass("Config", fields, kw_only=True)
+
+
+def _nullable(kind: Any) -> type[Any]:
     hints = typing.get_type_hints(kind)
     fields: list[Any] = []
     for field in dataclasses.fields(kind):
-        name, hint = field.name if groups else key_of(field), hints[field.name]
-        if name == "*":
-            continue
-        if dataclasses.is_dataclass(hint):
-            copy: Any = _nullable(typing.cast("type[Any]", hint), groups=False)
-            fields.append((name, copy, dataclasses.field(default_factory=copy)))
-        else:
-            hint = hint if groups or not facts_of(field).nullable else hint | None
+        name, hint, facts = key_of(field), hints[field.name], facts_of(field)
+        if name != "*":
             default, factory = field.default, field.default_factory
-            fields.append((name, hint, dataclasses.field(default=default, default_factory=factory)))  # pyright: ignore
+            copy: Any = dataclasses.field(default=default, default_factory=factory)  # pyright: ignore
+            fields.append((name, hint | None if facts.nullable else hint, copy))
     return dataclasses.make_dataclass(kind.__name__, fields, kw_only=True)
 
 
@@ -269,11 +275,11 @@ def _to_config(composed: Any) -> tuple[Config, str]:
 
     values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True, enum_to_str=False)
     config = Config()
-    for group, kind in typing.get_type_hints(Config).items():
+    for group, kind in group_kinds().items():
         if not dataclasses.is_dataclass(kind):
             setattr(config, group, values[group])
             continue
-        default, hints = getattr(config, group), typing.get_type_hints(kind)
+        default, hints = config.groups()[group], typing.get_type_hints(kind)
         if group == "optimizer" and values[group]["lr"] is None:
             raise _error_of("optimizer.lr", "null has no meaning here: give the learning rate")
         for name, value in values[group].items():
@@ -282,13 +288,14 @@ def _to_config(composed: Any) -> tuple[Config, str]:
                 OmegaConf.update(composed, f"{group}.{name}", values[group][name])
         if group in WITH_TARGET:
             values[group] = _with_arguments(group, values[group])
-        setattr(config, group, dataclasses.replace(default, **values[group]))
+        where = vars(config) if group in vars(config) else config.added
+        where[group] = dataclasses.replace(default, **values[group])
     return config, OmegaConf.to_yaml(composed)
 
 
 def _with_arguments(group: str, values: dict[str, Any]) -> dict[str, Any]:
     """Return ``values`` with the keys that have no field in ``arguments``."""
-    fields = {key_of(field) for field in dataclasses.fields(typing.get_type_hints(Config)[group])}
+    fields = {key_of(field) for field in dataclasses.fields(group_kinds()[group])}
     arguments = {name: value for name, value in values.items() if name not in fields}
     if arguments and values["kind"].value != "custom" and values["_target_"] is None:
         raise _error_of(f"{group}.{next(iter(arguments))}", "there is no such key")

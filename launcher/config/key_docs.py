@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from launcher.config.hydra import CONF
+from launcher.config.added_groups import CONF, chosen_by_default, option_files
 from launcher.config.key_facts import default_of, key_of
 from launcher.config.multirun import typed
-from launcher.config.schema import WITH_TARGET, Config
+from launcher.config.schema import WITH_TARGET, Config, group_kinds
 from launcher.targets import find_target
 
 
@@ -74,8 +74,8 @@ class Group:
 @functools.cache
 def groups() -> tuple[Group, ...]:
     """Return all groups of the schema, with their keys."""
-    hints, meanings = typing.get_type_hints(Config), _docstrings(Config)
-    return tuple(_group(each.name, hints[each.name], meanings[each.name]) for each in dataclasses.fields(Config))
+    meanings = _docstrings(Config)
+    return tuple(_group(name, hint, meanings.get(name, "")) for name, hint in group_kinds().items())
 
 
 def _group(name: str, hint: Any, meaning: str) -> Group:
@@ -218,8 +218,8 @@ def _options(group: str) -> dict[str, dict[str, Any]]:
     """Return the values of each option of a group, from conf/."""
     import yaml
 
-    files = sorted((CONF / group).glob("*.yaml"))
-    return {file.stem: yaml.safe_load(file.read_text(encoding="utf-8")) or {} for file in files}
+    files = option_files(group).items()
+    return {name: yaml.safe_load(file.read_text(encoding="utf-8")) or {} for name, file in files}
 
 
 @functools.cache
@@ -228,7 +228,8 @@ def _selected() -> dict[str, str]:
     import yaml
 
     entries: list[str | dict[str, str]] = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))["defaults"]
-    return {group: option for entry in entries if not isinstance(entry, str) for group, option in entry.items()}
+    own = {group: option for entry in entries if not isinstance(entry, str) for group, option in entry.items()}
+    return own | chosen_by_default()
 
 
 def _line(text: str) -> str:

@@ -8,10 +8,11 @@ extends the groups (plan/run_plan.py). All other facts of a key are beside it to
 from __future__ import annotations
 
 import typing
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
+from launcher.config.added_groups import added_groups, group_name
 from launcher.config.choices import (
     Balance,
     BestMode,
@@ -44,7 +45,6 @@ from launcher.config.key_facts import (
     NEW_RUN,
     STEP,
     UPDATE,
-    Bound,
     Facts,
     above,
     at_least,
@@ -56,7 +56,9 @@ from launcher.config.key_facts import (
     key_of,
     never,
 )
-from launcher.errors import ConfigError, without_credentials
+from launcher.errors import ConfigError
+
+Kind = TypeVar("Kind")
 
 _BATCH = forced("it defines what a step and its learning rate mean")
 _STATE = never("the checkpoint's optimizer state does not fit another one; " + NEW_RUN)
@@ -480,37 +482,6 @@ class WandbConfig:
     """W&B job type, such as train, to filter runs by. Default: WANDB_JOB_TYPE."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TensorboardConfig:
-    """TensorBoard (trackers=[tensorboard]): event files."""
-
-    dir: str | None = key(None, affects="")
-    """Parent directory of the run's event files, DIR/NAME-ID. Default: tensorboard/ in the run's directory."""
-
-
-def _has_no_credentials(uri: str) -> bool:
-    return without_credentials(uri) == uri
-
-
-_WITHOUT_CREDENTIALS = Bound(
-    _has_no_credentials,
-    "contains a user or a password, which would be stored.\n  Leave it out, and set MLFLOW_TRACKING_USERNAME and "
-    "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_URI.",
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MlflowConfig:
-    """MLflow (trackers=[mlflow])."""
-
-    tracking_uri: str | None = key(None, _WITHOUT_CREDENTIALS, affects="")
-    """Server (http://HOST:PORT), directory, or database (sqlite:////PATH, postgresql://HOST/NAME). Without passwords:
-    MLFLOW_TRACKING_USERNAME, MLFLOW_TRACKING_PASSWORD and MLFLOW_TRACKING_TOKEN are read from the environment.
-    Default: MLFLOW_TRACKING_URI, else mlruns/ beside the run's directory."""
-    experiment: str = key("launcher", affects="")
-    """MLflow experiment."""
-
-
 @dataclass(kw_only=True)
 class Config:
     """Everything a user can set. A group is frozen: replace it to change one of its keys."""
@@ -546,23 +517,49 @@ class Config:
     """List of the trackers that mirror metrics.jsonl: wandb, and those that installed packages add, such as
     launcher's own tensorboard and mlflow."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
-    tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)
-    mlflow: MlflowConfig = field(default_factory=MlflowConfig)
     run: RunConfig = field(default_factory=RunConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
+    added: dict[str, Any] = field(default_factory=lambda: {name: kind() for name, kind in added_groups().items()})
+
+    def groups(self) -> dict[str, Any]:
+        """Return the value of each group by its name, those of other packages (``added``) too."""
+        own = {name: value for name, value in vars(self).items() if name != "added"}
+        return {**own, **self.added, **own}
+
+    def extension(self, kind: type[Kind]) -> Kind:
+        """Return the value of the added group with the dataclass ``kind``."""
+        return self.added.get(group_name(kind)) or kind()
+
+    def added_values(self) -> dict[str, dict[str, Any]]:
+        return {name: asdict(value) for name, value in self.added.items()}
+
+
+@cache
+def group_kinds() -> dict[str, Any]:
+    """Return the type of each group by its name: a dataclass, or that of a group that is a single key."""
+    kinds = typing.get_type_hints(Config)
+    del kinds["added"]
+    return {**kinds, **added_groups(), **kinds}  # an added group cannot replace one of the core
 
 
 @cache
 def facts_by_key() -> dict[str, Facts]:
     """Return the facts of every key, dotted; GROUP.* for the keys of a group that have no field."""
     facts: dict[str, Facts] = {}
-    kinds = typing.get_type_hints(Config)
-    for group in fields(Config):
-        if is_dataclass(kind := kinds[group.name]):
-            facts |= {f"{group.name}.{key_of(each)}": facts_of(each) for each in fields(kind)}
+    own = {each.name: each for each in fields(Config)}
+    for name, kind in group_kinds().items():
+        if is_dataclass(kind):
+            facts |= {f"{name}.{key_of(each)}": facts_of(each) for each in fields(kind)}
         else:
-            facts[group.name] = facts_of(group)
+            facts[name] = facts_of(own[name])
     return facts
+
+
+@cache
+def groups_without_effect() -> tuple[str, ...]:
+    """Return "GROUP." for each group whose keys affect nothing in a run, as those of its trackers."""
+    kinds = {name: kind for name, kind in group_kinds().items() if is_dataclass(kind)}
+    return tuple(f"{name}." for name, kind in kinds.items() if not any(facts_of(each).affects for each in fields(kind)))
 
 
 def known_keys() -> list[str]:
@@ -580,7 +577,7 @@ def check_values(config: Config, *groups: str) -> None:
     Raises:
         ConfigError: for the first value that is not, or has none.
     """
-    for name, group in vars(config).items():
+    for name, group in config.groups().items():
         if not is_dataclass(group) or (groups and name not in groups):
             continue
         for each in fields(group):
@@ -596,7 +593,7 @@ def check_values(config: Config, *groups: str) -> None:
 def _require_effect(config: Config, key: str, value: Any, condition: str, hint: str) -> None:
     where, _, allowed = condition.partition("=")
     group, _, leaf = where.partition(".")
-    part = getattr(config, group)
+    part = config.groups()[group]
     chosen, is_custom = getattr(part, leaf or "kind"), getattr(part, "kind", None) == OptimizerKind.custom
     if not allowed and not chosen and not is_custom:  # a custom class may have a default of its own
         raise ConfigError(

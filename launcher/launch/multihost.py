@@ -19,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from launcher.config.schema import groups_without_effect
 from launcher.errors import SiteError, UserError
 from launcher.launch import local
 from launcher.launch.channel import PROTOCOL, Channel, Listener, Message, wait
@@ -315,8 +316,8 @@ def _is_of_this_run(plan: LaunchPlan) -> bool:
 
 # not compared: values of one host, and what affects records outside the run only
 _OWN = (
-    "run.name", "run.dir", "wandb.", "tensorboard.", "mlflow.", "cluster.interface", "cluster.rendezvous",
-    "cluster.price_per_gpu_hour",
+    "run.name", "run.dir", "cluster.interface", "cluster.rendezvous", "cluster.price_per_gpu_hour",
+    *groups_without_effect(),
 )  # fmt: skip
 _NOT_OF_TASK = ("target", "params", "flops_per_sample")  # keys of the config, and what is derived
 _LINES = 12

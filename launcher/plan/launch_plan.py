@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
+from launcher.config.added_groups import group_name
 from launcher.config.schema import ClusterKind, ContainerRuntime, Device
 from launcher.errors import ConfigError, UserError
 from launcher.rundir.files import read_bytes, value_from_json, write_text
 from launcher.rundir.paths import RunPaths
 
 PLAN_FORMAT = 1
+
+Kind = TypeVar("Kind")
 
 
 class NodeRange(NamedTuple):
@@ -180,6 +183,7 @@ class LaunchPlan:
 
     Attributes:
         command: Python's arguments in each worker; training runs append the path of the plan.
+        added: values of the config groups that other packages add, by group and field; see ``extension``.
         notify: where messages about the run's outcome are sent; see ``launcher.plan.callback_plan.notify_entries``.
     """
 
@@ -189,6 +193,11 @@ class LaunchPlan:
     env: EnvPlan
     command: tuple[str, ...]
     notify: tuple[str, ...] = ()
+    added: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+
+    def extension(self, kind: type[Kind]) -> Kind:
+        """Return the keys of the added config group with the dataclass ``kind``; its defaults if the plan has none."""
+        return value_from_json(kind, self.added.get(group_name(kind), {}))
 
     @property
     def paths(self) -> RunPaths:

@@ -24,6 +24,7 @@ def solve_script(config: Config, site: Site, run: RunInfo, arguments: list[str])
         env=solve_env(config.cluster, cluster, site),
         command=(*SCRIPT_COMMAND, *arguments),
         notify=solve_notify(config.notify),
+        added=config.added_values(),
     )
 
 

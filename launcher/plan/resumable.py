@@ -141,7 +141,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def as_typed(config: Config) -> dict[str, Any]:
     """Return the config as a nested dict with the keys of the command line."""
     typed: dict[str, Any] = {}
-    for name, group in vars(config).items():
+    for name, group in config.groups().items():
         if dataclasses.is_dataclass(group):
             values = {key_of(field): getattr(group, field.name) for field in dataclasses.fields(group)}
             group = {**values.pop("*", {}), **values}

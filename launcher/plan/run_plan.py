@@ -12,12 +12,12 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self, TypeVar, cast
 
 from launcher.config.choices import Float8Recipe, SumFormat
 from launcher.config.schema import (
     CheckpointConfig,
-    MlflowConfig,
     OptimizerConfig,
     Parameters,
     PrecisionConfig,
@@ -27,7 +27,6 @@ from launcher.config.schema import (
     ShortWindow,
     StrategyConfig,
     Sync,
-    TensorboardConfig,
     TrainConfig,
     WandbConfig,
     facts_by_key,
@@ -330,8 +329,6 @@ class RunPlan(LaunchPlan):
     notes: tuple[str, ...]
     callbacks: tuple[dict[str, Any], ...] = ()
     trackers: tuple[str, ...] = ("wandb",)
-    tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)
-    mlflow: MlflowConfig = field(default_factory=MlflowConfig)
     forced: tuple[str, ...] = ()
     fewer: tuple[Fewer, ...] = ()
     initial: InitialWeights | None = None
@@ -439,8 +436,10 @@ def part(plan: LaunchPlan, *affected: str) -> dict[str, Any]:
     for key, facts in facts_by_key().items():
         if affected and facts.affects.isdisjoint(affected):
             continue
-        value: Any = plan
-        for name in PLACES.get(key, key).split("."):
+        place, value = PLACES.get(key, key), cast("Any", plan)
+        if key.partition(".")[0] in plan.added:
+            value = SimpleNamespace(**{name: SimpleNamespace(**group) for name, group in plan.added.items()})
+        for name in place.split("."):
             value = getattr(value, {"_target_": "target", "*": "arguments"}.get(name, name), None)
         group = key.removesuffix(".*")
         if key in ("task", f"{group}.*"):

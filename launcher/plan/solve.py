@@ -266,8 +266,7 @@ def _on_cluster(
         callbacks=callbacks,
         notify=solve_notify(config.notify),
         trackers=tuple(config.trackers),
-        tensorboard=config.tensorboard,
-        mlflow=config.mlflow,
+        added=config.added_values(),
         notes=(
             *outer_notes(outer, task.parameters),
             *_notes(schedule, steps, epoch, batch, optimizer),

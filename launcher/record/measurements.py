@@ -12,7 +12,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
-from launcher.config.schema import PrecisionKind, facts_by_key
+from launcher.config.schema import PrecisionKind, facts_by_key, groups_without_effect
 from launcher.loss import RESERVED_NAMES
 from launcher.plan.host import without_secrets
 from launcher.plan.launch_plan import PLAN_FORMAT
@@ -40,9 +40,7 @@ FIGURES = (
     "total/hours", "total/cost", "loss/target", "loss/hours", "loss/cost", "loss/hours_unit", "loss/step",
 )  # fmt: skip
 # keys that name a run or configure its trackers; they do not affect measurements
-_NO_SETTINGS = (
-    "run.", "trackers", "wandb.", "tensorboard.", "mlflow.", "sweep.", "hydra.",
-)  # fmt: skip
+_NO_SETTINGS = ("run.", "trackers", "hydra.", *groups_without_effect())
 # after an out-of-memory error the micro-batch may change within an attempt, and the prediction does not
 _PREDICTED_FOR = ("batch/micro_size", "batch/world_size")
 _SECTION = re.compile(r"^(?=[A-Za-z_])", re.MULTILINE)  # matches before each top-level key of config.yaml

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.config.multirun import RequestedCell, Result, override_key
-from launcher.config.schema import ClusterKind
+from launcher.config.schema import ClusterKind, groups_without_effect
 from launcher.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USER, ConfigError, RunError, UserError
 from launcher.launch import local
 from launcher.launch.planner import Once, plan_jobs, task_stem
@@ -87,9 +87,7 @@ def _with_cell(problem: str, overrides: Sequence[str]) -> str:
 
 
 # prefixes of arguments that do not identify the sweep
-_OF_THIS_COMMAND = (
-    "sweep.", "hydra", "-", "trackers=", "wandb.", "tensorboard.", "mlflow.", "run.dir=",
-)  # fmt: skip
+_OF_THIS_COMMAND = ("hydra", "-", "trackers=", "run.dir=", *groups_without_effect())
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,7 @@ def settings_of(plan: RunPlan) -> dict[str, str | float | bool]:
             flat[prefix] = value if isinstance(value, bool | int | float | str) else json.dumps(value)
 
     fields = without_secrets(json.loads(plan.to_json()))
-    add("", {name: value for name, value in fields.items() if name not in _NO_SETTINGS})
+    add("", {name: value for name, value in (fields | fields.pop("added")).items() if name not in _NO_SETTINGS})
     return flat
 
 

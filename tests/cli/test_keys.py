@@ -13,14 +13,15 @@ import yaml
 
 from launcher.cli import run
 from launcher.cli.keys import launch_keys
-from launcher.config.hydra import CONF, compose_with_yaml
+from launcher.config.added_groups import option_files
+from launcher.config.hydra import compose_with_yaml
 from launcher.config.key_docs import class_keys, groups, schema_of
 from launcher.config.schema import known_keys
 from launcher.errors import EXIT_USER
 from launcher.targets import find_target
 from tests.conftest import Launch
 
-TASKS = [option.stem for option in sorted((CONF / "task").glob("*.yaml"))]
+TASKS = [*option_files("task")]
 FILE = """
 # @package _global_
 defaults:
@@ -66,7 +67,7 @@ def test_every_key_of_the_schema_is_listed_with_its_meaning(capsys: pytest.Captu
 
 @pytest.mark.parametrize("task", TASKS)
 def test_the_keys_of_a_task_are_the_arguments_of_its_class(task: str) -> None:
-    target = yaml.safe_load((CONF / "task" / f"{task}.yaml").read_text())["_target_"]
+    target = yaml.safe_load(option_files("task")[task].read_text())["_target_"]
     found = class_keys("task", target)
     parameters = inspect.signature(find_target("task", target)).parameters
     assert [key.name for key in found] == [f"task.{name}" for name in parameters]

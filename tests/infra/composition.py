@@ -19,11 +19,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from launcher.config.hydra import CONF
+from launcher.config.added_groups import groups_with_options
 from launcher.config.hydra import compose as from_overrides
 
 by_hydra = hydra.compose
-OPTION = re.compile(rf"({'|'.join(sorted(place.name for place in CONF.iterdir() if place.is_dir()))})=\w+")
+OPTION = re.compile(rf"({'|'.join(groups_with_options())})=\w+")
 VALUE = re.compile(r"(\+\+)?(?!hydra)\w+(\.\w+)+=.*", re.DOTALL)
 
 # by search path, name and options

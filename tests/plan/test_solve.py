@@ -298,15 +298,16 @@ def test_null_is_the_default_or_off_for_every_key() -> None:
     for key in accepted:
         group, _, name = key.partition(".")
         name = {"_target_": "target"}.get(name, name)
-        value, usual = (getattr(getattr(of, group), name) for of in (config, default))
+        value, usual = (getattr(of.groups()[group], name) for of in (config, default))
         assert value == usual or (value is None and key in off), key
     assert recompose(yaml, [])[0] == config
     composed = compose()
     for key in accepted:  # alone, beside the values of the default job
         group, _, name = key.partition(".")
         name = {"_target_": "target"}.get(name, name)
-        one = dataclasses.replace(getattr(composed, group), **{name: getattr(getattr(config, group), name)})
-        changed = dataclasses.replace(composed, **{group: one})
+        one = dataclasses.replace(composed.groups()[group], **{name: getattr(config.groups()[group], name)})
+        added = {"added": composed.added | {group: one}}
+        changed = dataclasses.replace(composed, **(added if group in composed.added else {group: one}))
         solve(changed, Site(gpus=0, cores=2, cwd="/nowhere"), BASE.task, BASE.run)
     for key in {*refused, *known_keys()} - set(accepted):
         with pytest.raises(ConfigError) as caught:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 import tomllib
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from tests.conftest import Launch
 from tests.helpers import ROOT
+from tests.infra.installed_package import install
 from tests.infra.mirrored import Steps, differences, kill_often, saved_plan
 from tests.system.test_wandb import ALONE, SMALL
 from tests.test_docs_blocks import write_programs
@@ -25,15 +25,8 @@ def example(tmp_path: Path) -> dict[str, str]:
     write_programs(ROOT / "docs" / "development" / "extensions.md", place)
     project = tomllib.loads((place / "pyproject.toml").read_text())["project"]
     points = project["entry-points"] | {"launcher.commands": {"hello": "hello_command:launch_hello"}}
-    info = place / f"sqlite_tracker-{project['version']}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
-    lines = [
-        f"[{group}]\n" + "".join(f"{n} = {target}\n" for n, target in each.items()) for group, each in points.items()
-    ]
-    (info / "entry_points.txt").write_text("\n".join(lines))
-    path = os.pathsep.join([str(place), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {"PYTHONPATH": path, "SQLITE_TRACKER_FILE": str(tmp_path / "all.sqlite")}
+    env = install(place, project["name"], points, project["version"])
+    return env | {"SQLITE_TRACKER_FILE": str(tmp_path / "all.sqlite")}
 
 
 def in_sqlite(file: Path, name: str) -> Steps:

@@ -31,7 +31,7 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
-from launcher.config.hydra import CONF
+from launcher.config.added_groups import CONF
 from launcher.errors import LauncherError, SiteError
 from launcher.extensions.doctor import bandwidth
 from launcher.extensions.doctor.bandwidth import Worker

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from launcher.config.schema import Config
 from launcher.errors import ConfigError, without_credentials
+from launcher.extensions.trackers.tracker_keys import MlflowConfig
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import first_names
 from launcher.trackers.tracker import StepEntry, Tracker, library, settings_of
@@ -50,14 +51,15 @@ class MlflowTracker(Tracker):
 
     @classmethod
     def check(cls, config: Config, env: Mapping[str, str]) -> None:
-        if config.mlflow.tracking_uri is None:
+        uri = config.extension(MlflowConfig).tracking_uri
+        if uri is None:
             _require_store("MLFLOW_TRACKING_URI", env.get("MLFLOW_TRACKING_URI", ""))
         else:
-            _require_store("mlflow.tracking_uri", config.mlflow.tracking_uri)
+            _require_store("mlflow.tracking_uri", uri)
 
     @classmethod
     def destination(cls, plan: RunPlan, env: Mapping[str, str]) -> str:
-        return f"{without_credentials(mlflow_uri(plan, env))}, experiment {plan.mlflow.experiment}"
+        return f"{without_credentials(mlflow_uri(plan, env))}, experiment {plan.extension(MlflowConfig).experiment}"
 
     def open(self) -> dict[str, Any]:
         """Open the run with this id as a tag, or create it. Its settings are parameters."""
@@ -87,7 +89,7 @@ class MlflowTracker(Tracker):
 
     def _existing(self, *, local: bool) -> Any:
         """Return the run that an earlier process created in this store; None without one."""
-        experiment = self._client.get_experiment_by_name(self.plan.mlflow.experiment)
+        experiment = self._client.get_experiment_by_name(self.plan.extension(MlflowConfig).experiment)
         if experiment is None:
             return None
         known = self.status.get("run_id", "")
@@ -103,14 +105,14 @@ class MlflowTracker(Tracker):
 
     def _created(self) -> Any:
         plan, client = self.plan, self._client
-        experiment = client.get_experiment_by_name(plan.mlflow.experiment)
+        experiment = client.get_experiment_by_name(plan.extension(MlflowConfig).experiment)
         if experiment is None:
             try:
-                client.create_experiment(plan.mlflow.experiment)
+                client.create_experiment(plan.extension(MlflowConfig).experiment)
             except library("mlflow.exceptions").MlflowException:  # another run created it at the same time
-                if client.get_experiment_by_name(plan.mlflow.experiment) is None:
+                if client.get_experiment_by_name(plan.extension(MlflowConfig).experiment) is None:
                     raise
-            experiment = client.get_experiment_by_name(plan.mlflow.experiment)
+            experiment = client.get_experiment_by_name(plan.extension(MlflowConfig).experiment)
         created = int(datetime.fromisoformat(plan.run.created).timestamp() * 1000)
         tags = {self.RUN_TAG: plan.run.id, "launcher.dir": plan.run.dir, "launcher.version": plan.run.version}
         return client.create_run(experiment.experiment_id, start_time=created, tags=tags, run_name=plan.run.name)
@@ -177,7 +179,7 @@ def mlflow_uri(plan: RunPlan, env: Mapping[str, str]) -> str:
     Args:
         env: environment of the tracker's process.
     """
-    uri = plan.mlflow.tracking_uri
+    uri = plan.extension(MlflowConfig).tracking_uri
     if uri is None:
         return env.get("MLFLOW_TRACKING_URI") or str(Path(plan.run.dir).parent / "mlruns")
     parts = urlsplit(uri)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from launcher.extensions.trackers.tracker_keys import TensorboardConfig
 from launcher.plan.host import without_secrets
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir.files import read_bytes
@@ -40,7 +41,7 @@ class TensorboardTracker(Tracker):
 
     @classmethod
     def destination(cls, plan: RunPlan, env: Mapping[str, str]) -> str:  # noqa: ARG003
-        run, parent = Path(plan.run.dir), plan.tensorboard.dir
+        run, parent = Path(plan.run.dir), plan.extension(TensorboardConfig).dir
         return str(
             run / "tensorboard"
             if parent is None

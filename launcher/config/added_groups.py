@@ -1,0 +1,85 @@
+"""Config groups and options that installed packages add by the entry point ``launcher.config``.
+
+NAME = "package.module:Dataclass" adds the group NAME, whose keys are the fields of the dataclass, declared as in
+``launcher.config.schema``; NAME = "package.module" adds only options. The options are the files GROUP/OPTION.yaml in
+the folder conf/ beside that module, for groups of the core or its own. The module is read by every command that reads a
+configuration, so it imports nothing but ``launcher.config`` and ``launcher.errors``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+from launcher.config.key_facts import default_of
+from launcher.errors import SiteError
+
+GROUP = "launcher.config"
+_PACKAGE = Path(__file__).resolve().parent.parent
+# conf/ is inside the package in a wheel, beside it in a checkout
+CONF = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / "conf"
+
+
+@cache
+def _places() -> dict[str, tuple[Path, str, str]]:
+    """Return file, module and dataclass of each entry point by its name, but of those whose files are gone."""
+    found: dict[str, tuple[Path, str, str]] = {}
+    for point in sorted(metadata.entry_points(group=GROUP), key=lambda point: point.name):
+        module, _, kind = point.value.partition(":")
+        try:
+            spec = find_spec(module)
+        except ImportError:  # of a parent package
+            spec = None
+        if spec is not None and spec.origin is not None:
+            found[point.name] = Path(spec.origin), module, kind
+    return found
+
+
+@cache
+def added_groups() -> dict[str, type[Any]]:
+    """Return the dataclass of each added group by its name.
+
+    Raises:
+        SiteError: one cannot be imported.
+    """
+    groups: dict[str, type[Any]] = {}
+    for name, (_, module, kind) in _places().items():
+        try:
+            if kind:
+                groups[name] = getattr(importlib.import_module(module), kind)
+        except Exception as error:  # any code of another package is possible
+            raise SiteError(f"The config group {name} of {module}:{kind} cannot be imported: {error!r}.") from error
+    return groups
+
+
+def group_name(kind: type[Any]) -> str:
+    """Return the name of the added group with the dataclass ``kind``; empty if it is not installed."""
+    return next((name for name, each in added_groups().items() if each is kind), "")
+
+
+def chosen_by_default() -> dict[str, str]:
+    """Return the default option of each added group that has options."""
+    kinds = {name: kind for name, kind in added_groups().items() if option_files(name)}
+    defaults = {name: default_of(cast("Any", kind).__dataclass_fields__["kind"]) for name, kind in kinds.items()}
+    return {name: default.value for name, default in defaults.items()}
+
+
+def conf_dirs() -> tuple[Path, ...]:
+    """Return the directories with the files of options, the core's first."""
+    added = dict.fromkeys(file.parent / "conf" for file, _, _ in _places().values())
+    return (CONF, *(place for place in added if place.is_dir()))
+
+
+def option_files(group: str) -> dict[str, Path]:
+    """Return the file of each option of a group by its name; the core's options cannot be replaced."""
+    files = [file for place in reversed(conf_dirs()) for file in place.glob(f"{group}/*.yaml")]
+    return {file.stem: file for file in sorted(files, key=lambda file: file.stem)}
+
+
+def groups_with_options() -> list[str]:
+    """Return the names of the groups that have options."""
+    return sorted({file.parent.name for place in conf_dirs() for file in place.glob("*/*.yaml")})

@@ -1,0 +1,113 @@
+"""Config group of another package: its keys are as those of the core, with options, bounds and resume rules."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.helpers import patience
+from tests.infra.installed_package import install
+
+MODULE = '''\
+"""Keys of an example."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from launcher.config.key_facts import above, forced, key
+
+Kind = StrEnum("Kind", {"none": "none", "some": "some"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleConfig:
+    """Group of an example."""
+
+    kind: Kind = key(Kind.none, affects="", nullable=False)
+    """some: a choice."""
+    size: float | None = key(None, above(0), only="example=some", resume=forced("sizes differ"), affects="learning")
+    """Size in metres."""
+'''
+PROGRAM = r"""
+import io
+import json
+import re
+from contextlib import redirect_stderr, redirect_stdout
+
+from example_keys import ExampleConfig
+from launcher import cli
+from launcher.config.hydra import compose_with_yaml, recompose
+from launcher.config.key_docs import schema_of
+from launcher.plan.resumable import as_typed, changes, forced_by
+from launcher.plan.run_plan import RunPlan, part
+from tests.helpers import make_plan
+
+plan = make_plan("example=some")
+again = RunPlan.from_json(plan.to_json())
+config, yaml = compose_with_yaml(["example=some", "task=own_digits"])
+later, _ = recompose(yaml, ["example.size=4"])
+before_it_was_installed = re.sub(r"(?m)^example:\n(  .*\n)*", "", yaml)
+assert before_it_was_installed != yaml
+old, _ = recompose(before_it_was_installed, [])
+before, after = (json.loads(json.dumps(as_typed(each))) for each in (config, later))
+said = {}
+for words in (
+    "plan example.siz=3", "plan example.size=3", "plan example=some example.size=-1", "plan example=som",
+    "plan task=nothing", "plan gone.a=1", "keys example", "keys task=digits",
+):
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(out):
+        status = cli.run(words.split())
+    said[words] = [status, out.getvalue()]
+print(json.dumps({
+    "said": said,
+    "plan": again.extension(ExampleConfig).size,
+    "part": part(plan, "learning")["example.size"],
+    "time": "example.size" in part(plan, "time"),
+    "none": old.extension(ExampleConfig).kind,
+    "forced": forced_by(changes(before, after)),
+    "schema": [*schema_of(None)["properties"]["example"]["properties"]],
+    "task": later.task["_target_"],
+}))
+"""
+
+
+EXPECTED = {
+    "plan example.siz=3": (2, "did you mean 'example.size'?"),
+    "plan example.size=3": (2, "has no effect with example=none"),
+    "plan example=some example.size=-1": (2, "must be above 0"),
+    "plan example=som": (2, "Allowed: none, some"),
+    "plan task=nothing": (2, "own_digits"),
+    "plan gone.a=1": (2, "there is no such key"),
+    "keys example": (0, "example.size = 3 (some)"),
+    "keys task=digits": (0, "task.momentum = 0.1"),
+}
+
+
+def test_keys_and_options_of_another_package(tmp_path: Path) -> None:
+    place = tmp_path / "site"
+    env = install(
+        place, "example", {"launcher.config": {"example": "example_keys:ExampleConfig", "gone": "no_such.module:Kind"}}
+    )
+    (place / "example_keys.py").write_text(MODULE)
+    for option, text in (
+        ("example/none", "kind: none\n"), ("example/some", "kind: some\nsize: 3\n"),
+        ("task/own_digits", "_target_: launcher.tasks.digits.Digits\n"), ("task/digits", "_target_: replaced\n"),
+    ):  # fmt: skip
+        file = place / "conf" / f"{option}.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=os.environ | env, capture_output=True, text=True,
+        check=False, timeout=patience(120),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for words, (status, text) in found.pop("said").items():
+        assert (status, EXPECTED[words][1] in text) == (EXPECTED[words][0], True), text
+    assert found == {
+        "plan": 3, "part": 3, "time": False, "none": "none", "forced": ["example.size"], "schema": ["kind", "size"],
+        "task": "launcher.tasks.digits.Digits",
+    }  # fmt: skip
