@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import faulthandler
 import gc
+import logging
 import math
 import os
 import re
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self, TextIO, TypeVar, cast
@@ -379,3 +381,18 @@ def handles(pid: int, signal: int) -> bool:
     except OSError:
         return False
     return caught is not None and bool(int(caught[1], 16) >> (signal - 1) & 1)
+
+
+# what torchao 0.18 logs when it is imported, which transformers and peft do too: libraries with kernels for other
+# machines and formats, which are not used here, and its use of a function of torch that is deprecated since torch 2.13
+_KNOWN_MESSAGES = {
+    "torchao": re.compile("Failed to load .*_C.*[.]so|Skipping import of cpp extensions"),
+    "torch.utils._pytree": re.compile(r"register_constant\(\) on Enum subclasses is deprecated"),
+}
+
+
+@cache
+def quiet_torchao() -> None:
+    """Hide the messages that torchao logs whenever it is imported."""
+    for name, pattern in _KNOWN_MESSAGES.items():
+        logging.getLogger(name).addFilter(lambda record, known=pattern: known.search(record.getMessage()) is None)

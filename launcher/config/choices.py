@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from launcher.config.numerics import add_values
+
 ClusterKind = StrEnum("ClusterKind", {"local": "local", "hosts": "hosts", "slurm": "slurm", "elsewhere": "elsewhere"})
 ContainerRuntime = StrEnum("ContainerRuntime", {"pyxis": "pyxis", "apptainer": "apptainer"})
 Device = StrEnum("Device", {"auto": "auto", "cpu": "cpu", "cuda": "cuda"})
@@ -25,9 +27,16 @@ Compress = StrEnum(
     "Compress", {"none": "none", "bf16": "bf16", "fp16": "fp16", "powersgd": "powersgd"}
 )  # fp16 is refused with a reason
 Recompute = StrEnum("Recompute", {"none": "none", "blocks": "blocks"})
-PrecisionKind = StrEnum(
-    "PrecisionKind", {"auto": "auto", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "float8": "float8"}
-)
+
+
+class PrecisionKind(StrEnum):
+    auto = "auto"
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+    add_values(vars(), "precision")
+
+
 SumFormat = StrEnum("SumFormat", {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"})
 Float8Recipe = StrEnum(
     "Float8Recipe", {"rowwise_with_gw_hp": "rowwise_with_gw_hp", "rowwise": "rowwise", "tensorwise": "tensorwise"}

@@ -31,7 +31,7 @@ from launcher.errors import ConfigError, UserError
 from launcher.launch.credentials import require_credentials
 from launcher.plan import host
 from launcher.plan.batch import with_any_global_size
-from launcher.plan.float8_support import require_float8
+from launcher.plan.float_format import float_format
 from launcher.plan.gpus import find_gpu
 from launcher.plan.host import Partition, Site
 from launcher.plan.initial_weights import InitialWeights, find_weights
@@ -215,7 +215,8 @@ def _before_inspection(config: Config, once: Once, *, starts: bool) -> _Ready:
         unknown = _solve_any_task(config, site, run)
     cluster = unknown.cluster
     require_trackers(config, os.environ)
-    require_float8(config, cluster)
+    if (added := float_format(config.precision.kind)) is not None:
+        added.check_site(config, cluster)
     if cluster.gpu is None and config.precision.kind is PrecisionKind.auto and cluster.kind is ClusterKind.local:
         site = dataclasses.replace(site, bf16=once(_computes, PrecisionKind.bf16, cluster.device))
     initial = once(initial_weights, config, site.cwd)

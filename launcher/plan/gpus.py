@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from launcher.config.schema import ClusterConfig, ClusterKind, PrecisionKind
 from launcher.errors import ConfigError, did_you_mean
+from launcher.plan.float_format import float_format
 
 # Memory that a rank's tensors cannot have, in bytes. The CUDA context with torch's kernels takes about half a gigabyte
 # (PyTorch documentation, "CUDA semantics", memory management: it is not part of torch.cuda.memory_allocated).
@@ -59,8 +60,9 @@ class Gpu:
             tf32: fp32 matrix products and convolutions run in TF32.
         """
         fp32 = self.tf32 or self.fp32 if tf32 else self.fp32
-        narrow = {PrecisionKind.bf16: self.bf16, PrecisionKind.float8: self.fp8}
-        tera = {PrecisionKind.fp32: fp32, **narrow}.get(precision, self.fp16)
+        added = float_format(precision)
+        narrow = self.fp16 if added is None else getattr(self, added.units)
+        tera = {PrecisionKind.fp32: fp32, PrecisionKind.bf16: self.bf16}.get(precision, narrow)
         return None if tera is None else tera * 1e12
 
 

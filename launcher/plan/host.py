@@ -308,8 +308,8 @@ _UNITS = {
     PrecisionKind.fp16: (("avx512_fp16", "amx_fp16", "avx_ne_convert"), "AVX512_CORE_FP16"),
 }
 NARROW = tuple(_UNITS)
-# least compute capability of GPUs with units: torch's rule for bf16; CUDA programming guide, tensor cores
-_CAPABILITIES = {PrecisionKind.bf16: 8.0, PrecisionKind.float8: 8.9}
+# least compute capability of GPUs with units: torch's rule
+_BF16_CAPABILITY = 8.0
 _AVX512_CORE = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 
 
@@ -317,14 +317,12 @@ def computes(kind: PrecisionKind, device: Device, env: Mapping[str, str]) -> boo
     """Return whether this machine computes in ``kind`` without emulation; None if only torch can tell.
 
     Args:
-        kind: a format narrower than fp32.
+        kind: bf16 or fp16.
         device: cpu or cuda.
         env: the workers' environment: oneDNN reads from it which instructions it may use.
     """
     if device is Device.cuda:
-        return True if kind is PrecisionKind.fp16 else _gpus_have(_CAPABILITIES[kind])
-    if kind is PrecisionKind.float8:
-        return False
+        return True if kind is PrecisionKind.fp16 else gpus_have(_BF16_CAPABILITY)
     if platform.machine() != "x86_64":
         return None
     return _cpu_computes(kind, cpu_flags(), env)
@@ -370,7 +368,7 @@ def device_model(device: Device, proc: Path = Path("/proc")) -> str:
 
 
 @cache
-def _gpus_have(least: float) -> bool | None:
+def gpus_have(least: float) -> bool | None:
     """Return whether compute capability is at least ``least``; None if GPUs differ or cannot be queried."""
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:

@@ -138,7 +138,7 @@ class TaskPlan:
         frozen_parameters, frozen_unit_parameters: parameters without gradient (whole model, within shard units).
         in_eval_mode: outermost modules that ``model()`` returns in eval mode; an empty name is the model itself.
         narrow_parameters: trained parameters that ``model()`` returns in bf16 or fp16.
-        float8_layers: linear layers in float8, and all; None without precision=float8.
+        format_layers: linear layers in the format that a package adds to ``precision``, and all; None without one.
         group_parameters: trained parameters in no group of the optimizer, and in each group.
         own_optimizer, own_schedule, own_order: the task has a method of that name, which is used.
         eval_sets: names of the held-out data sets, "" for a single one; empty: there is none; None: not known.
@@ -163,7 +163,7 @@ class TaskPlan:
     frozen_unit_parameters: int = 0
     in_eval_mode: tuple[str, ...] = ()
     narrow_parameters: int | None = None
-    float8_layers: tuple[int, ...] | None = None
+    format_layers: tuple[int, ...] | None = None
     group_parameters: tuple[int, ...] | None = None
     own_optimizer: bool = False
     own_schedule: bool = False

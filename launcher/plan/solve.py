@@ -39,7 +39,7 @@ from launcher.plan.batch import (
 )
 from launcher.plan.callback_plan import profile_notes, solve_callbacks, solve_notify
 from launcher.plan.data_shards import require_second_epoch, solve_data_shards
-from launcher.plan.float8_support import float8_notes
+from launcher.plan.float_format import float_format
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import PLAN_FORMAT, ClusterPlan, RunInfo, node_range
 from launcher.plan.optimizer_plan import require_target, solve_optimizer
@@ -272,7 +272,7 @@ def _on_cluster(
             *_notes(schedule, steps, epoch, batch, optimizer),
             *_unit_notes(strategy, task),
             *_precision_notes(precision, strategy),
-            *float8_notes(precision, task.float8_layers, compiles=config.train.compile),
+            *_format_notes(precision, task, compiles=config.train.compile),
             *_norm_notes(batch, task),
             *_single_sample_notes(epoch, batch, task, steps),
             *_loss_notes(batch, task),
@@ -283,6 +283,11 @@ def _on_cluster(
             *profile_notes(callbacks, steps, cluster.world_size),
         ),
     )
+
+
+def _format_notes(precision: PrecisionPlan, task: TaskPlan, *, compiles: bool) -> list[str]:
+    added = float_format(precision.kind)
+    return [] if added is None else added.notes(precision, task.format_layers, compiles=compiles)
 
 
 def _epoch(config: BatchConfig, batch: Batch, task: TaskPlan) -> EpochPlan:

@@ -18,7 +18,7 @@ from launcher.config.schema import (
 from launcher.errors import ConfigError
 from launcher.plan import host
 from launcher.plan.batch import Batch
-from launcher.plan.float8_support import require_units
+from launcher.plan.float_format import float_format
 from launcher.plan.gpus import find_gpu
 from launcher.plan.launch_plan import ClusterPlan
 from launcher.plan.run_plan import Forecast, PrecisionPlan, RunPlan, StrategyPlan, TaskPlan, extended
@@ -71,13 +71,7 @@ def excess_notes(plan: RunPlan) -> list[str]:
 
 
 CONFIGURED = "as configured"  # reason for a sync policy that the user chose
-ITEM_BYTES: dict[str, int] = {
-    PrecisionKind.auto: 4,
-    PrecisionKind.fp32: 4,
-    PrecisionKind.bf16: 2,
-    PrecisionKind.fp16: 2,
-    PrecisionKind.float8: 2,
-}
+ITEM_BYTES: dict[str, int] = {kind: 4 if kind in ("auto", "fp32") else 2 for kind in PrecisionKind}
 
 
 def job_lines(plan: RunPlan) -> dict[str, str]:
@@ -185,7 +179,8 @@ def solve_precision(config: PrecisionConfig, cluster: ClusterPlan, bf16: bool | 
     Raises:
         ConfigError: an option that has no effect on this device.
     """
-    require_units(config, cluster)
+    if (added := float_format(config.kind)) is not None:
+        added.check(config, cluster)
     kind, reason, device = config.kind, "", "this machine"
     if cluster.gpu is not None:
         bf16, device = find_gpu(cluster.gpu).bf16 is not None, cluster.gpu.upper()

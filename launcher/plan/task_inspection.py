@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, cast
 
+from launcher.config.numerics import is_added
 from launcher.config.schema import (
     Balance,
     ClusterKind,
@@ -23,7 +24,6 @@ from launcher.config.schema import (
     Device,
     OptimizerConfig,
     OptimizerKind,
-    PrecisionKind,
     ScheduleConfig,
     ScheduleKind,
 )
@@ -64,7 +64,7 @@ class InspectionRequest:
         balance: may need the lengths of the samples.
         callbacks: as configured; they are checked and not constructed.
         initial: weights that must fit the model.
-        float8_exclude: linear layers that stay in bf16; None without precision=float8.
+        precision: number formats, if one is of an installed package: its layers are counted.
     """
 
     task: dict[str, Any]
@@ -76,7 +76,7 @@ class InspectionRequest:
     balance: Balance
     callbacks: list[dict[str, Any]]
     initial: InitialWeights | None = None
-    float8_exclude: list[str] | None = None
+    precision: PrecisionPlan | None = None
 
     @classmethod
     def of(cls, config: Config, import_from: str, initial: InitialWeights | None = None) -> Self:
@@ -91,7 +91,7 @@ class InspectionRequest:
             task=config.task, import_from=import_from, shards=config.strategy.kind in SHARDED, seed=config.train.seed,
             optimizer=optimizer, schedule=schedule, balance=config.batch.balance,
             callbacks=config.callbacks, initial=initial,
-            float8_exclude=precision.float8_exclude if precision.kind is PrecisionKind.float8 else None,
+            precision=precision if is_added("precision", precision.kind) else None,
         )  # fmt: skip
 
     @property
@@ -289,7 +289,7 @@ def _by_arithmetic(request: InspectionRequest) -> TaskPlan | None:
             "task._target_", target, "is not set.", "Name the task's class: task._target_=my_tasks.MyTask."
         )
     checks = any((optimizer.target, request.schedule.target, optimizer.groups, request.callbacks, request.initial))
-    checks = checks or request.float8_exclude is not None
+    checks = checks or request.precision is not None
     if target.startswith(_WITH_FACTS) and not checks:
         try:
             task = load_task(target, params, [])

@@ -28,6 +28,7 @@ from launcher.config.schema import (
 from launcher.errors import NoGoodCheckpoint, Superseded, UserError, WrongCheckpoint, class_named
 from launcher.plan.callback_plan import name_of
 from launcher.plan.data_shards import data_shards_text
+from launcher.plan.float_format import float_format
 from launcher.plan.host import without_path
 from launcher.plan.optimizer_plan import MATCH, TARGET
 from launcher.plan.outer import outer_text
@@ -197,9 +198,8 @@ def precision_text(precision: PrecisionPlan) -> str:
     if precision.kind is PrecisionKind.auto:
         return "auto: bf16 if every worker's device computes it natively, else fp32; decided at the start"
     tf32 = ", TF32 for what is in fp32" if precision.tf32 else ""
-    if precision.kind is PrecisionKind.float8:
-        emulated = ", emulated" if precision.float8_emulate else ""
-        return f"float8 ({precision.float8_recipe.value}{emulated}), else bf16{tf32}"
+    if (added := float_format(precision.kind)) is not None:
+        return f"{added.text(precision)}, else bf16{tf32}"
     return precision.kind.value + (f" ({precision.reason})" if precision.reason else "") + tf32
 
 

@@ -16,7 +16,7 @@ from launcher.launch.credentials import require_credentials
 from launcher.launch.planner import emulation_notes, site_of, with_predictions
 from launcher.plan import windows
 from launcher.plan.batch import Batch
-from launcher.plan.float8_support import require_float8
+from launcher.plan.float_format import float_format
 from launcher.plan.gpus import require_at_hand
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import LaunchPlan
@@ -117,7 +117,8 @@ def replan(paths: RunPaths, old: RunPlan, overrides: Sequence[str], *, force: bo
             plan = with_reason(plan, old.strategy.kind_reason) if keeps_strategy else plan
         plan = plan.with_notes(asked.slow_notes())
     require_trackers(config, os.environ)
-    require_float8(config, plan.cluster)
+    if (added := float_format(config.precision.kind)) is not None:
+        added.check_site(config, plan.cluster)
     if keeps_precision:
         plan = plan.with_precision(old.precision.kind, old.precision.reason)
     _require_something_to_do(plan, old, at, done=done)
@@ -254,8 +255,8 @@ def _notes(plan: RunPlan, old: RunPlan, at: SavedProgress | None, touched: set[s
             f"precision={plan.precision.kind.value} instead of {old.precision.kind.value}: parameters and optimizer "
             "state are fp32 in both and do not change; forward and backward passes round differently from here on."
         )
-    elif changed_float8 := sorted(key for key in touched if key.startswith("precision.float8_")):
-        notes.append(f"{', '.join(changed_float8)}: float8 rounds differently from here on.")
+    elif options := sorted(key for key in touched if key.startswith(f"precision.{plan.precision.kind.value}_")):
+        notes.append(f"{', '.join(options)}: {plan.precision.kind.value} rounds differently from here on.")
     if touched & {"batch.global_size", "batch.ramp"} and at is not None:
         notes.append(
             f"The global batch changes after window {at.windows}: the next sample stays the same, the "

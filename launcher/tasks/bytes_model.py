@@ -80,7 +80,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 * scale)
 
     def get_output_embeddings(self) -> nn.Linear:
-        """Return the head, which stays in bf16 with precision=float8."""
+        """Return the head, which stays in bf16 with a narrower format."""
         return self.head
 
     def forward(self, tokens: Tensor) -> Tensor:

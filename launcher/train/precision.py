@@ -22,16 +22,18 @@ from torch.optim import Optimizer
 from launcher.config.schema import Device, PrecisionKind
 from launcher.errors import ConfigError
 from launcher.plan import host
-from launcher.plan.float8_support import no_units
+from launcher.plan.float_format import float_format
 from launcher.plan.run_plan import PrecisionPlan, RunPlan
 from launcher.process import die_with_parent, exit_at_once
 from launcher.rundir.files import write_json
 from launcher.train.world import World
 
-# dtypes in which autocast computes, and in which FSDP gathers; parallel/float8.py does the rest of float8
+# dtypes in which autocast computes, and in which FSDP gathers; bf16 with a format of an installed package
 DTYPES: dict[str, torch.dtype] = {
-    PrecisionKind.bf16: torch.bfloat16, PrecisionKind.fp16: torch.float16, PrecisionKind.float8: torch.bfloat16
-}  # fmt: skip
+    kind: torch.float16 if kind is PrecisionKind.fp16 else torch.bfloat16
+    for kind in PrecisionKind
+    if kind not in ("auto", "fp32")
+}
 
 
 # dtypes in which small updates of a parameter are lost to rounding
@@ -174,8 +176,6 @@ def is_native(kind: PrecisionKind, device: torch.device) -> bool:
     """Return whether ``device`` computes in ``kind`` without emulation."""
     if kind not in DTYPES:
         return True
-    if kind is PrecisionKind.float8:
-        return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
     if device.type == "cuda":
         return kind is PrecisionKind.fp16 or torch.cuda.is_bf16_supported(including_emulation=False)
     onednn = torch.ops.mkldnn
@@ -195,7 +195,7 @@ def resolve_precision(plan: RunPlan, world: World, device: torch.device, record:
         record: file that stores the decision for later attempts of the run. ``RunPlan.load`` reads it.
 
     Raises:
-        ConfigError: precision=float8, and the device of a rank has no units for it.
+        ConfigError: the device of a rank has no units for the format of an installed package.
     """
     # a host that joined the run later, and has a run directory of its own, lacks the record of the decision
     plans = world.of_all((plan.precision.kind, plan.precision.reason))
@@ -207,10 +207,10 @@ def resolve_precision(plan: RunPlan, world: World, device: torch.device, record:
         plan = plan.with_precision(kind, reason)
         if world.rank == 0:
             print(f"Precision: {kind.value} ({reason}).", flush=True)
-    if plan.precision.kind is PrecisionKind.float8:
-        natives = world.of_all(plan.precision.float8_emulate or is_native(PrecisionKind.float8, device))
+    if (added := float_format(plan.precision.kind)) is not None:
+        natives = world.of_all(added.computes(plan.precision, device))
         if not all(natives):
-            raise no_units(f"the device of rank {natives.index(False)}")
+            raise added.no_units(f"the device of rank {natives.index(False)}")
     elif plan.precision.kind in DTYPES and plan.precision.kind not in _warned:
         _warned.add(plan.precision.kind)
         _warn_of_emulation(plan.precision.kind, world, device)

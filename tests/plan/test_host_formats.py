@@ -80,10 +80,10 @@ def test_gpus(says: str, answer: bool | None, tmp_path: Path, monkeypatch: pytes
     tool.write_text(f"#!/bin/sh\nprintf '{says}'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    host._gpus_have.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    host.gpus_have.cache_clear()
     assert host.computes(PrecisionKind.bf16, Device.cuda, {}) is answer
     assert host.computes(PrecisionKind.fp16, Device.cuda, {}) is True
-    host._gpus_have.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    host.gpus_have.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,4 @@
-"""Float8 layers of a model: which ones, and the change of their class.
-
-``precision=float8`` is bf16 with linear layers that multiply in float8. Such a layer stays the same object with the
-same parameters, hooks and names; only its class changes. torchao is not imported before a layer is changed.
-"""
+"""Layers of a model that can be computed in float8."""
 
 from __future__ import annotations
 
@@ -10,13 +6,8 @@ import re
 from collections.abc import Sequence
 
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
-from launcher.config.schema import PrecisionKind
-from launcher.errors import ConfigError
-from launcher.plan.float8_support import INSTALL, no_layers, quiet_torchao
-from launcher.plan.run_plan import PrecisionPlan
-from launcher.train.parallel.mixed_precision import class_before_float8, matmul_parameters
+from launcher.train.parallel.mixed_precision import class_before_format, matmul_parameters
 
 # torch's float8 products need sizes that are multiples of this (torch._scaled_mm)
 MULTIPLE = 16
@@ -38,7 +29,7 @@ def float8_layers(model: nn.Module, exclude: Sequence[str]) -> dict[str, nn.Line
     for name, module in model.named_modules(remove_duplicate=False):
         if any(re.search(pattern, name) for pattern in exclude):
             excluded.add(module)
-        plain = class_before_float8(module)
+        plain = class_before_format(module)
         is_linear = issubclass(plain, nn.Linear) and plain.forward is nn.Linear.forward
         if not is_linear or "forward" in vars(module) or module in heads:
             continue
@@ -60,27 +51,3 @@ def _heads(model: nn.Module) -> set[nn.Module]:
         if isinstance(head, nn.Module):
             heads.update(head.modules())
     return heads
-
-
-def set_float8(model: nn.Module, precision: PrecisionPlan) -> None:
-    """Let the model's layers compute in float8 if the precision is, and otherwise as they did before.
-
-    Raises:
-        ConfigError: no layer can be computed in float8, or torchao cannot be imported.
-    """
-    for module in model.modules():
-        if class_before_float8(module) is not type(module):
-            module.__class__ = class_before_float8(module)
-    if precision.kind is not PrecisionKind.float8:
-        return
-    layers = float8_layers(model, precision.float8_exclude)
-    if not layers:
-        raise no_layers(precision.float8_exclude)
-    try:
-        quiet_torchao()
-        with _disable_current_modes():  # constants of torchao must be real tensors
-            from launcher.train.parallel.float8_linear import float8_class
-    except ImportError as error:
-        raise ConfigError("precision", "float8", f"torchao cannot be imported: {error}.", INSTALL) from None
-    for layer in layers.values():
-        layer.__class__ = float8_class(type(layer), precision.float8_recipe.value, precision.float8_emulate)

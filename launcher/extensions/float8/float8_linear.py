@@ -23,12 +23,12 @@ class Float8Layer(nn.Linear):
     FSDP's gathers and autocast take: strategies would then compute different functions.
 
     Attributes:
-        class_before_float8: class of the layer before the change.
+        class_before_format: class of the layer before the change.
         float8_config: settings of torchao. Not ``config``, which layers of the user's may have themselves.
         float8_products: settings of the three products.
     """
 
-    class_before_float8: type[nn.Linear]
+    class_before_format: type[nn.Linear]
     float8_config: Float8LinearConfig
     float8_products: LinearMMConfig
 
@@ -49,7 +49,7 @@ class Float8Layer(nn.Linear):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as the class before the change: a saved model needs neither torchao nor the launcher."""
-        return copyreg._reconstructor, (self.class_before_float8, object, None), self.__dict__  # pyright: ignore
+        return copyreg._reconstructor, (self.class_before_format, object, None), self.__dict__  # pyright: ignore
 
 
 @functools.cache
@@ -67,7 +67,7 @@ def float8_class(plain: type[nn.Linear], recipe: str, emulate: bool) -> type[Flo
     config = dataclasses.replace(made, emulate=emulate, pad_inner_dim=sums_tokens)
     products = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
     settings = {
-        "class_before_float8": plain,
+        "class_before_format": plain,
         "float8_config": config,
         "float8_products": LinearMMConfig(
             *(ScaledMMConfig(emulate, each.use_fast_accum, False, config.pad_inner_dim) for each in products)

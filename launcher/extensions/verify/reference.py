@@ -27,7 +27,7 @@ from launcher.train.engine.modes import start_training
 from launcher.train.engine.oom import is_out_of_memory
 from launcher.train.engine.preserved_state import SavedState
 from launcher.train.parallel.batchnorm import freeze
-from launcher.train.parallel.float8 import set_float8
+from launcher.train.parallel.mixed_precision import set_format
 from launcher.train.precision import Precision
 
 # usable fraction of free memory: a pass needs more than the tensors saved for backward
@@ -89,7 +89,7 @@ class Reference:
                 if value.dtype != tensor.dtype:
                     tensor.data = tensor.data.to(value.dtype)
                 tensor.copy_(value)
-        set_float8(self.model, self.plan.precision)
+        set_format(self.model, self.plan.precision)
         start_training(self.model)
         for name, module in self.model.named_modules():
             module.training = self.run.training[name]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from launcher.config.schema import Compress, PrecisionKind, ShortWindow
+from launcher.config.schema import Compress, ShortWindow
 from launcher.extensions.verify.accumulated import EngineRun, EngineWindow, Trial, choose_windows, in_fp32, run_windows
 from launcher.extensions.verify.certificate import (
     FP32,
@@ -34,6 +34,7 @@ from launcher.extensions.verify.certificate import (
 from launcher.extensions.verify.comparison import Gradient, compare_gradients
 from launcher.extensions.verify.hazards import probe_data, probe_length, probe_task
 from launcher.extensions.verify.reference import Reference, ReferenceWindow
+from launcher.plan.float_format import float_format
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.strategy import job_lines
 from launcher.plan.sync_policy import SHARDED
@@ -127,7 +128,7 @@ def _measure(plan: RunPlan, world: World) -> Measured:
 
 def arithmetic_of(plan: RunPlan, run: EngineRun) -> str:
     """Return a description of the arithmetic that the job computes in."""
-    names = {dtype: kind for kind, dtype in DTYPES.items() if kind is not PrecisionKind.float8}
+    names = {dtype: kind for kind, dtype in reversed(DTYPES.items())}  # bf16 is the first of its dtype
     kept = {names[value.dtype] for value in run.values.values() if value.dtype in names}
     parts = [plan.precision.kind.value, *(f"{name} parameters" for name in sorted(kept))]
     if (sent := _sent_as(plan)) is not None:
@@ -244,9 +245,9 @@ def _sent_as(plan: RunPlan) -> torch.dtype | None:
 def _rule(plan: RunPlan, own: EngineRun) -> Rule:
     """Return the rule for the coarsest format in which the job computes, stores or sends."""
     formats = {DTYPES.get(plan.precision.kind), _sent_as(plan), *(t.dtype for t in own.values.values())}
-    if plan.precision.kind is PrecisionKind.float8:
-        formats.add(torch.float8_e4m3fn)
-    roundoffs = [torch.finfo(each).eps / 2 for each in (*DTYPES.values(), torch.float8_e4m3fn) if each in formats]
+    roundoffs = [torch.finfo(each).eps / 2 for each in DTYPES.values() if each in formats]
+    if (added := float_format(plan.precision.kind)) is not None:
+        roundoffs.append(added.roundoff)
     return narrow_rule(max(roundoffs)) if roundoffs else FP32
 
 

@@ -25,7 +25,7 @@ from launcher.train.optimizers import as_one, set_mode
 from launcher.train.parallel.base import Parallel, ShardUnits
 from launcher.train.parallel.batchnorm import Norms
 from launcher.train.parallel.deferred_init import InitialShards, build_for_shards
-from launcher.train.parallel.float8 import set_float8
+from launcher.train.parallel.mixed_precision import set_format
 from launcher.train.parallel.model_check import require_trainable
 from launcher.train.parallel.replicas import require_same_structure, share_model
 from launcher.train.parallel.shard_units import find_units
@@ -133,7 +133,7 @@ def build_parallel(
     if isinstance(optimizer, Sequence):
         optimizer = as_one(optimizer)
     _set_formats(model, optimizer if isinstance(optimizer, Optimizer) else None, plan, world)
-    set_float8(model, plan.precision)
+    set_format(model, plan.precision)
     if not isinstance(optimizer, Optimizer):
         parallel = wrap(model, plan, device, shard_units, initial, compile_units)
         if values is not None:

@@ -24,8 +24,9 @@ from launcher.config.schema import Balance, Device, LrScaling, OptimizerConfig, 
 from launcher.errors import DataError, TaskError, UserError
 from launcher.loss import has_window_loss
 from launcher.plan.callback_plan import require_callbacks
+from launcher.plan.float_format import float_format
 from launcher.plan.optimizer_plan import assign, require_members, solve_optimizer
-from launcher.plan.run_plan import OptimizerPlan, SchedulePlan, extended
+from launcher.plan.run_plan import OptimizerPlan, PrecisionPlan, SchedulePlan, extended
 from launcher.plan.task_inspection import InspectionRequest
 from launcher.process import die_with_parent, exit_at_once
 from launcher.rundir.files import value_from_json
@@ -80,7 +81,7 @@ def probe(request: InspectionRequest, built: BuiltTask | None = None) -> dict[st
         "target": request.target,
         "params": request.params | (fixed() if (fixed := getattr(task, "fixed_arguments", None)) is not None else {}),
         **_sizes(model, task, shards=request.shards),
-        "float8_layers": _float8_layers(model, request.float8_exclude),
+        "format_layers": _format_layers(model, request.precision),
         "in_eval_mode": [""] if built.in_eval_mode else in_eval_mode(model),
         "eval_sets": tuple(held_out),
         "window_loss": has_window_loss(task),
@@ -118,15 +119,13 @@ def _sizes(model: nn.Module, task: Task, *, shards: bool) -> dict[str, int]:
     }
 
 
-def _float8_layers(model: nn.Module, exclude: list[str] | None) -> tuple[int, int] | None:
-    """Return the numbers of linear layers in float8 and of all; None without precision=float8."""
-    if exclude is None:
+def _format_layers(model: nn.Module, precision: PrecisionPlan | None) -> tuple[int, int] | None:
+    """Return the numbers of linear layers in the format of an installed package and of all; None without one."""
+    if precision is None or (added := float_format(precision.kind)) is None:
         return None
     from torch.nn import Linear
 
-    from launcher.train.parallel.float8 import float8_layers
-
-    return len(float8_layers(model, exclude)), sum(isinstance(module, Linear) for module in model.modules())
+    return len(added.layers(model, precision)), sum(isinstance(module, Linear) for module in model.modules())
 
 
 def near_misses(task: Task) -> list[str]:

@@ -21,6 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
+from launcher.plan.float_format import float_format
+from launcher.plan.run_plan import PrecisionPlan
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
@@ -83,9 +86,23 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def class_before_float8(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a layer, or the one that it had before float8.py changed it."""
-    return getattr(type(module), "class_before_float8", type(module))
+def class_before_format(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a layer, or the one that it had before ``set_format`` changed it."""
+    return getattr(type(module), "class_before_format", type(module))
+
+
+def set_format(model: nn.Module, precision: PrecisionPlan) -> None:
+    """Let the model's layers compute in the format of an installed package if the precision is one, and otherwise as
+    they did before.
+
+    Raises:
+        ConfigError: it can change no layer.
+    """
+    for module in model.modules():
+        if class_before_format(module) is not type(module):
+            module.__class__ = class_before_format(module)
+    if (added := float_format(precision.kind)) is not None:
+        added.convert(model, precision)
 
 
 def matmul_parameters(model: nn.Module) -> dict[nn.Parameter, tuple[nn.Module, str]]:
@@ -96,7 +113,7 @@ def matmul_parameters(model: nn.Module) -> dict[nn.Parameter, tuple[nn.Module, s
     for module in model.modules():
         # torch's attention uses the weights of its output layer directly, without calling the layer
         own = isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
-        forward = getattr(class_before_float8(module), "forward", None)  # TorchScript's classes have none
+        forward = getattr(class_before_format(module), "forward", None)  # TorchScript's classes have none
         for name, parameter in module.named_parameters(recurse=False):
             if forward in _MULTIPLIES and name in ("weight", "bias") and not own:
                 used.setdefault(parameter, (module, name))  # torch's FSDP knows a tied one by its first place

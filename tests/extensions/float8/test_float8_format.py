@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from launcher.config.schema import Device, PrecisionKind
+from launcher.config.schema import PrecisionKind
 from launcher.errors import ConfigError
+from launcher.extensions.float8.float8_format import FLOAT8
 from launcher.plan import host
-from launcher.plan.float8_support import require_float8
 from launcher.plan.gpus import GPUS, find_gpu
 from launcher.plan.run_plan import RunPlan
 from tests.helpers import compose, make_plan
@@ -56,46 +56,43 @@ def test_what_it_refuses(overrides: tuple[str, ...], message: str) -> None:
 
 def test_a_gpu_with_units_may() -> None:
     plan = make_plan("precision=float8", "cluster.device=cuda", "cluster.gpu=h100", gpus=2)
-    assert plan.precision.kind is PrecisionKind.float8
+    assert plan.precision.kind is PrecisionKind("float8")
     assert any("without train.compile=true is slower than bf16" in note for note in plan.notes)
     compiled = make_plan("precision=float8", "cluster.device=cuda", "cluster.gpu=h100", "train.compile=true", gpus=2)
     assert not any("slower" in note for note in compiled.notes)
 
 
 def test_notes_on_layers_recipe_and_emulation() -> None:
-    task = dataclasses.replace(make_plan().task, float8_layers=(14, 15))
+    task = dataclasses.replace(make_plan().task, format_layers=(14, 15))
     notes = make_plan(*EMULATED, "precision.float8_recipe=tensorwise", task=task).notes
     assert "14 of 15 linear layers compute in float8, all else in bf16." in notes
     assert any("the gradient depends on how samples are divided into micro-batches" in note for note in notes)
     assert any("slow, for tests" in note for note in notes)
     with pytest.raises(ConfigError, match="no layer of the model can be computed in float8"):
-        make_plan(*EMULATED, task=dataclasses.replace(task, float8_layers=(0, 3)))
+        make_plan(*EMULATED, task=dataclasses.replace(task, format_layers=(0, 3)))
 
 
 @pytest.mark.parametrize(("capability", "may"), [("8.0", False), ("8.9", True), ("9.0", True)])
 def test_this_machines_gpus_are_asked(capability: str, may: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     done: Any = type("Done", (), {"stdout": f"{capability}\n"})
     monkeypatch.setattr(host.subprocess, "run", lambda *_, **__: done)
-    host._gpus_have.cache_clear()
+    host.gpus_have.cache_clear()
     try:
-        assert host.computes(PrecisionKind.float8, Device.cuda, {}) is may
         plan = make_plan("precision=float8", gpus=2)
         if may:
-            require_float8(compose(("precision=float8",)), plan.cluster)
+            FLOAT8.check_site(compose(("precision=float8",)), plan.cluster)
         else:
             with pytest.raises(ConfigError, match="has no float8 units"):
-                require_float8(compose(("precision=float8",)), plan.cluster)
+                FLOAT8.check_site(compose(("precision=float8",)), plan.cluster)
     finally:
-        host._gpus_have.cache_clear()
-    assert host.computes(PrecisionKind.float8, Device.cpu, {}) is False
+        host.gpus_have.cache_clear()
 
 
 def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     plan = make_plan(*EMULATED)
     with pytest.raises(ConfigError, match=r"torchao is not installed.\n  Install it: pip install 'launcher\[float8\]'"):
-        require_float8(compose(EMULATED), plan.cluster)
-    require_float8(compose(("precision=bf16",)), plan.cluster)
+        FLOAT8.check_site(compose(EMULATED), plan.cluster)
 
 
 def test_peaks_are_twice_those_of_bf16_on_gpus_since_ada() -> None:
@@ -103,5 +100,5 @@ def test_peaks_are_twice_those_of_bf16_on_gpus_since_ada() -> None:
         if gpu.fp8 is not None:
             assert gpu.bf16 is not None
             assert gpu.fp8 == pytest.approx(2 * gpu.bf16, rel=0.02), gpu
-    flops = {name: find_gpu(name).flops(PrecisionKind.float8, tf32=False) for name in ("h200", "a100", "v100")}
+    flops = {name: find_gpu(name).flops(PrecisionKind("float8"), tf32=False) for name in ("h200", "a100", "v100")}
     assert flops == {"h200": 1979e12, "a100": None, "v100": None}

@@ -17,9 +17,9 @@ from torch.nn.utils import parametrizations
 
 from launcher.config.choices import Float8Recipe
 from launcher.errors import ConfigError
+from launcher.extensions.float8.float8_layers import float8_layers
 from launcher.plan.run_plan import PrecisionPlan
-from launcher.train.parallel.float8 import float8_layers, set_float8
-from launcher.train.parallel.mixed_precision import matmul_parameters
+from launcher.train.parallel.mixed_precision import matmul_parameters, set_format
 from tests.helpers import make_plan
 
 PLAIN = make_plan("precision=bf16").precision
@@ -79,7 +79,7 @@ def test_a_layer_stays_the_object_that_others_refer_to() -> None:
     one, two, weight, names = model.one, model.two, model.one.weight, list(model.state_dict())
     one.register_forward_hook(lambda module, *_: seen.append(module))
     multiplied = set(matmul_parameters(model))
-    set_float8(model, emulated())
+    set_format(model, emulated())
     assert model.one is one is model.again
     assert isinstance(two, Projection)
     assert type(two).__name__ == "Float8Projection"
@@ -95,18 +95,18 @@ def test_a_layer_stays_the_object_that_others_refer_to() -> None:
     with in_bf16():
         assert one(torch.ones(0, 32)).shape == (0, 64)
         assert one(torch.ones(32)).shape == (64,)
-    set_float8(model, PLAIN)
+    set_format(model, PLAIN)
     assert type(one) is nn.Linear
     assert type(two) is Projection
-    set_float8(model, emulated())
-    set_float8(model, emulated())
+    set_format(model, emulated())
+    set_format(model, emulated())
     assert type(two).__mro__.count(Projection) == 1, "changed once, however often"
 
 
 def test_copies_compute_in_float8_and_what_is_pickled_is_plain() -> None:
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), Projection(64, 32))
     x, plain = torch.randn(5, 32), copy.deepcopy(model)
-    set_float8(model, emulated())
+    set_format(model, emulated())
     twin = copy.deepcopy(model)
     with in_bf16():
         assert torch.equal(twin(x), model(x))
@@ -131,7 +131,7 @@ def test_it_computes_what_torchao_does(recipe: Float8Recipe) -> None:
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32, bias=False))
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe.value), emulate=True)
     reference = convert_to_float8_training(copy.deepcopy(model).to(torch.bfloat16), config=config)
-    set_float8(model, emulated(f"precision.float8_recipe={recipe.value}"))
+    set_format(model, emulated(f"precision.float8_recipe={recipe.value}"))
     x = torch.randn(2, 16, 32)
     with in_bf16():
         outputs = model(x)
@@ -151,7 +151,7 @@ def outputs_and_gradients(recipe: Float8Recipe, size: int) -> tuple[Tensor, Tens
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
     x = (torch.randn(8, 16, 32) * torch.logspace(-3, 1, 8)[:, None, None]).requires_grad_()
-    set_float8(model, emulated(f"precision.float8_recipe={recipe.value}"))
+    set_format(model, emulated(f"precision.float8_recipe={recipe.value}"))
     outputs = list[Tensor]()
     for part in x.split(size):
         with in_bf16():
@@ -174,7 +174,7 @@ def test_the_default_recipe_rounds_each_token_on_its_own() -> None:
 def test_a_compiled_block_is_one_graph_with_the_same_numbers() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32, bias=False))
-    set_float8(model, emulated())
+    set_format(model, emulated())
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     x, gradients = torch.randn(2, 16, 32), list[list[Tensor]]()
     for each in (model, compiled):
@@ -197,7 +197,7 @@ def test_frozen_layers_under_adapters_of_peft() -> None:
     assert len(names) == 7, names
     assert any(name.endswith("q_proj.base_layer") for name in names)
     assert not any("lora_" in name or "lm_head" in name for name in names)
-    set_float8(model, emulated())
+    set_format(model, emulated())
     with in_bf16():
         loss = model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss
     loss.backward()
@@ -210,17 +210,17 @@ def test_frozen_layers_under_adapters_of_peft() -> None:
 
 def test_no_layer_and_no_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="no layer of the model can be computed in float8"):
-        set_float8(nn.Sequential(nn.Linear(30, 64)), emulated())
-    monkeypatch.delitem(sys.modules, "launcher.train.parallel.float8_linear", raising=False)
+        set_format(nn.Sequential(nn.Linear(30, 64)), emulated())
+    monkeypatch.delitem(sys.modules, "launcher.extensions.float8.float8_linear", raising=False)
     monkeypatch.setitem(sys.modules, "torchao.float8.config", None)
     with pytest.raises(ConfigError, match=r"torchao cannot be imported: .*\n  Install it: pip install"):
-        set_float8(nn.Linear(32, 32), emulated())
+        set_format(nn.Linear(32, 32), emulated())
 
 
 def test_only_the_known_messages_of_the_import_are_hidden(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from launcher.train.parallel import float8_linear  # imported before: the next import is replaced
+    from launcher.extensions.float8 import float8_linear  # imported before: the next import is replaced
 
     caplog.clear()
 
@@ -231,9 +231,9 @@ def test_only_the_known_messages_of_the_import_are_hidden(
 
     stand_in: Any = types.ModuleType("stand_in")
     stand_in.__getattr__ = imported
-    monkeypatch.setitem(sys.modules, "launcher.train.parallel.float8_linear", stand_in)
-    set_float8(nn.Linear(32, 32), emulated())
+    monkeypatch.setitem(sys.modules, "launcher.extensions.float8.float8_linear", stand_in)
+    set_format(nn.Linear(32, 32), emulated())
     assert {record.getMessage() for record in caplog.records} == {"another warning"}
     filters = [*logging.getLogger("torchao").filters]
-    set_float8(nn.Linear(32, 32), emulated())
+    set_format(nn.Linear(32, 32), emulated())
     assert logging.getLogger("torchao").filters == filters, "each is added once"
