@@ -95,7 +95,7 @@ def test_one_that_is_killed_starts_again_until_the_end(tmp_path: Path, started: 
 def test_those_of_a_script_start_when_its_engine_has_a_plan(tmp_path: Path, started: list[list[str]]) -> None:
     plan = plan_in(tmp_path, "trackers=[tensorboard]")
     fields = json.loads(plan.to_json())
-    script = {name: fields[name] for name in ("format", "run", "cluster", "env", "command", "notify")}
+    script = {name: fields[name] for name in ("format", "run", "cluster", "env", "command", "notify", "added")}
     plan.paths.plan.write_text(json.dumps(script))
     from launcher.plan.launch_plan import LaunchPlan
 
