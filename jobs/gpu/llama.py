@@ -15,7 +15,7 @@ from jobs.gpu.registry import Environment, Skip, check
 PUBLISHED_8B = 10_471
 STEPS = 12
 JOB = (
-    "task._target_=launcher.tasks.llama.Llama", "task.eval_samples=1", "train.eval_every=0", "checkpoint.enabled=false",
+    "task=llama", "task.eval_samples=1", "train.eval_every=0", "checkpoint.enabled=false",
     "strategy=single", f"train.steps={STEPS}", "optimizer.lr=1e-4", "batch.on_oom=shrink",
 )  # fmt: skip
 # on a CPU, only to run the code of the check
@@ -40,7 +40,7 @@ def _require_memory(size: str, settings: tuple[str, ...]) -> None:
     """Raise Skip if parameters, gradients and optimizer state alone do not fit."""
     import torch
 
-    from launcher.tasks.llama import Llama
+    from launcher.extensions.hf.llama import Llama
     from launcher.train.inspection.built_task import build_inspected
 
     count = sum(parameter.numel() for parameter in build_inspected(Llama(size=size), "Llama", 0).parameters())
@@ -117,7 +117,7 @@ def documents(environment: Environment) -> str:
     """Compare rows of several documents with each document alone, loss and gradient, as a GPU computes them."""
     import torch
 
-    from launcher.tasks.llama import Llama
+    from launcher.extensions.hf.llama import Llama
 
     torch.manual_seed(0)
     task = Llama(width=256, depth=2, heads=4, kv_heads=2, ffn=512, vocab=512, seq_len=512)

@@ -83,7 +83,7 @@ def refused(launch: Launch, tmp_path: Path, *arguments: str, env: dict[str, str]
             ["error: task._target_=speech.broken.Task: ZeroDivisionError", "broken.py"],
         ),
         ("task.width={a:1}", ["task.width={'a': 1}: launcher.tasks.bytes_gpt.BytesGPT takes int here"]),
-        ("task=llama task.dtype=fp8", ["task.dtype=fp8: launcher.tasks.llama.Llama takes fp32 or bf16 here"]),
+        ("task=llama task.dtype=fp8", ["task.dtype=fp8: launcher.extensions.hf.llama.Llama takes fp32 or bf16 here"]),
         ("precision=16", ["precision=16: there is no such option", "Allowed: auto, bf16, float8, fp16, fp32"]),
         ("task.width=[1", ["error: task.width=[1: cannot be read as an override: no viable alternative at input '[1'"]),
         ("train.steps=3 foo=bar=baz{", ["error: foo=bar=baz{: cannot be read as an override"]),

@@ -13,11 +13,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from launcher.extensions.hf.llama import Llama
 from launcher.tasks.chunked_loss import ChunkedHead, linear_cross_entropy
-from launcher.tasks.llama import Llama
 from launcher.train.engine.build import compile_forward, recompute
 from launcher.train.inspection.allocation_log import AllocationLog
-from tests.tasks.hf_files import configuration
+from tests.extensions.hf.hf_files import configuration
 
 
 def distance(actual: Tensor, expected: Tensor) -> float:

@@ -10,9 +10,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from launcher.errors import TaskError
+from launcher.extensions.hf.hf_data import Encode, UnusableExample, require_columns
+from launcher.extensions.hf.hf_model import HfTask
 from launcher.loss import Loss
-from launcher.tasks.hf_data import Encode, UnusableExample, require_columns
-from launcher.tasks.hf_model import HfTask
 
 if TYPE_CHECKING:
     from torch import nn

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.errors import TaskError, did_you_mean
+from launcher.extensions.hf.hf_data import Encode, read_examples, split_examples, tokenized
 from launcher.process import quiet_torchao
 from launcher.quantities import first_names
-from launcher.tasks.hf_data import Encode, read_examples, split_examples, tokenized
 
 if TYPE_CHECKING:
     from torch import nn

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from launcher.errors import TaskError, did_you_mean
+from launcher.extensions.hf.hf_causal_lm import IGNORED, CausalLM
+from launcher.extensions.hf.hf_model import load_config
 from launcher.tasks.bytes_gpt import VOCABULARY, BytesGPT
-from launcher.tasks.hf_causal_lm import IGNORED, CausalLM
-from launcher.tasks.hf_model import load_config
 from launcher.train.data.token_file import TokenRows, require_token_file
 
 # key of the task -> attribute of transformers' LlamaConfig

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from launcher.errors import TaskError
-from tests.tasks.hf_files import TEXTS, save_lines, save_model
+from tests.extensions.hf.hf_files import TEXTS, save_lines, save_model
 
 torch = pytest.importorskip("torch")
 
@@ -30,7 +30,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def task(model: Path | str, data: Path, **settings: Any) -> Any:
-    from launcher.tasks.hf_causal_lm import HfCausalLM
+    from launcher.extensions.hf.hf_causal_lm import HfCausalLM
 
     return HfCausalLM(str(model), str(data), **({"held_out": 0.0, "seq_len": 64} | settings))
 
@@ -90,7 +90,7 @@ def test_examples_that_cannot_be_used(llama: Path, tmp_path: Path) -> None:
 def test_tokens_are_read_from_the_cache(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = save_lines(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])
     first = task(llama, file).train_data()[:]
-    from launcher.tasks.hf_causal_lm import HfCausalLM
+    from launcher.extensions.hf.hf_causal_lm import HfCausalLM
 
     monkeypatch.setattr(HfCausalLM, "_sample", None)
     assert task(llama, file).train_data()[:] == first
@@ -231,7 +231,7 @@ def test_models_whose_tokens_see_later_ones_are_refused(
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_rotary_embeddings_that_depend_on_the_longest_text_have_a_limit(kind: str, llama: Path, tmp_path: Path) -> None:
-    from launcher.tasks.hf_model import _longest
+    from launcher.extensions.hf.hf_model import _longest
 
     rotary = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
     rotary |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if kind == "longrope" else {}
@@ -266,7 +266,7 @@ def test_an_example_has_the_number_of_its_line(llama: Path, tmp_path: Path) -> N
 def test_other_settings_of_a_tokenizer_have_another_cache(llama: Path) -> None:
     from transformers import AutoTokenizer
 
-    from launcher.tasks.hf_data import _identity
+    from launcher.extensions.hf.hf_data import _identity
 
     tokenizer = AutoTokenizer.from_pretrained(llama)
     before = _identity(tokenizer)

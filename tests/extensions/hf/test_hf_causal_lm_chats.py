@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from launcher.errors import TaskError
-from tests.tasks.hf_files import CHAT_TEMPLATE, save_lines, save_model
-from tests.tasks.test_hf_causal_lm import _cache, task  # noqa: F401
+from tests.extensions.hf.hf_files import CHAT_TEMPLATE, save_lines, save_model
+from tests.extensions.hf.test_hf_causal_lm import _cache, task  # noqa: F401
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from launcher.errors import TaskError
-from tests.tasks.hf_files import CHAT_TEMPLATE, configuration, save_lines, save_tokenizer
-from tests.tasks.test_hf_causal_lm import _cache  # noqa: F401
+from tests.extensions.hf.hf_files import CHAT_TEMPLATE, configuration, save_lines, save_tokenizer
+from tests.extensions.hf.test_hf_causal_lm import _cache  # noqa: F401
 
 # transformers computes a mask of what is between generation and endgeneration
 TEMPLATE = (
@@ -75,7 +75,7 @@ def save_files(directory: Path, template: str) -> Path:
 
 
 def task(directory: Path, data: Path) -> Any:
-    from launcher.tasks.hf_causal_lm import HfCausalLM
+    from launcher.extensions.hf.hf_causal_lm import HfCausalLM
 
     return HfCausalLM(str(directory / "config.json"), str(data), tokenizer=str(directory), held_out=0.0)
 

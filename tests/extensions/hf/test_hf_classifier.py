@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from launcher.errors import TaskError
-from launcher.tasks.hf_classifier import HfClassifier
-from tests.tasks.hf_files import TEXTS, save_lines, save_model
+from launcher.extensions.hf.hf_classifier import HfClassifier
+from tests.extensions.hf.hf_files import TEXTS, save_lines, save_model
 
 ROWS = [{"text": text, "label": "code" if "(" in text else "prose"} for text in TEXTS]
 

@@ -11,10 +11,10 @@ import torch
 
 from launcher.task import build_model, load_task, train_data
 from launcher.train.data.randomness import Permutation
+from tests.extensions.hf.hf_files import TEXTS, save_lines, save_model
 from tests.helpers import launch
 from tests.infra.checkpoints import tensors
 from tests.infra.runs import summary
-from tests.tasks.hf_files import TEXTS, save_lines, save_model
 
 STEPS, BATCH, RATE, SEED = 3, 16, 0.5, 0
 LORA = {"r": 4, "alpha": 8, "targets": ["q_proj", "v_proj"]}
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distrib
 
 def trained_plainly(params: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return the trained parameters after STEPS of gradient descent on whole global batches, in one process."""
-    task: Any = load_task("launcher.tasks.hf_causal_lm.HfCausalLM", params, [], SEED)
+    task: Any = load_task("launcher.extensions.hf.hf_causal_lm.HfCausalLM", params, [], SEED)
     model, data = build_model(task, SEED), train_data(task, SEED)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     order = Permutation(len(data), SEED, 0)
@@ -65,7 +65,7 @@ def test_a_job_learns_what_one_big_batch_learns(
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     expected, found = trained_plainly(params), tensors(tmp_path / f"job/checkpoints/step_{STEPS:06}")
-    start = build_model(load_task("launcher.tasks.hf_causal_lm.HfCausalLM", params, [], SEED), SEED)
+    start = build_model(load_task("launcher.extensions.hf.hf_causal_lm.HfCausalLM", params, [], SEED), SEED)
     before = dict(start.named_parameters())
     for name, value in expected.items():
         change, error = value - before[name], found[f"model.{name}"] - value

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from launcher.errors import TaskError
-from launcher.tasks import hf_model
-from launcher.tasks.llama import SIZES, Llama
+from launcher.extensions.hf import hf_model
+from launcher.extensions.hf.llama import SIZES, Llama
 from launcher.train.inspection.built_task import build_inspected
 from launcher.train.measure.flops import flops_per_sample
-from tests.tasks.hf_files import TEXTS, save_lines, save_model, save_tokenizer
+from tests.extensions.hf.hf_files import TEXTS, save_lines, save_model, save_tokenizer
 from tests.train.data.test_token_file import write
 
 SMALL: dict[str, Any] = {"width": 32, "depth": 2, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 300, "seq_len": 16}
@@ -93,7 +93,7 @@ def test_without_documents_a_row_is_one_text(tmp_path: Path) -> None:
 
 def test_texts_with_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same rows, and so the same loss, as task=hf_causal_lm with the same weights."""
-    from launcher.tasks.hf_causal_lm import HfCausalLM
+    from launcher.extensions.hf.hf_causal_lm import HfCausalLM
 
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     start = str(save_model(tmp_path / "llama", "llama"))

@@ -48,7 +48,7 @@ def trained_by_transformers(start: Path, params: dict[str, Any]) -> Any:
     from transformers import LlamaForCausalLM
 
     model = LlamaForCausalLM.from_pretrained(start)
-    data = load_task("launcher.tasks.llama.Llama", params, [], SEED).train_data()
+    data = load_task("launcher.extensions.hf.llama.Llama", params, [], SEED).train_data()
     order = Permutation(len(data), SEED, 0)
     for step in range(STEPS):
         total, items = torch.zeros(()), 0
