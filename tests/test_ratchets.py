@@ -55,11 +55,19 @@ def most_files_with_one_key() -> int:
     return max(files.values())
 
 
+def small_modules_with_one_importer() -> int:
+    """Return the number of modules under 120 lines that one other module imports: each is a part of it."""
+    importers = Counter(name for module in MODULES for name in own_imports(module) - {module})
+    lines = {name: len(path.read_text().splitlines()) for name, path in MODULES.items() if path.stem != "__init__"}
+    return sum(count < 120 and importers[name] == 1 for name, count in lines.items())
+
+
 def static_figures() -> dict[str, Any]:
     return {
         "lines": lines_of_packages(),
         "modules that train.worker imports": modules_of_worker(),
         "modules that name one config key": most_files_with_one_key(),
+        "modules under 120 lines with one importer": small_modules_with_one_importer(),
     }
 
 

@@ -69,7 +69,8 @@ LLAMAS = ("llama 1b", "llama 1b, float8", "llama 8b", "llama 8b, float8", "llama
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [LLAMAS[-1:], pytest.param(LLAMAS, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("names", [LLAMAS])
 def test_the_llamas_run_on_a_cpu_in_a_small_shape(names: tuple[str, ...], tmp_path: Path) -> None:
     out = tmp_path / "out"
     only = names[0] if len(names) == 1 else "llama"

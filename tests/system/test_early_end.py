@@ -41,6 +41,7 @@ def test_a_run_that_does_not_improve_ends_and_says_so(project: Path, launch: Lau
     assert [record["step"] for record in records(run)] == list(range(1, 9))
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("project")
 def test_a_drill_compares_the_best_ones_too(launch: Launch) -> None:
     own = [word for word in OWN if not word.startswith("run.name")]

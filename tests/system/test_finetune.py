@@ -70,9 +70,12 @@ def plain() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[list
 @pytest.mark.parametrize(
     "strategy",
     [
-        ("strategy=ddp", "cluster.workers_per_node=2"),
-        pytest.param(("strategy=fsdp", "cluster.workers_per_node=2"), marks=pytest.mark.nightly),
-        ("strategy=hsdp", "strategy.shard_size=2", "cluster.workers_per_node=4", "batch.micro_size=4"),
+        pytest.param(("strategy=ddp", "cluster.workers_per_node=2"), marks=pytest.mark.nightly),
+        ("strategy=fsdp", "cluster.workers_per_node=2"),
+        pytest.param(
+            ("strategy=hsdp", "strategy.shard_size=2", "cluster.workers_per_node=4", "batch.micro_size=4"),
+            marks=pytest.mark.nightly,
+        ),
     ],
     ids=["ddp", "fsdp", "hsdp"],
 )

@@ -31,7 +31,7 @@ def test_one_loss_curve_for_every_shape() -> None:
 
 
 def test_accumulation_holds_one_micro_batch_and_the_gradients(launch: Launch) -> None:
-    job = ["--", str(ROOT / "jobs" / "memory.py"), "--width", "48", "--depth", "2", "--strategies", "fsdp"]
+    job = ["--", str(ROOT / "jobs" / "memory.py"), "--width", "24", "--depth", "1", "--strategies", "fsdp"]
     done = launch("run", "cluster.workers_per_node=2", *job)
     assert done.returncode == 0, done.stderr
     peaks = r"fsdp: peak of 1 micro-batch (\S+) MB; 8 micro-batches (\S+) MB; .* large (\S+) MB; gradients (\S+) MB"

@@ -46,7 +46,6 @@ def test_submit_look_cancel_resume_report(there: Cluster, node: LoginNode, tmp_p
         return done.stdout if status == 0 else done.stderr
 
     place = ("cluster=slurm", "cluster.login=login", "cluster.login_dir=work")
-    assert "The batch script" in typed("plan", *place, *JOB)
     assert "cluster.partition=nope: Slurm has no such partition" in typed(
         "train", *place, *JOB, "cluster.partition=nope", status=2
     )
@@ -56,7 +55,6 @@ def test_submit_look_cancel_resume_report(there: Cluster, node: LoginNode, tmp_p
     (laptop / "speech/tasks.py").write_text("raise SystemError('edited after submission')\n")
     there.wait(lambda: (run / "checkpoints/step_000010").is_dir(), "a checkpoint", 120)
     assert json.loads(typed("status", "own", "--json"))["state"] == "running"
-    assert "own" in typed("runs")
     typed("cancel", "own")
     assert json.loads(typed("status", "own", "--json"))["state"] == "cancelled"
     typed("resume", "own", "train.steps=40")
@@ -75,7 +73,7 @@ exec {real} "$@"
 """
 
 
-@pytest.mark.parametrize("how", ["ctrl-c", "lost connection"])
+@pytest.mark.parametrize("how", ["ctrl-c", pytest.param("lost connection", marks=pytest.mark.nightly)])
 def test_a_submission_under_way_is_withdrawn(there: Cluster, node: LoginNode, tmp_path: Path, how: str) -> None:
     laptop = tmp_path / "laptop"
     shutil.copytree(PROJECT / "speech", laptop / "speech")

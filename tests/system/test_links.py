@@ -30,18 +30,28 @@ def measured(there: Hosts, tmp_path: Path, workers: int, policies: list[str]) ->
     return {each["policy"]: each for each in told}
 
 
-def test_the_links_carry_what_the_meter_says(pair: Hosts, tmp_path: Path) -> None:
-    policies = [
-        "ddp boundary", "ddp every", "ddp boundary bf16", "fsdp every", "fsdp boundary", "fsdp gather_once",
-    ]  # fmt: skip
+@pytest.mark.parametrize(
+    "policies",
+    [
+        ["ddp boundary bf16", "fsdp every", "fsdp gather_once"],
+        pytest.param(["ddp boundary", "ddp every", "fsdp boundary"], marks=pytest.mark.nightly),
+    ],
+)
+def test_the_links_carry_what_the_meter_says(policies: list[str], pair: Hosts, tmp_path: Path) -> None:
     for policy, told in measured(pair, tmp_path, 1, policies).items():
         assert told["accumulation"] == 8
         assert told["link"] == pytest.approx(sum(told["meter"].values()), rel=0.03), policy
 
 
-def test_bytes_between_replicas_and_within_a_shard_group(pair: Hosts, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "policies",
+    [
+        ["hsdp replicas_at_boundary", "hsdp gather_once"],
+        pytest.param(["hsdp every", "hsdp boundary"], marks=pytest.mark.nightly),
+    ],
+)
+def test_bytes_between_replicas_and_within_a_shard_group(policies: list[str], pair: Hosts, tmp_path: Path) -> None:
     """Two workers a host are a shard group: only what goes between replicas is on the link, all else stays inside."""
-    policies = [f"hsdp {sync}" for sync in ("every", "boundary", "replicas_at_boundary", "gather_once")]
     for policy, told in measured(pair, tmp_path, 2, policies).items():
         assert told["accumulation"] == 4
         meter = told["meter"]

@@ -85,6 +85,7 @@ def test_a_script_without_the_engine_has_no_record(launch: Launch, tmp_path: Pat
     assert "its script has no record: it does not call engine.resume()" in launch("report", "plain").stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.root
 @needs_slurm
 def test_the_job_that_comes_along_is_preempted_by_slurm(by_cgroup: Cluster, project: Path, tmp_path: Path) -> None:

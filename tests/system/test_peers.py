@@ -48,6 +48,7 @@ def peak_of_ddp(accumulation: int) -> int:
     return state + batches + kept + at_the_loss + outside
 
 
+@pytest.mark.nightly
 def test_hand_written_contenders(launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     records = measured(launch, tmp_path, "--accumulation", "1", "2", "--only", *HAND_WRITTEN)
     even = {(r["contender"], r["accumulation"]): r for r in records if not r["uneven"]}

@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=["by_cgroup", "by_process_tree"])
+@pytest.fixture(params=["by_cgroup", pytest.param("by_process_tree", marks=pytest.mark.nightly)])
 def either(request: pytest.FixtureRequest) -> Cluster:
     return request.getfixturevalue(request.param)
 
@@ -78,9 +78,6 @@ def test_cancelling_leaves_nothing_and_resuming_loses_nothing(
     assert read_entry(mine.run, identity_of(mine.run)) == (["own", ""], read_run(mine.run))
 
 
-@pytest.mark.parametrize(
-    "either", ["by_cgroup", pytest.param("by_process_tree", marks=pytest.mark.nightly)], indirect=True
-)
 def test_the_ledger_tells_the_truth_of_a_failure(either: Cluster, project: Path) -> None:
     mine = Project(either, project)
     done = mine.launch(

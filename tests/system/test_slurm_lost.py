@@ -39,6 +39,7 @@ def test_a_node_that_loses_power_is_replaced(by_cgroup: Cluster, project: Path, 
     mine.nothing_is_left()
 
 
+@pytest.mark.nightly
 def test_a_link_that_heals_does_not_end_what_goes_on_elsewhere(
     by_cgroup: Cluster, project: Path, undisturbed: Path
 ) -> None:

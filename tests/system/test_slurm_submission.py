@@ -74,7 +74,7 @@ def test_each_cell_of_a_sweep_has_its_job_of_the_array(by_cgroup: Cluster, proje
     assert by_cgroup.jobs() == []
 
 
-@pytest.mark.parametrize("signal", ["HUP", "TERM"])
+@pytest.mark.parametrize("signal", ["HUP", pytest.param("TERM", marks=pytest.mark.nightly)])
 def test_a_closed_terminal_waits_for_the_record(by_cgroup: Cluster, project: Path, signal: str) -> None:
     mine = Project(by_cgroup, project)
     assert submit_and_be_killed(mine, signal, "cluster.sbatch.hold=true").returncode

@@ -189,7 +189,8 @@ def test_on_one_machine_cells_run_one_after_the_other_on_frozen_code(project: Pa
 
 @pytest.mark.root
 @needs_slurm
-def test_the_jobs_run_as_they_stand_and_copied_into_a_project(typed: Typed) -> None:
+@pytest.mark.parametrize("job", ["slurm", pytest.param("sweep", marks=pytest.mark.nightly)])
+def test_the_jobs_run_as_they_stand_and_copied_into_a_project(job: str, typed: Typed) -> None:
     def run(script: Path, *overrides: str) -> str:
         done = typed.there.login(
             sys.executable, str(script), *overrides, cwd=typed.place, check=False, timeout=patience(240)
@@ -197,8 +198,10 @@ def test_the_jobs_run_as_they_stand_and_copied_into_a_project(typed: Typed) -> N
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    shutil.copy(ROOT / "jobs" / "slurm.py", typed.place / "mine.py")
-    assert "done\nloss 3." in run(typed.place / "mine.py", *CELL, "train.steps=4")
+    if job == "slurm":
+        shutil.copy(ROOT / "jobs" / "slurm.py", typed.place / "mine.py")
+        assert "done\nloss 3." in run(typed.place / "mine.py", *CELL, "train.steps=4")
+        return
     small = ("cluster=slurm", *CELL, "train.steps=2", "run.calibrate_s=0", "sweep.name=grid")
     said = run(ROOT / "jobs" / "sweep.py", *small)
     assert "accumulation=8 workers_per_node=2: impossible" in said  # 24 samples, and 16 micro-batches

@@ -6,6 +6,7 @@ weight and a BatchNorm.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -99,13 +100,17 @@ def run(make: Callable[[], Any], given: bool, *overrides: str) -> dict[str, Any]
 
 def main() -> None:
     results: dict[str, Any] = {}
-    for strategy in ("ddp", "fsdp"):
-        kind = [f"strategy={strategy}"]
-        results[f"{strategy} bf16"] = run(seeded, False, *kind, "precision=bf16")
-        results[f"{strategy} bf16 given"] = run(seeded, True, *kind, "precision=bf16")
-        results[f"{strategy} bf16 unseeded build"] = run(Pretrained, False, *kind, "precision=bf16")
-        results[f"{strategy} fp32"] = run(seeded, False, *kind, "precision=fp32")
-        results[f"{strategy} keep"] = run(seeded, False, *kind, "precision=bf16", "precision.parameters=keep")
+    cases: list[tuple[str, Callable[[], Any], bool, list[str]]] = [
+        ("bf16", seeded, False, ["precision=bf16"]),
+        ("bf16 given", seeded, True, ["precision=bf16"]),
+        ("bf16 unseeded build", Pretrained, False, ["precision=bf16"]),
+        ("fp32", seeded, False, ["precision=fp32"]),
+        ("keep", seeded, False, ["precision=bf16", "precision.parameters=keep"]),
+    ]
+    for first, strategy in enumerate(("ddp", "fsdp")):
+        for number, (name, make, given, overrides) in enumerate(cases):
+            if sys.argv[1] == "all" or name == "keep" or number % 2 == first:
+                results[f"{strategy} {name}"] = run(make, given, f"strategy={strategy}", *overrides)
     print_on_rank_0(results)
     leave_group()
 

@@ -37,7 +37,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "several here": ({"held_out": "several"}, ("train.loader_workers=0",)),
     "limited": ({"held_out": "several"}, (FP32, "train.eval_samples=5", "train.eval_micro_size=1")),
     "sharded": ({"held_out": "several"}, (FP32, "strategy=fsdp", "train.eval_micro_size=1")),
-    "three samples": ({"held_out": "three samples"}, (FP32, "train.eval_micro_size=1")),
+    "three samples": ({"held_out": "three samples"}, (FP32, "strategy=fsdp", "train.eval_micro_size=1")),
 }
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -76,10 +76,17 @@ def trained(run: Path) -> torch.nn.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly), 4])
-def test_each_set_is_averaged_as_a_whole(ranks: int, tmp_path: Path) -> None:
-    run([job(tmp_path, name, *case) for name, case in CASES.items()], ranks, tmp_path)
-    for name, (task, overrides) in CASES.items():
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        (4, ["one", "several here", "limited", "three samples"]),
+        *(pytest.param(ranks, [*CASES], marks=pytest.mark.nightly) for ranks in (1, 2, 4)),
+    ],
+)
+def test_each_set_is_averaged_as_a_whole(ranks: int, names: list[str], tmp_path: Path) -> None:
+    run([job(tmp_path, name, *CASES[name]) for name in names], ranks, tmp_path)
+    for name in names:
+        task, overrides = CASES[name]
         place = tmp_path / name
         tolerance = 1e-5 if FP32 in overrides else 2e-2
         last = records(place)[-1]

@@ -123,14 +123,18 @@ def test_a_task_adds_files_of_its_own(place: Path, tmp_path: Path) -> None:
 
 
 STRATEGIES = {
-    "single": ("run", ["strategy=single", "cluster.workers_per_node=1"]),
-    "ddp": ("safetensors", ["strategy=ddp", "cluster.workers_per_node=2"]),
-    "fsdp": ("checkpoint", FSDP),
-    "hsdp": ("parts", ["strategy=hsdp", "strategy.shard_size=2", "cluster.workers_per_node=4", "batch.micro_size=6"]),
-}
+    "single": ("checkpoint", ["strategy=single", "cluster.workers_per_node=1"]),
+    "ddp": ("parts", ["strategy=ddp", "cluster.workers_per_node=2"]),
+    "fsdp": ("run", FSDP),
+    "hsdp": (
+        "safetensors", ["strategy=hsdp", "strategy.shard_size=2", "cluster.workers_per_node=4", "batch.micro_size=6"]
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "fsdp", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("single", "hsdp"))]
+)
 def test_a_run_starts_with_the_weights_bit_by_bit(strategy: str, place: Path, tmp_path: Path) -> None:
     kind, words = STRATEGIES[strategy]
     source = {"run": "bas", "checkpoint": str(saved(place))}.get(kind, str(tmp_path / "out"))
@@ -251,24 +255,27 @@ if engine.world.rank == 0:
 """
 
 
-def test_a_loop_of_ones_own_and_verify_start_with_them(place: Path, tmp_path: Path) -> None:
+def test_a_loop_of_ones_own_starts_with_them(place: Path, tmp_path: Path) -> None:
     export(place, tmp_path / "out")
     (place / "loop.py").write_text(OWN_LOOP)
     weights = f"checkpoint.init_from={tmp_path / 'out'}"
     script = ["cluster.workers_per_node=2", "run.name=loop", "--", "loop.py", "strategy=fsdp", weights]
     assert (done := launch("run", *script, cwd=place)).returncode == 0, done.stderr
     assert_equal(torch.load(place / "loop-False.pt"), reference(place, tmp_path))
-
-    job = [*(word for word in JOB if not word.startswith("checkpoint")), *FSDP, "train.steps=1", "train.seed=3"]
-    done = launch("verify", "--json", *job, "checkpoint.init_from=base", "run.name=verified", cwd=place)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert launch("train", *job, weights, "run.name=verified-run", cwd=place).returncode == 0
-    (record,) = records(place / "runs" / "verified-run")
-    assert record["train/loss"] == pytest.approx(json.loads(done.stdout)["windows"][0]["loss"], rel=1e-6)
-
     shutil.rmtree(tmp_path / "out")
     (place / "runs" / "loop" / "summary.json").unlink()
     plan = place / "runs" / "loop" / "plan.json"
     plan.write_text(plan.read_text().replace('"strategy=fsdp"', '"strategy=ddp", "train.steps=3"'))
     assert (done := launch("resume", "loop", cwd=place)).returncode == 0, done.stderr
     assert (place / "loop-True.pt").exists()
+
+
+@pytest.mark.nightly
+def test_verify_starts_with_them(place: Path) -> None:
+    job = [*(word for word in JOB if not word.startswith("checkpoint")), *FSDP, "train.steps=1", "train.seed=3"]
+    weights = "checkpoint.init_from=base"
+    done = launch("verify", "--json", *job, weights, "run.name=verified", cwd=place)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert launch("train", *job, weights, "run.name=verified-run", cwd=place).returncode == 0
+    (record,) = records(place / "runs" / "verified-run")
+    assert record["train/loss"] == pytest.approx(json.loads(done.stdout)["windows"][0]["loss"], rel=1e-6)

@@ -71,6 +71,7 @@ def test_what_cannot_run_is_one_message(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.nightly
 def test_verify_finds_the_gradient_of_one_big_batch(tmp_path: Path) -> None:
     done = launch("verify", *JOB, *EMULATED, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

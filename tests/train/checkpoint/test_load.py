@@ -97,7 +97,7 @@ def assert_same(run: Path, undisturbed: Path, resumed: int) -> None:
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
-        (2, ["ddp", "fsdp", "powersgd", "window", "fp16", "stream"]),
+        (2, ["ddp", "window", "fp16", "stream"]),
         (4, ["hsdp"]),
         pytest.param(2, [*CASES[2]], marks=pytest.mark.nightly),
         pytest.param(4, [*CASES[4]], marks=pytest.mark.nightly),

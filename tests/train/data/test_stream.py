@@ -25,7 +25,8 @@ from tests.train.data.feeds import CPU, Stream, advance, over, plan_for, read
 def test_a_stream_goes_on_where_it_was(loader_workers: int) -> None:
     """Two epochs of 40 samples in windows of 24, resumed before each of them, in its middle and in the next one."""
     options = ("train.epochs=2", "schedule=constant", f"train.loader_workers={loader_workers}")
-    for micro, ranks in ((4, 1), (2, 3), (6, 4), (4, 5), (1, 7)):
+    worlds = ((4, 1), (2, 3), (6, 4), (4, 5), (1, 7))
+    for micro, ranks in worlds[:2] if loader_workers else worlds:
         plan = plan_for(micro, ranks, *options, "batch.uneven=true", samples=None)
         whole = read(plan, Stream(40))
         places = [WindowPosition(0), WindowPosition(1, 0, 1), WindowPosition(2, 1, 0), WindowPosition(3, 1, 1)]
@@ -43,13 +44,12 @@ def test_a_rank_whose_share_of_a_stream_has_ended_keeps_its_stand_in() -> None:
     assert [(batch.samples, batch.data.tolist()) for batch in window.micro_batches] == [(0, [8])] * 3
 
 
-@pytest.mark.parametrize("length", [1, 23, 24, 25, 96, 103])
-@pytest.mark.parametrize("loader_workers", [0, 1])
+@pytest.mark.parametrize(("loader_workers", "length"), [*((0, length) for length in (1, 23, 24, 25, 96, 103)), (1, 25)])
 def test_a_stream_is_read_whole_and_its_windows_do_not_depend_on_the_world(length: int, loader_workers: int) -> None:
     options = ["train.epochs=1", "schedule=constant", f"train.loader_workers={loader_workers}"]
     alone = read(plan_for(4, 1, *options, samples=None), Stream(length))
     assert alone == [list(range(length))[at : at + 24] for at in range(0, length, 24)]
-    for micro, ranks in ((4, 2), (3, 4), (4, 5)):
+    for micro, ranks in ((4, 5), (4, 2), (3, 4))[: 1 if loader_workers else 3]:
         assert read(plan_for(micro, ranks, *options, "batch.uneven=true", samples=None), Stream(length)) == alone
 
 

@@ -22,12 +22,12 @@ from tests.helpers import make_plan
 from tests.train.data.feeds import CPU, Stream, plan_for, read
 
 
-@pytest.mark.parametrize("loader_workers", [0, 1, 2])
+@pytest.mark.parametrize("loader_workers", [0, 2, pytest.param(1, marks=pytest.mark.nightly)])
 def test_members_of_a_window_are_the_same_in_every_world(loader_workers: int) -> None:
     data = list(range(103))
     worlds = [(24, 1), (3, 1), (4, 2), (2, 4), (1, 8), (4, 5), (5, 3), (1, 7), (2, 30)]
     if loader_workers:  # each rank of each world starts them, twice
-        worlds = [(24, 1), (4, 2), (5, 3)]
+        worlds = [(24, 1), (5, 3)]
     options = ("train.epochs=2", f"train.loader_workers={loader_workers}", "batch.uneven=true")
     plans = [plan_for(m, r, *options) for m, r in worlds]
     seen = [read(plan, data) for plan in plans]
@@ -273,7 +273,7 @@ def test_a_ramp_has_the_same_windows_in_every_world(stream: bool) -> None:
     def windows(*overrides: str) -> list[list[int]]:
         plan = make_plan(
             "batch.global_size=24", "batch.ramp=[[3,8],[9,16]]", "train.epochs=3", "schedule=constant",
-            "schedule.warmup_steps=0", *overrides, samples=None if stream else 100,
+            "schedule.warmup_steps=0", "train.loader_workers=0", *overrides, samples=None if stream else 100,
         )  # fmt: skip
         return read(plan, Stream(100) if stream else list(range(100)))
 
@@ -289,7 +289,7 @@ def test_a_ramp_has_the_same_windows_in_every_world(stream: bool) -> None:
 
 def test_a_run_that_is_resumed_within_a_ramp_goes_on_with_the_next_window() -> None:
     plan = make_plan("batch.global_size=24", "batch.micro_size=2", "batch.ramp=[[3,8],[9,16]]", "train.steps=20",
-                     samples=100)  # fmt: skip
+                     "train.loader_workers=0", samples=100)  # fmt: skip
     data = list(range(100))
     whole = read(plan, data)
     for at in (1, 3, 7, 8, 12, 15):

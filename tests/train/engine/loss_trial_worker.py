@@ -5,6 +5,7 @@ Prints one JSON object from rank 0: by strategy and case, the message, or whethe
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -181,8 +182,10 @@ def main() -> None:
     print_on_rank_0(
         {
             f"{strategy} {loss.__name__}": outcome(loss, settings)
-            for strategy, settings in STRATEGIES.items()
-            for loss in (*REFUSED, *ACCEPTED)
+            for number, (strategy, settings) in enumerate(STRATEGIES.items())
+            for place, loss in enumerate((*REFUSED, *ACCEPTED))
+            # in part: a refusal with each strategy in fp32, all others with one of them
+            if sys.argv[1] == "all" or (place - number) % 3 == 0 or (loss in REFUSED and strategy != "bf16")
         }
         | {"ddp in_an_autocast": outcome(in_an_autocast, STRATEGIES["ddp"])}
         | {"fsdp in_one_micro_batch": outcome(a_sum, IN_ONE_MICRO_BATCH, in_units)}

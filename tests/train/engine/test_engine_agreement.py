@@ -15,7 +15,7 @@ WORKER = Path(__file__).parent / "agreement_worker.py"
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "selection", "count"),
-    [pytest.param(1, "all", 9, marks=pytest.mark.nightly), (4, "few", 16),
+    [pytest.param(1, "all", 9, marks=pytest.mark.nightly), (4, "few", 10),
      pytest.param(4, "all", 30, marks=pytest.mark.nightly)],
 )  # fmt: skip
 def test_all_strategies_compute_one_function(ranks: int, selection: str, count: int, tmp_path: Path) -> None:

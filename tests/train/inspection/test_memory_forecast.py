@@ -15,7 +15,7 @@ from launcher.plan.run_plan import Forecast, RunPlan
 from launcher.plan.strategy import with_memory
 from launcher.plan.task_inspection import weigh_memory
 from tests.conftest import Launch
-from tests.helpers import ROOT, make_plan, patience, torchrun
+from tests.helpers import CORPUS, ROOT, make_plan, patience, torchrun
 from tests.infra import warm
 from tests.train.inspection.forecast_tasks import MODELS
 from tests.train.inspection.memory_worker import TOLERANCE
@@ -23,7 +23,7 @@ from tests.train.inspection.memory_worker import TOLERANCE
 WORKER = Path(__file__).parent / "memory_worker.py"
 BYTES_WORKER = Path(__file__).parent / "forecast_worker.py"
 JOB = (
-    "task.width=256", "task.depth=3", "task.heads=4", "task.seq_len=32", "batch.micro_size=2", "batch.accumulation=2",
+    CORPUS, "task.width=256", "task.depth=2", "task.heads=4", "task.seq_len=32", "batch.micro_size=2", "batch.accumulation=2",
     "train.loader_workers=0", "run.calibrate_s=0",
 )  # fmt: skip
 
@@ -118,11 +118,11 @@ def test_memory_is_what_was_predicted(ranks: int, extra: str, launch: Launch, tm
 @pytest.mark.parametrize(
     ("ranks", "job"),
     [
-        (2, "strategy=ddp"),
         (2, "strategy=ddp mlp"),
         *(
             pytest.param(ranks, job, marks=pytest.mark.nightly)
             for ranks, job in (
+                (2, "strategy=ddp"),
                 (2, "strategy=ddp mlp batch.accumulation=1"),
                 (2, "strategy=ddp mlp strategy.compress=bf16"),
                 (2, "strategy=ddp convolutions"),
@@ -166,10 +166,10 @@ def bytes_cases(ranks: int, *, complete: bool) -> list[tuple[list[str], str]]:
         [*common, *words]
         for words in (("strategy=fsdp", "precision=bf16"), ("strategy=fsdp", "precision=fp32"), ("precision=fp32",))
     )
-    cases = [(narrow, "narrow"), (narrow, "narrow_base"), *((full, model) for model in MODELS)]
-    cases += [(ddp, model) for model in (MODELS if complete else ("adapters", "shared", "Recurrent"))]
-    # a process predicts one model: the first
-    return cases + [(narrow, model) for model in ("adapters", "Distilled", "loaded") if complete]
+    if not complete:
+        return [(narrow, "narrow_base"), *((full, model) for model in ("adapters", "Distilled")), (ddp, "shared")]
+    cases = [(narrow, "narrow"), (narrow, "narrow_base"), *((each, model) for each in (full, ddp) for model in MODELS)]
+    return cases + [(narrow, model) for model in ("adapters", "Distilled", "loaded")]
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,10 +167,18 @@ def test_the_interval_is_the_same_after_a_resume() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.nightly)])
-def test_a_known_scale_is_found(ranks: int, tmp_path: Path) -> None:
-    seen = run_all(ranks, [case for case, _ in CASES[ranks]], tmp_path)
-    for (case, whole), found in zip(CASES[ranks], seen, strict=True):
+@pytest.mark.parametrize(
+    ("ranks", "numbers"),
+    [
+        (1, (0, 2)),
+        (2, (0, 2, 5, 7)),
+        *(pytest.param(ranks, range(len(CASES[ranks])), marks=pytest.mark.nightly) for ranks in CASES),
+    ],
+)
+def test_a_known_scale_is_found(ranks: int, numbers: Sequence[int], tmp_path: Path) -> None:
+    cases = [CASES[ranks][number] for number in numbers]
+    seen = run_all(ranks, [case for case, _ in cases], tmp_path)
+    for (case, whole), found in zip(cases, seen, strict=True):
         collectives = (ranks > 1) + (found["shards"] > 1)  # the flags; sharded, the norm that clips
         assert found["work"] == [[collectives, 0]], f"{case}: no other collective, no other backward pass"
         if whole is None:
