@@ -111,7 +111,8 @@ def place_of(module: str, layers: tuple[tuple[str, ...], ...]) -> tuple[int, str
 
 def has_code(module: str) -> bool:
     """False for a package whose __init__ holds a docstring and nothing else."""
-    return len(ast.parse(MODULES[module].read_text()).body) > 1
+    path = MODULES[module]
+    return path.stem != "__init__" or len(ast.parse(path.read_text()).body) > 1
 
 
 CODE = [module for module in MODULES if has_code(module) and module != "launcher"]

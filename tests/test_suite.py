@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from launcher.config.hydra import compose_with_yaml
 from tests import helpers
 from tests.conftest import WAITING
 from tests.helpers import ROOT, launch_command, patience, torchrun
-from tests.infra import warm
+from tests.infra import composition, warm
 from tests.infra.runs import processes_of
 
 TESTS = Path(__file__).parent
@@ -114,6 +115,19 @@ def test_a_warm_process_has_the_status_and_output_of_its_program(arguments: list
     executed = subprocess.run(command, capture_output=True, text=True, check=False, env=cold)
     assert ours.returncode == executed.returncode == status
     assert (ours.stdout, ours.stderr) == (executed.stdout, executed.stderr)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["strategy=hsdp", "optimizer=sgd", "schedule=constant", "precision=fp16", "train.steps=3"],
+        ["cluster=slurm", "strategy=fsdp", "task.width=32"],
+    ],
+)
+def test_a_config_from_the_cache_is_hydras(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    cached = compose_with_yaml(words)
+    monkeypatch.setattr("hydra.compose", composition.by_hydra)
+    assert cached == compose_with_yaml(words)
 
 
 @pytest.mark.slow

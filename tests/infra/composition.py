@@ -1,8 +1,8 @@
 """Composed configs from a cache: Hydra takes 85 ms for one, and the workers of a test need one a case and rank.
 
-``install`` replaces ``hydra.compose``. A config is then composed once for each choice of group options, and values such
-as ``train.steps=5`` are set in a copy of it, by the function that Hydra sets them with. Hydra itself composes whatever
-has other overrides or is refused, and all configs of tests/config.
+``install`` replaces ``hydra.compose``. A config is then composed once for each group option; that of several options
+has the group of each. Values such as ``train.steps=5`` are set in a copy of it, by the function that Hydra sets them
+with. Hydra itself composes whatever has other overrides or is refused, and all configs of tests/config.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def install() -> None:
 
 def fill() -> None:
     """Compose the options that most tests choose, before processes that inherit the cache are forked."""
-    for strategy in ([], *([f"strategy={kind}"] for kind in ("single", "ddp", "fsdp", "hsdp"))):
-        for precision in ([], ["precision=fp32"], ["precision=fp32", "schedule=constant"]):
-            from_overrides([*strategy, *precision])
-    for cluster in ("slurm", "hosts"):
-        from_overrides([f"cluster={cluster}", "precision=fp32", "schedule=constant"])
+    for word in (
+        "train.steps=1", "strategy=single", "strategy=ddp", "strategy=fsdp", "strategy=hsdp", "precision=fp32",
+        "precision=bf16", "precision=fp16", "schedule=constant", "optimizer=sgd", "cluster=slurm", "cluster=hosts",
+    ):  # fmt: skip
+        from_overrides([word])
 
 
 def compose(config_name: str | None = None, overrides: list[str] | None = None, **further: Any) -> Any:
@@ -63,9 +63,19 @@ def _from_cache(config_name: str | None, words: list[str]) -> Any:
     if len(groups) < len(options) or any(value.is_sweep_override() for value in values):
         return by_hydra(config_name, words)
     search_path = GlobalHydra.instance().config_loader().get_search_path().get_path()
-    key = (*((place.provider, place.path) for place in search_path), config_name, *options)
-    if key not in _composed:
-        _composed[key] = by_hydra(config_name, options)
+    places = tuple((place.provider, place.path) for place in search_path)
+    if "command-line" in {provider for provider, _ in places}:  # an option there may set what is in other groups
+        return by_hydra(config_name, words)
+
+    if (key := (*places, config_name, *options)) not in _composed:
+        if len(options) < 2:
+            _composed[key] = by_hydra(config_name, options)
+        else:
+            _composed[key] = config = copy.deepcopy(_from_cache(config_name, []))
+            for option in options:
+                group = option.partition("=")[0]
+                config._content[group] = copy.deepcopy(_from_cache(config_name, [option])._content[group])
+                config._content[group]._set_parent(config)
     config = copy.deepcopy(_composed[key])
     ConfigLoaderImpl._apply_overrides_to_config(values, config)
     return config

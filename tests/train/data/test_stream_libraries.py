@@ -6,8 +6,6 @@ import functools
 import operator
 from typing import Any
 
-import datasets
-import datasets.distributed
 import pytest
 import torch
 
@@ -21,6 +19,8 @@ from tests.train.data.test_stream_shards import READS, Stateful, plan_of
 @pytest.mark.parametrize("buffer", [2, 3])
 def test_samples_in_a_shuffle_buffer_are_not_lost_on_a_resume(buffer: int) -> None:
     """Outlines of the samples that follow may agree by chance with those at another position of a small buffer."""
+    import datasets
+
     whole = datasets.Dataset.from_dict({"x": list(range(48))})
     for seed in range(12):
         make = functools.partial(whole.to_iterable_dataset(num_shards=4).shuffle, seed=seed, buffer_size=buffer)
@@ -36,6 +36,8 @@ def numbers_of(rows: list[Any]) -> Any:
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_streams_of_hugging_face(shuffled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    import datasets.distributed
+
     whole = datasets.Dataset.from_dict({"x": list(range(120))})
 
     def make(rank: int = 0) -> Any:  # noqa: ARG001

@@ -23,8 +23,8 @@ from tests.train.inspection.memory_worker import TOLERANCE
 WORKER = Path(__file__).parent / "memory_worker.py"
 BYTES_WORKER = Path(__file__).parent / "forecast_worker.py"
 JOB = (
-    CORPUS, "task.width=256", "task.depth=2", "task.heads=4", "task.seq_len=32", "batch.micro_size=2", "batch.accumulation=2",
-    "train.loader_workers=0", "run.calibrate_s=0",
+    CORPUS, "task.width=256", "task.depth=3", "task.heads=4", "task.seq_len=32", "batch.micro_size=2",
+    "batch.accumulation=2", "train.loader_workers=0", "run.calibrate_s=0",
 )  # fmt: skip
 
 
