@@ -25,6 +25,7 @@ from xdist.scheduler import LoadScopeScheduling
 from launcher.launch.network import free_port
 from tests.helpers import SLOWNESS, patience
 from tests.helpers import launch as launch_in
+from tests.infra import warm
 from tests.infra.runs import PROJECT
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -69,11 +70,11 @@ def _no_process_left() -> Iterator[None]:
 
     Test hosts and Slurm nodes have network namespaces of their own, and their fixtures end what runs there.
     """
-    mark = f"{os.getpid()}-{next(_numbers)}"
+    mark, before = f"{os.getpid()}-{next(_numbers)}", warm.started
     os.environ[MARK] = mark
     yield
     del os.environ[MARK]
-    for pid in _marked(mark):
+    for pid in _marked(mark) if warm.started > before else []:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 

@@ -10,6 +10,7 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from launcher.config.hydra import compose
@@ -88,6 +89,13 @@ def launch(*arguments: str, cwd: Path, env: dict[str, str] | None = None) -> sub
         env={**os.environ, **(env or {})},
         stdin=subprocess.DEVNULL,
         timeout=patience(240),
+    )
+
+
+def series(some: int, whole: int) -> pytest.MarkDecorator:
+    """Parametrize a test with ("some", its number of cases), and nightly with ("all", the number of all cases)."""
+    return pytest.mark.parametrize(
+        ("part", "cases"), [("some", some), pytest.param("all", whole, marks=pytest.mark.nightly)]
     )
 
 

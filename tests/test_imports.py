@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import re
 import subprocess
@@ -84,9 +85,15 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Return the nodes of a file's syntax tree, its own first."""
+    return [*ast.walk(ast.parse(path.read_text()))]
+
+
 def imports(path: Path) -> Iterator[str]:
     """Modules that ``path`` imports anywhere, those of the launcher as exactly as they are named."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -118,12 +125,10 @@ def has_code(module: str) -> bool:
 CODE = [module for module in MODULES if has_code(module) and module != "launcher"]
 
 
-@pytest.mark.parametrize("module", CODE)
-def test_imports_point_downwards(module: str) -> None:
-    number, name = place_of(module, LAYERS)
-    for other in own_imports(module):
-        if not has_code(other):
-            continue
+def test_imports_point_downwards() -> None:
+    pairs = [(module, other) for module in CODE for other in own_imports(module) if has_code(other)]
+    for module, other in pairs:
+        number, name = place_of(module, LAYERS)
         its_number, its_name = place_of(other, LAYERS)
         train = name.startswith("train.") and its_name.startswith("train.")
         allowed = its_number < number or its_name == name or train or (module, other) in EXCEPTIONS
@@ -154,11 +159,7 @@ def test_the_core_names_no_extension() -> None:
     """Not in a string either, which could be imported: entry points name them."""
     for module in CODE:
         if not module.startswith("launcher.extensions"):
-            words = {
-                str(node.value)
-                for node in ast.walk(ast.parse(MODULES[module].read_text()))
-                if isinstance(node, ast.Constant)
-            }
+            words = {str(node.value) for node in nodes(MODULES[module]) if isinstance(node, ast.Constant)}
             assert not [word for word in words if re.search(r"launcher[./]extensions[./]\w", word)], module
 
 
@@ -195,7 +196,7 @@ def test_what_jobs_import_exists() -> None:
     """Benchmarks and checks on GPUs import most of it in functions, which few tests call."""
     missing: list[str] = []
     for path in (PACKAGE.parent / "jobs").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("launcher", "jobs"):
                 module = importlib.import_module(str(node.module))
                 for name in (each.name for each in node.names):
@@ -210,7 +211,7 @@ def test_only_world_reads_torchruns_variables() -> None:
     for module, path in MODULES.items():
         if module in ("launcher.train.world", "launcher.launch.agent", "launcher.extensions.drill.processes"):
             continue
-        strings = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+        strings = {node.value for node in nodes(path) if isinstance(node, ast.Constant)}
         assert not strings & names, path
 
 

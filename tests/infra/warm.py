@@ -165,10 +165,20 @@ _execute = subprocess.Popen._execute_child  # pyright: ignore
 _signature = inspect.signature(_execute)
 _lock = threading.Lock()
 _server: socket.socket | None = None  # of this process
+started = 0  # programs and forks of this process so far
+
+
+def _note_start() -> None:
+    global started
+    started += 1
+
+
+os.register_at_fork(after_in_parent=_note_start)
 
 
 def _start(process: subprocess.Popen[Any], *arguments: Any) -> None:
     """Fork the program if it is a known one; does the work of ``Popen._execute_child``."""
+    _note_start()
     given = _signature.bind(process, *arguments).arguments
     program = _program(given)
     if program is None or not CLONE:

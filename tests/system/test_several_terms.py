@@ -17,7 +17,7 @@ AVERAGES = {"accuracy", "loss_tokens", "loss_long"}
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("task", ["Scored", "Counted"])
+@pytest.mark.parametrize("task", ["Scored", pytest.param("Counted", marks=pytest.mark.nightly)])
 def test_averages_of_one_big_batch_everywhere(
     launch: Launch, project: Path, monkeypatch: pytest.MonkeyPatch, task: str
 ) -> None:

@@ -48,6 +48,7 @@ def test_a_run_is_the_same_in_all_and_one_out_of_reach_disturbs_none(launch: Lau
     assert [*stored] == [*range(1, 15)]
 
 
+@pytest.mark.nightly
 def test_what_a_tracker_lacks_at_the_end_is_sent_by_a_command(launch: Launch, tmp_path: Path) -> None:
     away = {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
     there = {"MLFLOW_TRACKING_URI": str(tmp_path / "mlruns")}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from launcher.train.precision import Precision, parameters_to_fp32
-from tests.helpers import make_plan, torchrun
+from tests.helpers import make_plan, series, torchrun
 
 ROUNDING = {"bf16": 2**-8, "fp16": 2**-11}
 # one GPU serves one rank
@@ -40,7 +40,7 @@ FORMATS = ("trained", "frozen", "buffers", "state")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("part", "cases"), [("half", 6), pytest.param("all", 10, marks=pytest.mark.nightly)])
+@series(6, 10)
 def test_bf16_parameters_are_trained_in_fp32_unless_they_are_to_stay(part: str, cases: int, tmp_path: Path) -> None:
     worker = Path(__file__).parent / "pretrained_worker.py"
     seen = json.loads(torchrun(worker, [part], 2, tmp_path).splitlines()[-1])

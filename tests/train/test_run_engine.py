@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from launcher import Engine, make_plan
 from launcher.errors import EngineMisuse, WrongCheckpoint
-from tests.helpers import torchrun
+from tests.helpers import series, torchrun
 
 DATA = list(torch.sin(torch.arange(36.0)).reshape(9, 4))
 
@@ -183,11 +183,12 @@ def test_arguments_edited_in_the_script_are_named_on_resume(tmp_path: Path, caps
 
 
 @pytest.mark.slow
-def test_two_models_against_each_other_are_those_of_plain_torch(tmp_path: Path) -> None:
-    lines = torchrun(Path(__file__).parent / "two_engines_worker.py", [str(tmp_path)], 2, tmp_path).splitlines()
+@series(2, 4)
+def test_two_models_against_each_other_are_those_of_plain_torch(part: str, cases: int, tmp_path: Path) -> None:
+    lines = torchrun(Path(__file__).parent / "two_engines_worker.py", [str(tmp_path), part], 2, tmp_path).splitlines()
     seen = json.loads(lines[-1])
     assert "was saved with the further engines critic, and engine.resume was given none" in seen.pop("refused")
-    assert len(seen) == 4
+    assert len(seen) == cases
     for name, found in seen.items():
         assert found["error"] < 3 * found["at once"], (name, found)
         assert found["resumed alike"], name

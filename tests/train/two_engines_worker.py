@@ -128,6 +128,8 @@ def main() -> None:
     for number, options in enumerate(
         (kind, *sync) for kind in ("strategy=ddp", "strategy=fsdp") for sync in ((), ("strategy.sync=every",))
     ):
+        if sys.argv[2] == "some" and number in (1, 2):
+            continue
         precision = ("bf16", "fp32")[number // 2 if number % 2 else 1 - number // 2]
         at_once = (by_hand(torch.float32, autocast=precision == "bf16") - exact).norm().item()
         options = (*options, f"precision={precision}", f"checkpoint.async_save={str(number % 2 == 0).lower()}")

@@ -110,7 +110,7 @@ print(json.dumps({"grew": peak() - before, **answer}))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [None, "bf16"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param(None, marks=pytest.mark.nightly)])
 def test_one_tensor_is_held_at_a_time(dtype: str | None, tmp_path: Path) -> None:
     """In a process of its own; the checkpoint has twelve times the largest tensor, and reading it takes no more."""
     largest = 24 * MB

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import torchrun
+from tests.helpers import series, torchrun
 
 WORKER = Path(__file__).parent / "float8_worker.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("part", "count"), [("few", 5), pytest.param("all", 10, marks=pytest.mark.nightly)])
-def test_all_strategies_and_micro_batches_have_one_gradient(part: str, count: int, tmp_path: Path) -> None:
+@series(5, 10)
+def test_all_strategies_and_micro_batches_have_one_gradient(part: str, cases: int, tmp_path: Path) -> None:
     seen = json.loads(torchrun(WORKER, [part], 4, tmp_path).splitlines()[-1])
-    cases = {name: result for name, result in seen.items() if isinstance(result, dict)}
-    assert len(cases) == count
+    policies = {name: result for name, result in seen.items() if isinstance(result, dict)}
+    assert len(policies) == cases
     assert seen["bf16"] > 0.02, "or float8 would not show"
-    for name, result in cases.items():
+    for name, result in policies.items():
         assert result["error"] < 2**-8, (name, result)
         assert result["outputs"], (name, "an evaluation computes in float8, too")
         assert result["dtypes"] == ["torch.float32"], name

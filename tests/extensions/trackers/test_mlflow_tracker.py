@@ -86,7 +86,8 @@ def test_a_run_in_mlflows_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [2, pytest.param(30, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kills", [30])
 def test_each_step_is_in_mlflow_once_however_often_it_is_killed(kills: int, tmp_path: Path) -> None:
     plan = mlflow_plan(tmp_path / "runs" / "run")
     steps = kill_often(plan, "mlflow", kills)
@@ -139,7 +140,10 @@ class Refusing(BaseHTTPRequestHandler):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cause", ["The server refuses the login", "There is no host of this name"])
+@pytest.mark.parametrize(
+    "cause",
+    ["The server refuses the login", pytest.param("There is no host of this name", marks=pytest.mark.nightly)],
+)
 def test_the_cause_of_a_refusal_and_what_to_check_are_reported(cause: str, tmp_path: Path) -> None:
     plan = mlflow_plan(tmp_path / "runs" / "run")
     Growing(plan).add(5)

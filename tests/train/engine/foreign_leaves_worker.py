@@ -5,6 +5,7 @@ Prints one JSON object from rank 0: by strategy and case, the message; empty if 
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -157,9 +158,9 @@ def message(kind: type[Task], settings: list[str], *, owner: bool = True) -> str
 def main() -> None:
     results = {
         f"{strategy} {case}": message(kind, settings)
-        for strategy, settings in STRATEGIES.items()
-        for case, kind in (REFUSED | ALLOWED).items()
-        if kind is not Critic or strategy == "ddp"
+        for number, (strategy, settings) in enumerate(STRATEGIES.items())
+        for place, (case, kind) in enumerate((REFUSED | ALLOWED).items())
+        if (kind is not Critic or strategy == "ddp") and (sys.argv[1] == "all" or (number + place) % 3 == 0)
     }
     results["own loop"] = message(Weighted, STRATEGIES["ddp"], owner=False)
     print_on_rank_0(results)

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from launcher.train.engine.build import compile_forward
-from tests.helpers import torchrun
+from tests.helpers import series, torchrun
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("part", "cases"), [("few", 4), pytest.param("all", 6, marks=pytest.mark.nightly)])
+@series(4, 6)
 def test_a_compiled_model_takes_the_same_steps(part: str, cases: int, tmp_path: Path) -> None:
     worker = Path(__file__).parent / "compile_worker.py"
     seen = json.loads(torchrun(worker, [part], 2, tmp_path, timeout=900).splitlines()[-1])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import torchrun
+from tests.helpers import series, torchrun
 
 WORKER = Path(__file__).parent / "foreign_leaves_worker.py"
 REFUSED = {
@@ -21,10 +21,11 @@ REFUSED = {
 
 
 @pytest.mark.slow
-def test_what_is_trainable_and_not_in_the_model_is_named(tmp_path: Path) -> None:
-    lines = torchrun(WORKER, [], 2, tmp_path).splitlines()
+@series(11, 29)
+def test_what_is_trainable_and_not_in_the_model_is_named(part: str, cases: int, tmp_path: Path) -> None:
+    lines = torchrun(WORKER, [part], 2, tmp_path).splitlines()
     seen = json.loads(lines[-1])
-    assert len(seen) == 29
+    assert len(seen) == cases
     own_loop = seen.pop("own loop")
     for case, said in seen.items():
         expected = REFUSED.get(case.partition(" ")[2])

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from launcher.train.engine.loss_trial import NotDivisible, taken
-from tests.helpers import torchrun
+from tests.helpers import series, torchrun
 
 WORKER = Path(__file__).parent / "loss_trial_worker.py"
 MEAN, PART = "is a mean over the micro-batch, and must be a sum", "is no sum over the micro-batch's items"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("part", "cases"), [("few", 26), pytest.param("all", 48, marks=pytest.mark.nightly)])
+@series(26, 48)
 def test_only_losses_that_are_no_sums_are_refused(part: str, cases: int, tmp_path: Path) -> None:
     seen = json.loads(torchrun(WORKER, [part], 2, tmp_path).splitlines()[-1])
     assert len(seen) == cases

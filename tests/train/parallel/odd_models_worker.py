@@ -6,6 +6,7 @@ process after two steps; or the message.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -182,7 +183,11 @@ def outcome(name: str, settings: list[str]) -> float | str:
 
 def main() -> None:
     print_on_rank_0({
-        strategy: {name: outcome(name, settings) for name in MODELS} for strategy, settings in STRATEGIES.items()
+        strategy: {
+            name: outcome(name, settings) for place, name in enumerate(MODELS)
+            if sys.argv[1] == "all" or strategy == "ddp" or place % 3 == number - 1
+        }
+        for number, (strategy, settings) in enumerate(STRATEGIES.items())
     })  # fmt: skip
     leave_group()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import torchrun
+from tests.helpers import series, torchrun
 
 SCRIPTED, SPARSE = "model(): blocks.0 has TorchScript's", "model(): table has sparse gradients"
 AGAIN = "blocks.0.linear.weight"
@@ -24,9 +24,11 @@ REFUSED: dict[str, dict[str, str]] = {
 
 
 @pytest.mark.slow
-def test_parameters_are_those_of_plain_torch(tmp_path: Path) -> None:
-    lines = torchrun(Path(__file__).parent / "odd_models_worker.py", [], 2, tmp_path).splitlines()
+@series(16, 32)
+def test_parameters_are_those_of_plain_torch(part: str, cases: int, tmp_path: Path) -> None:
+    lines = torchrun(Path(__file__).parent / "odd_models_worker.py", [part], 2, tmp_path).splitlines()
     seen: dict[str, dict[str, Any]] = json.loads(lines[-1])
+    assert sum(map(len, seen.values())) == cases
     assert seen.keys() == REFUSED.keys()
     for strategy, outcomes in seen.items():
         for name, outcome in outcomes.items():

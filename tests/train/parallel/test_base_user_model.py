@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import torchrun
+from tests.helpers import series, torchrun
 
 
 def run(ranks: int, part: str, where: Path) -> dict[str, Any]:
@@ -17,7 +17,7 @@ def run(ranks: int, part: str, where: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("part", "cases"), [("few", 24), pytest.param("exact", 56, marks=pytest.mark.nightly)])
+@series(24, 56)
 def test_the_gradient_is_that_of_plain_torch_however_the_model_is_used(part: str, cases: int, tmp_path: Path) -> None:
     seen = run(4, part, tmp_path)
     assert len(seen) == cases
