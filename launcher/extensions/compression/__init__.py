@@ -1,0 +1,1 @@
+"""strategy.compress=powersgd: gradients sent as low-rank factors."""
