@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from launcher.config.numerics import add_values
+from launcher.config.numerics import add_values, is_added
 
 ClusterKind = StrEnum("ClusterKind", {"local": "local", "hosts": "hosts", "slurm": "slurm", "elsewhere": "elsewhere"})
 ContainerRuntime = StrEnum("ContainerRuntime", {"pyxis": "pyxis", "apptainer": "apptainer"})
@@ -23,9 +23,20 @@ Sync = StrEnum(
         "replicas_at_boundary": "replicas_at_boundary",
     },
 )
-Compress = StrEnum(
-    "Compress", {"none": "none", "bf16": "bf16", "fp16": "fp16", "powersgd": "powersgd"}
-)  # fp16 is refused with a reason
+
+
+class Compress(StrEnum):
+    none = "none"
+    bf16 = "bf16"
+    fp16 = "fp16"  # refused with a reason
+    add_values(vars(), "strategy.compress")
+
+    @property
+    def keeps_residue(self) -> bool:
+        """True for one of an installed package: what is not sent in one step is added to the next gradient."""
+        return is_added("strategy.compress", self)
+
+
 Recompute = StrEnum("Recompute", {"none": "none", "blocks": "blocks"})
 
 

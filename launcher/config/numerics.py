@@ -1,7 +1,8 @@
 """Values that installed packages add to a config key by the entry point ``launcher.numerics``.
 
 An entry point ``KEY.VALUE = "package.module:name"`` adds ``KEY=VALUE``: ``precision.NAME`` a ``FloatFormat``
-(launcher/plan/float_format.py).
+(launcher/plan/float_format.py), ``strategy.compress.NAME`` a function that makes a ``Compression``
+(launcher/train/parallel/ddp.py).
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 from launcher.config.schema import (
     ClusterConfig,
     ClusterKind,
-    Compress,
     Config,
     Device,
     PrecisionKind,
@@ -326,7 +325,7 @@ def _requires_forecasts(plan: RunPlan, config: Config, *, starts: bool, weighs: 
 
 
 def _is_predictable(config: Config) -> bool:
-    return config.strategy.compress is not Compress.powersgd  # the size of its factors is not
+    return not config.strategy.compress.keeps_residue  # whose bytes are not
 
 
 def task_stem(config: Config) -> str:

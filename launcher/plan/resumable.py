@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from launcher.config.key_facts import NEW_RUN, UPDATE, Permission, Resume, forced, key_of, never
+from launcher.config.numerics import is_added
 from launcher.config.schema import SCHEDULE_STATE, Config, facts_by_key
 from launcher.plan.host import without_secrets
 
@@ -105,8 +106,8 @@ def _judged(change: Change, beside: Iterable[Change]) -> Resume:
         beside: all changes made at once.
     """
     key, before, after = change.key, change.before, change.after
-    if key == "strategy.compress" and before == "powersgd":
-        return forced("the residue that PowerSGD keeps of earlier gradients would be lost")
+    if key == "strategy.compress" and is_added(key, before):
+        return forced(f"the residue that {before} keeps of earlier gradients would be lost")
     of_the_scale = key in ("precision.init_scale", "precision.growth_interval")
     if of_the_scale and not any(each.key == "precision.kind" for each in beside):
         return never("the loss scale continues from the checkpoint")

@@ -11,7 +11,6 @@ from launcher.config.schema import (
     BestMode,
     CheckpointConfig,
     ClusterKind,
-    Compress,
     Config,
     LrScaling,
     Norm,
@@ -185,10 +184,10 @@ def _require_consistent(config: Config) -> None:
     train, grace_s = config.train, config.cluster.grace_s
     if train.steps is not None and train.epochs is not None:
         raise ConfigError("train.epochs", train.epochs, f"train.steps={train.steps} is set too.", "Leave one out.")
-    if train.on_nonfinite is OnNonfinite.skip and config.strategy.compress is Compress.powersgd:
+    if train.on_nonfinite is OnNonfinite.skip and config.strategy.compress.keeps_residue:
         raise ConfigError(
-            "train.on_nonfinite", "skip", "does not work with strategy.compress=powersgd, which adds what it did not "
-            "send to the next gradient: one nan would spoil all later steps.",
+            "train.on_nonfinite", "skip", f"does not work with strategy.compress={config.strategy.compress.value}, "
+            "which adds what it did not send to the next gradient: one nan would spoil all later steps.",
             "Use another strategy.compress, or train.on_nonfinite=stop.",
         )  # fmt: skip
     if train.hang_timeout is not None and train.hang_timeout <= grace_s:

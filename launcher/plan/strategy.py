@@ -109,10 +109,10 @@ def solve_strategy(
             f"strategy.{special}", "true", "DDP loses gradients when this meets no_sync (sync=boundary).",
             f"Use strategy.sync=every, or strategy.{special}=false.",
         )  # fmt: skip
-    if config.compress is Compress.powersgd and precision.kind is PrecisionKind.fp16:
+    if config.compress.keeps_residue and precision.kind is PrecisionKind.fp16:
         raise ConfigError(
-            "strategy.compress", "powersgd", "cannot be combined with precision=fp16: PowerSGD "
-            "adds what it did not send to the next gradient, so one overflow of fp16 would spoil all later steps.",
+            "strategy.compress", config.compress, "cannot be combined with precision=fp16: it adds "
+            "what it did not send to the next gradient, so one overflow of fp16 would spoil all later steps.",
             "Use precision=bf16 or fp32, or strategy.compress=bf16.",
         )  # fmt: skip
     if config.compress is Compress.fp16:
@@ -137,8 +137,8 @@ def solve_strategy(
         # gather_once holds the whole model in any case; for other sharded policies memory is not yet known
         rehearses=config.kind not in SHARDED or sync is Sync.gather_once,
     )
-    # savings of low-rank factors depend on every parameter's shape: measured by the meter, not predicted
-    predictable = task.parameters is not None and config.compress is not Compress.powersgd
+    # what such a compression sends depends on every parameter's shape: measured by the meter, not predicted
+    predictable = task.parameters is not None and not config.compress.keeps_residue
     return dataclasses.replace(plan, forecasts=forecasts) if predictable else plan
 
 

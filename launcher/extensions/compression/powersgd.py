@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from launcher.errors import SiteError
+from launcher.plan.run_plan import StrategyPlan
 from launcher.train.measure.comm_meter import Meter
 
 
@@ -28,14 +29,14 @@ class PowerSgd:
 
     Args:
         model: the model whose gradients the buckets hold.
-        rank: rank of the factors (a matrix rank).
-        start: number of synchronisations before compression starts.
+        strategy: with the rank of the factors and the number of synchronisations before compression starts.
         meter: records the time spent waiting.
     """
 
     can_sum = False  # torch's hook averages
 
-    def __init__(self, model: nn.Module, rank: int, start: int, meter: Meter) -> None:
+    def __init__(self, model: nn.Module, strategy: StrategyPlan, meter: Meter) -> None:
+        rank, start = strategy.powersgd_rank, strategy.powersgd_start
         try:
             from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
         except ImportError as error:

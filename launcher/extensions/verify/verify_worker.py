@@ -106,7 +106,7 @@ class Measured:
 
 def _measure(plan: RunPlan, world: World) -> Measured:
     own_plan, seed = plan, plan.train.seed
-    if plan.strategy.compress is Compress.powersgd:
+    if plan.strategy.compress.keeps_residue:
         own_plan = dataclasses.replace(plan, strategy=dataclasses.replace(plan.strategy, compress=Compress.none))
     task = load_task(plan.task.target, plan.task.params, plan.cluster.import_from, seed)
     before = dict(getattr(task, "__dict__", {}))
@@ -310,10 +310,10 @@ def _notes(plan: RunPlan, measured: Measured, most: int | None, references: Sequ
         notes.append(
             f"A window did not fit into memory as one batch: the reference adds up batches of {most} samples at most."
         )
-    if plan.strategy.compress is Compress.powersgd:
+    if plan.strategy.compress.keeps_residue:
         notes.append(
-            "PowerSGD was left out: it sends the error of one window in later ones, so that no single gradient is "
-            f"exact. The first {plan.strategy.powersgd_start} synchronisations are sent uncompressed."
+            f"strategy.compress={plan.strategy.compress.value} was left out: it sends the error of one window in later "
+            "ones, so that no single gradient is exact."
         )
     if plan.train.compile and measured.own is None:
         notes.append("The model was not compiled.")

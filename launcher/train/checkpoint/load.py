@@ -5,10 +5,10 @@ With the same world size, every rank's state is restored bit by bit. With anothe
 
 - Random state: a rank whose number existed gets its own state back; a new rank gets a stream seeded by seed, rank and
   step.
-- PowerSGD's residue: the sum over the ranks is preserved. The gradients of W ranks are averaged and then multiplied by
-  W (launcher/train/engine/engine.py), so each of W' ranks takes ``sum over the old ranks / W'``. The factors are the
-  same on all ranks.
-- From PowerSGD to a strategy without it: the residue is dropped, with a message.
+- The residue of a compression: the sum over the ranks is preserved. The gradients of W ranks are averaged and then
+  multiplied by W (launcher/train/engine/engine.py), so each of W' ranks takes ``sum over the old ranks / W'``. The
+  factors are the same on all ranks.
+- To a strategy without one: the residue is dropped, with a message.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from launcher.config.schema import Compress
 from launcher.errors import NoGoodCheckpoint, WrongCheckpoint
 from launcher.quantities import count
 from launcher.rundir import history
@@ -243,7 +242,7 @@ def load(engine: Engine, directory: Path) -> Restored:
     tensors["callbacks"] = load_tensors(engine.callbacks, _entries_under(stored, "callbacks."))
     ranks = _ranks_in(stored)
     same_ranks = ranks == engine.world.size
-    compresses = plan.strategy.compress is Compress.powersgd and engine.world.size > 1
+    compresses = plan.strategy.compress.keeps_residue and engine.world.size > 1
     random_key, strategy_key = contents.random_key(engine), contents.strategy_key(engine)
     tensors[random_key] = _empty_state(stored, random_key, engine.device)
     tensors.pop(contents.stream_key(engine.world.rank))
@@ -379,10 +378,11 @@ def _combined_strategy_state(engine: Engine, directory: Path, stored: Metadata, 
 
 
 def _explain_dropped(residue: dict[str, Tensor]) -> str:
-    """Return the message that PowerSGD's residue is lost. ``residue``: its sum over all ranks, divided by the number of
-    ranks."""
+    """Return the message that the residue of a compression is lost. ``residue``: its sum over all ranks, divided by
+    the number of ranks."""
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part.float()) for part in residue.values()]))
     return (
-        f"PowerSGD's residue, the part of earlier gradients that it had not sent yet (norm {norm.item():.3g} per rank, "
-        f"{len(residue)} parameters), is lost: only strategy.compress=powersgd on two or more ranks can use it."
+        f"The residue of strategy.compress, the part of earlier gradients that it had not sent yet (norm "
+        f"{norm.item():.3g} per rank, {len(residue)} parameters), is lost: only the same strategy.compress on two or "
+        "more ranks can use it."
     )

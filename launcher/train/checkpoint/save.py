@@ -25,7 +25,7 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from launcher.config.schema import CheckpointConfig, Compress, OnError, OptimizerKind
+from launcher.config.schema import CheckpointConfig, OnError, OptimizerKind
 from launcher.errors import CheckpointFailed, Superseded
 from launcher.quantities import bytes_text
 from launcher.rundir.fencing import Fence, Incarnation
@@ -49,13 +49,13 @@ def predicted_bytes(engine: Engine) -> int:
     """Return the predicted size of one checkpoint, the files of all ranks together, in bytes.
 
     It is the sum of parameters, buffers, the optimizer's state of each trained parameter (SGD: momentum, if used;
-    AdamW: two moments; also assumed of any other), PowerSGD's residue, which has the size of all gradients on each
-    rank, and the callbacks' state.
+    AdamW: two moments; also assumed of any other), the residue of a compression, which has the size of all gradients
+    on each rank, and the callbacks' state.
     """
     optimizer, module = engine.plan.optimizer, engine.parallel.module
     moments = int(optimizer.momentum > 0) if optimizer.kind is OptimizerKind.sgd else 2
     trained = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-    residues = engine.world.size if engine.plan.strategy.compress is Compress.powersgd else 0
+    residues = engine.world.size if engine.plan.strategy.compress.keeps_residue else 0
     model_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*module.parameters(), *module.buffers()))
     callbacks = sum(tensor.numel() * tensor.element_size() for tensor in engine.callbacks.state_dict()[0].values())
     return model_bytes + trained * (moments + residues) + callbacks + _BESIDE_BYTES

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from launcher.config.schema import Compress, OnNonfinite, StrategyKind
+from launcher.config.schema import OnNonfinite, StrategyKind
 from launcher.errors import DataError, EngineMisuse, NotFinite, TaskError
 from launcher.loss import Loss
 from launcher.plan.optimizer_plan import assign
@@ -147,7 +147,7 @@ class OptimizerStep:
             The norm of the mean gradient before the clip; not finite if no step was taken.
 
         Raises:
-            DataError: the window holds no item, and PowerSGD's residue would be lost.
+            DataError: the window holds no item, and the residue of a compression would be lost.
             NotFinite: the loss is not finite, or the gradient is not, and a smaller loss scale will not help.
         """
         self.nonfinite = None
@@ -208,10 +208,12 @@ class OptimizerStep:
 
     def _leave_out(self) -> None:
         """Skip a window without items, which has no mean: parameters and loss scale stay as they are."""
-        if self._plan.strategy.compress is Compress.powersgd:
+        compress = self._plan.strategy.compress
+        if compress.keeps_residue:
             raise DataError(
-                f"The window of step {self.counters.steps + 1} holds no item. With strategy.compress=powersgd it "
-                "cannot be skipped: the part of earlier gradients that was not sent yet would be lost.\n"
+                f"The window of step {self.counters.steps + 1} holds no item. With strategy.compress="
+                f"{compress.value} it cannot be skipped: the part of earlier gradients that was not "
+                "sent yet would be lost.\n"
                 "  Remove samples without items from train_data(), or use another strategy.compress."
             )
         self.counters.empty_windows += 1

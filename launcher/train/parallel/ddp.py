@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from launcher.config.numerics import added_value
 from launcher.config.schema import Compress, Sync
 from launcher.errors import TaskError
 from launcher.plan.run_plan import RunPlan, StrategyPlan
@@ -73,7 +74,7 @@ class Ddp(Parallel):
 
     def _hook(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # noqa: ARG002
         gradients = bucket.buffer()
-        if self._strategy.compress is not Compress.powersgd:  # what it sends differs from the ranks' gradients
+        if not self._strategy.compress.keeps_residue:  # what it sends differs from the ranks' gradients
             self.local_norm.take([gradients])
         timer = self.meter.start_timer()
         sent, payload, collectives = self._compression.reduce(bucket, self.averaged_over)
@@ -273,7 +274,8 @@ class Ddp(Parallel):
 
 
 class Compression(Protocol):
-    """Reduction of DDP's gradient buckets."""
+    """Reduction of DDP's gradient buckets. One of an installed package is made from model, ``StrategyPlan`` and
+    meter; its state has the parts "residue" and "factors", tensors by the names of parameters."""
 
     can_sum: bool  # gradients may be summed instead of averaged
 
@@ -296,10 +298,8 @@ class Compression(Protocol):
 
 
 def _compression(strategy: StrategyPlan, model: nn.Module, meter: Meter) -> Compression:
-    if strategy.compress is Compress.powersgd:
-        from launcher.train.parallel.powersgd import PowerSgd
-
-        return PowerSgd(model, strategy.powersgd_rank, strategy.powersgd_start, meter)
+    if strategy.compress.keeps_residue:
+        return added_value("strategy.compress", strategy.compress)(model, strategy, meter)
     return _Cast(None if strategy.compress is Compress.none else torch.bfloat16)
 
 

@@ -108,7 +108,7 @@ def test_a_run_goes_on_in_any_world_and_strategy(tmp_path: Path) -> None:
                 assert torch.equal(factor, stored[f"strategy_rank3.factors.{name}"])
             # those of rank 1 are of no use to rank 2, but the residue is
             assert bool(memory["factors"]) == (ranks == 2)
-    assert "PowerSGD's residue, the part of earlier gradients that it had not sent yet" in said[3]
+    assert "The residue of strategy.compress, the part of earlier gradients that it had not sent yet" in said[3]
 
 
 def test_what_is_not_of_this_run_is_refused(tmp_path: Path) -> None:

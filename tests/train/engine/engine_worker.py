@@ -102,9 +102,9 @@ def compare(data: Sentences, overrides: list[str]) -> dict[str, Any]:
             expected = flat([p.grad for p in reference.parameters() if p.grad is not None])
         mine = applied.pop()
         worst = max(worst, ((mine - expected).norm() / expected.norm()).item())
-        if plan.strategy.compress is Compress.powersgd:
+        if plan.strategy.compress.keeps_residue:
             sum_applied, sum_expected = sum_applied + mine, sum_expected + expected
-        if plan.strategy.compress is Compress.powersgd and result.step in (6, plan.train.steps):
+        if plan.strategy.compress.keeps_residue and result.step in (6, plan.train.steps):
             assert len(engine.parallel._compression._layout) > 1, "several buckets remember something"
             owed = sum_applied + residue(engine, model, result.items) - sum_expected
             kept = max(kept, (owed.norm() / sum_expected.norm()).item())
