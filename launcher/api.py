@@ -12,13 +12,13 @@ from typing import Any
 
 from launcher.config.hydra import compose, compose_with_yaml
 from launcher.config.multirun import RequestedCell, typed
-from launcher.config.schema import ClusterKind, Config, Device, PrecisionKind
+from launcher.config.schema import Config, Device, PrecisionKind
 from launcher.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, SiteError
 from launcher.launch import local
-from launcher.launch.peers import Peers
 from launcher.launch.planner import initial_weights, new_run, plan_job, run_of_script
 from launcher.launch.slurm import submit as slurm
 from launcher.plan import host
+from launcher.plan.clusters import Peers, cluster_of
 from launcher.plan.gpus import require_at_hand
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import LaunchPlan
@@ -117,8 +117,10 @@ def submit(overrides: Sequence[str] = ()) -> Job:
     """
     config, yaml = compose_with_yaml(overrides)
     require_at_hand(config.cluster)
-    if config.cluster.kind is ClusterKind.hosts:
-        raise SiteError("cluster=hosts: cannot be started from Python.\n  Type `launch train` on each host.")
+    if cluster_of(config.cluster.kind).typed_on_each_host:
+        raise SiteError(
+            f"cluster={config.cluster.kind}: cannot be started from Python.\n  Type `launch train` on each host."
+        )
     plan = plan_job(config)
     if plan.cluster.slurm is not None:
         plan, _ = slurm.submit_job(plan, yaml)

@@ -98,7 +98,7 @@ def _marked(mark: str) -> list[int]:
 # These have a Slurm of their own, and wait for its timers most of the time: `make test` begins with them, in all of its
 # processes but one, which begins with the fast tests.
 WAITING = ("test_slurm_lost", "test_slurm", "test_sweep", "test_containers", "test_elastic")
-# a fixture that several tests share: one of the file itself, or one of tests/system/conftest.py
+# a fixture that several tests share: one of the file itself, or one of a conftest.py beside it
 SHARED_FIXTURE = re.compile(
     r'scope="(module|class|package)"|\b(by_cgroup|by_process_tree|undisturbed|two_hosts|pair)\b'
 )

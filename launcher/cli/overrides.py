@@ -185,9 +185,9 @@ def _leave_for_login_node(config: Config) -> None:
     cluster = config.cluster
     if cluster.login is None:
         return
-    if cluster.kind is not ClusterKind.slurm:
+    if cluster.kind != ClusterKind.slurm:
         raise ConfigError(
-            "cluster.login", cluster.login, f"has no effect with cluster={cluster.kind.value}.",
+            "cluster.login", cluster.login, f"has no effect with cluster={cluster.kind}.",
             "It submits jobs to Slurm from another machine: add cluster=slurm.",
         )  # fmt: skip
     raise OnLoginNode(config)

@@ -22,12 +22,12 @@ from launcher.errors import (
     RunError,
     UserError,
 )
-from launcher.launch import local, multihost
+from launcher.launch import local
 from launcher.launch.credentials import require_credentials
-from launcher.launch.peers import Peers
 from launcher.launch.planner import new_run, plan_job, site_of
 from launcher.launch.slurm import client, submit
 from launcher.plan.callback_plan import BELL
+from launcher.plan.clusters import Peers, cluster_of
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.placement import solve_script
 from launcher.plan.run_plan import RunPlan
@@ -94,22 +94,22 @@ def launch_run(arguments: list[str]) -> int:
 
 def _require_startable(config: Config, *, wait: bool) -> None:
     _require_no_wait(config, wait=wait)
-    if config.cluster.kind is ClusterKind.slurm:
+    if config.cluster.kind == ClusterKind.slurm:
         client.require()
 
 
 def require_new_name(config: Config) -> None:
     """Raise SiteError if a run of this name exists, before the task is inspected, which can take minutes."""
     # on several hosts, another one may have made the directory on a shared disk
-    if config.run.name is not None and config.cluster.kind is not ClusterKind.hosts:
+    if config.run.name is not None and not cluster_of(config.cluster.kind).typed_on_each_host:
         check_values(config, "run")
         local.require_unused(new_run(config.run, "", str(Path.cwd())))
 
 
 def _require_no_wait(config: Config, *, wait: bool) -> None:
-    if wait and config.cluster.kind is not ClusterKind.slurm:
+    if wait and config.cluster.kind != ClusterKind.slurm:
         raise UserError(
-            f"--wait: has no effect with cluster={config.cluster.kind.value}, where the command always waits for the "
+            f"--wait: has no effect with cluster={config.cluster.kind}, where the command always waits for the "
             "end.\n  Leave it out."
         )
 
@@ -121,10 +121,8 @@ def _start(plan: LaunchPlan, yaml: str, config: Config, console: Console, *, wai
         if isinstance(plan, RunPlan):
             console.print(tables.plan_table(plan), "")
         return _show_submitted(plan, job, console, wait=wait)
-    if plan.cluster.kind is ClusterKind.hosts:
-        return _run_here(*multihost.gather(plan, yaml, config.run.name, _plain(console)), console)
-    local.create(plan, yaml)
-    return _run_here(plan, Peers(), console)
+    cluster, create = cluster_of(plan.cluster.kind), partial(local.create, config_yaml=yaml)
+    return _run_here(*cluster.begin(plan, create, config.run.name, _plain(console)), console)
 
 
 def restart(plan: LaunchPlan, console: Console, *, wait: bool) -> int:

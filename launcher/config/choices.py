@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from launcher.config.numerics import add_values, is_added
 
-ClusterKind = StrEnum("ClusterKind", {"local": "local", "hosts": "hosts", "slurm": "slurm", "elsewhere": "elsewhere"})
+ClusterKind = StrEnum("ClusterKind", {"local": "local", "slurm": "slurm", "elsewhere": "elsewhere"})
 ContainerRuntime = StrEnum("ContainerRuntime", {"pyxis": "pyxis", "apptainer": "apptainer"})
 Device = StrEnum("Device", {"auto": "auto", "cpu": "cpu", "cuda": "cuda"})
 StrategyKind = StrEnum(

@@ -75,17 +75,17 @@ _NEW = never("it has no effect on an existing run")
 class ClusterConfig:
     """Machines that the job runs on."""
 
-    kind: ClusterKind = key(
-        ClusterKind.local, resume=never("its code and files are there; " + NEW_RUN), affects="", nullable=False
+    kind: str = key(
+        ClusterKind.local.value, resume=never("its code and files are there; " + NEW_RUN), affects="", nullable=False
     )
-    """local: this machine; hosts: several, with the same command typed on each; slurm: a Slurm job; elsewhere: only for
-    `launch plan`, which takes it for several hosts if no other cluster is named."""
+    """local: this machine; slurm: a Slurm job; elsewhere: only for `launch plan`, which takes it for several hosts if
+    no other cluster is named. Extensions add others."""
     nodes: int | str = key(1, affects="time memory")
     """Number of hosts; 1 in a local job. Otherwise also a range, "2:4": the job continues with those present."""
-    rendezvous: str | None = key(None, only="cluster=hosts", affects="")
-    """hosts: HOST:PORT of the rendezvous, an address of the first host."""
-    interface: str | None = key(None, only="cluster=hosts|slurm", affects="")
-    """hosts, slurm: a host's network interface to the others. Default: the one that leads to the first host."""
+    rendezvous: str | None = key(None, affects="")
+    """Clusters without a scheduler: HOST:PORT of the rendezvous, an address of the first host."""
+    interface: str | None = key(None, affects="")
+    """Several hosts: a host's network interface to the others. Default: the one that leads to the first host."""
     workers_per_node: int | None = key(None, at_least(1), affects="time memory")
     """Ranks per host. Default: the number of visible GPUs (slurm: of a node of the partition), else 2."""
     device: Device = key(Device.auto, affects="time memory")

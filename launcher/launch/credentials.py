@@ -12,6 +12,7 @@ from launcher.config.choices import WandbMode
 from launcher.config.schema import ClusterKind, Config
 from launcher.errors import SiteError
 from launcher.plan.callback_plan import notify_entries, require_variables, solve_callbacks
+from launcher.plan.clusters import cluster_of
 from launcher.plan.host import batch_env
 
 
@@ -25,11 +26,11 @@ def require_credentials(config: Config, *, of_script: bool = False) -> None:
         ConfigError, SiteError: they will not.
     """
     # a Slurm job finds a key in .netrc, or in a variable that the user lists in cluster.env
-    batch = config.cluster.kind is ClusterKind.slurm
+    batch = config.cluster.kind == ClusterKind.slurm
     env = batch_env(os.environ, ("HOME", *config.cluster.env)) if batch else os.environ
     if not of_script and "wandb" in config.trackers and config.wandb.mode is WandbMode.online:
         require_wandb_key(env)
-    if config.cluster.kind is not ClusterKind.hosts:  # there only the first host reports
+    if not cluster_of(config.cluster.kind).typed_on_each_host:  # there only the first host reports
         require_variables(notify_entries(config.notify), env, passed_on=batch, key="notify")
         require_variables(() if of_script else solve_callbacks(config.callbacks), env, passed_on=batch)
 

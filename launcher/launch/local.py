@@ -27,8 +27,8 @@ from launcher.errors import (
     class_named,
 )
 from launcher.launch.agent import open_attempt
-from launcher.launch.peers import Peers, Regrouping
 from launcher.plan.callback_plan import may_report, notify_entries
+from launcher.plan.clusters import Peers, Regrouping
 from launcher.plan.host import allowed_env
 from launcher.plan.launch_plan import LaunchPlan, RunInfo
 from launcher.plan.run_plan import RunPlan

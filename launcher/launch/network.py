@@ -8,13 +8,11 @@ from dataclasses import dataclass
 
 import psutil
 
-from launcher.errors import SiteError
-from launcher.plan.placement import endpoint
+from launcher.errors import ConfigError, SiteError
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 # connections to a store that wait to be accepted
 BACKLOG = 1024
-_REACH_WITHIN_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -44,6 +42,26 @@ class Route:
     @property
     def shown(self) -> str:
         return f"{self.rendezvous[0]}:{self.rendezvous[1]}"
+
+
+def endpoint(rendezvous: str) -> tuple[str, int]:
+    """Return the host and port of ``"HOST:PORT"``.
+
+    Raises:
+        ConfigError: ``rendezvous`` does not have this form.
+    """
+    host, colon, port = rendezvous.rpartition(":")
+    if ":" in host:
+        raise ConfigError(
+            "cluster.rendezvous", rendezvous, "IPv6 addresses are not supported.",
+            "Use the first host's name, or its IPv4 address: HOST:PORT.",
+        )  # fmt: skip
+    if not colon or not host or not (port.isdecimal() and 0 < int(port) < 65536):
+        raise ConfigError(
+            "cluster.rendezvous", rendezvous, "must be HOST:PORT, the port between 1 and 65535.",
+            "Such as cluster.rendezvous=10.0.0.1:29400.",
+        )  # fmt: skip
+    return host, int(port)
 
 
 def interfaces() -> list[Interface]:
@@ -154,31 +172,3 @@ def free_port(address: str) -> int:
 
 def _shown(present: list[Interface]) -> str:
     return ", ".join(f"{i.address} ({i.name})" for i in present if not i.loopback) or "no address but loopback"
-
-
-def require_reach(address: str, port: int, whose: str) -> None:
-    """Check that this host can connect to ``address``; a refused connection passes, as it shows that the host is there.
-
-    Args:
-        whose: description of the host that announced ``address`` as its own.
-
-    Raises:
-        SiteError: The host cannot be reached, or ``address`` belongs to this host too.
-    """
-    problem = (
-        "it is an address of this host too"
-        if any(i.address == address and not i.loopback for i in interfaces())
-        else ""
-    )
-    if not problem:
-        try:
-            socket.create_connection((address, port), timeout=_REACH_WITHIN_S).close()
-        except ConnectionRefusedError:
-            pass
-        except OSError as error:
-            problem = error.strerror or str(error)
-    if problem:
-        raise SiteError(
-            f"cluster.interface: {socket.gethostname()} does not reach {address}, the address of {whose}: "
-            f"{problem}.\n  Set cluster.interface there to the one that leads to the other hosts."
-        )

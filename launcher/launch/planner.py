@@ -206,7 +206,7 @@ def _before_inspection(config: Config, once: Once, *, starts: bool) -> _Ready:
     try:
         unknown = _solve_any_task(config, site, run)
     except ConfigError as error:
-        if not error.key.startswith("batch.global_size") or config.cluster.kind is not ClusterKind.elsewhere:
+        if not error.key.startswith("batch.global_size") or config.cluster.kind != ClusterKind.elsewhere:
             raise
         batch, note = with_any_global_size(config.batch, error)
         config = dataclasses.replace(config, batch=batch)
@@ -216,7 +216,7 @@ def _before_inspection(config: Config, once: Once, *, starts: bool) -> _Ready:
     require_trackers(config, os.environ)
     if (added := float_format(config.precision.kind)) is not None:
         added.check_site(config, cluster)
-    if cluster.gpu is None and config.precision.kind is PrecisionKind.auto and cluster.kind is ClusterKind.local:
+    if cluster.gpu is None and config.precision.kind is PrecisionKind.auto and cluster.kind == ClusterKind.local:
         site = dataclasses.replace(site, bf16=once(_computes, PrecisionKind.bf16, cluster.device))
     initial = once(initial_weights, config, site.cwd)
     request = InspectionRequest.of(config, site.cwd, initial)
@@ -225,7 +225,7 @@ def _before_inspection(config: Config, once: Once, *, starts: bool) -> _Ready:
 
 def _not_at_hand(config: Config) -> Config:
     """Return ``config`` with cluster=elsewhere if it asks for several hosts and names no cluster."""
-    if config.cluster.kind is not ClusterKind.local or node_range(config.cluster.nodes).most == 1:
+    if config.cluster.kind != ClusterKind.local or node_range(config.cluster.nodes).most == 1:
         return config
     return dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, kind=ClusterKind.elsewhere))
 
@@ -277,7 +277,7 @@ def emulation_notes(plan: RunPlan, once: Once | None = None) -> list[str]:
             f"precision=bf16: {gpu.upper()} has no units for it and emulates it in fp32. precision=fp16 uses its "
             "tensor cores; precision=auto takes fp32."
         ]
-    if plan.cluster.kind is not ClusterKind.local or gpu is not None or kind not in host.NARROW:
+    if plan.cluster.kind != ClusterKind.local or gpu is not None or kind not in host.NARROW:
         return []
     native = (once or Once())(_computes, kind, plan.cluster.device)
     return [host.emulation_warning(kind, "this machine")] if native is False else []
@@ -342,7 +342,7 @@ def site_of(config: ClusterConfig) -> Site:
     """
     from launcher.launch.slurm import client
 
-    if config.kind is not ClusterKind.slurm or not client.available():
+    if config.kind != ClusterKind.slurm or not client.available():
         return Site.here()
     return Site.of(Partition.joined(partitions_of(config)), config.container)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from launcher.config.schema import ClusterConfig, ClusterKind, PrecisionKind
 from launcher.errors import ConfigError, did_you_mean
+from launcher.plan.clusters import for_several
 from launcher.plan.float_format import float_format
 
 # Memory that a rank's tensors cannot have, in bytes. The CUDA context with torch's kernels takes about half a gigabyte
@@ -141,8 +142,8 @@ def require_at_hand(cluster: ClusterConfig) -> None:
             "cluster.gpu", cluster.gpu, "is for `launch plan`: a job runs on the GPUs that its hosts have.",
             "Leave it out.",
         )  # fmt: skip
-    if cluster.kind is ClusterKind.elsewhere:
+    if cluster.kind == ClusterKind.elsewhere:
         raise ConfigError(
             "cluster", "elsewhere", "is for `launch plan`: nothing can be started on hosts that are not at hand.",
-            "Use cluster=slurm, or cluster=hosts where there is no scheduler.",
+            f"Use {for_several()}.",
         )  # fmt: skip

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
 from launcher.config.added_groups import group_name
-from launcher.config.schema import ClusterKind, ContainerRuntime, Device
+from launcher.config.schema import ContainerRuntime, Device
 from launcher.errors import ConfigError, UserError
 from launcher.rundir.files import read_bytes, value_from_json, write_text
 from launcher.rundir.paths import RunPaths
@@ -130,7 +130,7 @@ class ClusterPlan:
         price_per_gpu_hour: price of a rank's device, in any currency; None: reports show no cost.
     """
 
-    kind: ClusterKind
+    kind: str
     nodes: int
     rendezvous: str | None
     interface: str | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from launcher.config.schema import ClusterConfig, ClusterKind, Config, Device, StrategyKind, check_values
 from launcher.errors import ConfigError
 from launcher.plan.callback_plan import solve_notify
+from launcher.plan.clusters import cluster_of, require_effect
 from launcher.plan.gpus import find_gpu
 from launcher.plan.host import ALLOWED_ENV, Site, shares_gpus
 from launcher.plan.launch_plan import PLAN_FORMAT, ClusterPlan, EnvPlan, LaunchPlan, NodeRange, RunInfo, node_range
@@ -77,7 +78,7 @@ def solve_cluster(
     if strategy is StrategyKind.single and (ranks := nodes * workers) > 1:
         raise ConfigError("strategy", "single", f"trains on one rank, and this job has {ranks}.", "Use strategy=ddp.")
     slurm = None
-    if config.kind is ClusterKind.slurm:
+    if config.kind == ClusterKind.slurm:
         slurm = solve_sbatch(config, allowed, workers, device, site.partition, name)
     return ClusterPlan(
         kind=config.kind,
@@ -101,9 +102,9 @@ def solve_cluster(
 def _gpus_are_known(config: ClusterConfig, site: Site, most: int) -> bool:
     """Return whether the GPU count is a hard limit: a gres may name parts of a GPU, ranks may share one, and
     a plan may be for GPUs elsewhere."""
-    if (shares_gpus() and most) or config.gpu is not None or config.kind is ClusterKind.elsewhere:
+    if (shares_gpus() and most) or config.gpu is not None or config.kind == ClusterKind.elsewhere:
         return False
-    return config.kind is not ClusterKind.slurm or (site.partition is not None and not names_gpus(config))
+    return config.kind != ClusterKind.slurm or (site.partition is not None and not names_gpus(config))
 
 
 def _require_one_kind(config: ClusterConfig, site: Site) -> None:
@@ -119,49 +120,13 @@ def _require_one_kind(config: ClusterConfig, site: Site) -> None:
 
 def _check_kind(config: ClusterConfig, nodes: NodeRange) -> None:
     check_values(Config(cluster=config), "cluster")
+    require_effect(config)
     if config.login is not None:  # commands that run on the login node do not get here
         raise ConfigError(
             "cluster.login", config.login, "has an effect on `launch train`, `run`, `plan`, `drill` and `doctor` only.",
             "Leave it out, and submit on the login node.",
         )  # fmt: skip
-    if config.kind is ClusterKind.local and nodes != (1, 1):
-        raise ConfigError(
-            "cluster.nodes", config.nodes, "cluster=local is one machine.",
-            "Use cluster.nodes=1; for several: cluster=slurm, or cluster=hosts where there is no scheduler.",
-        )  # fmt: skip
-    if config.kind is not ClusterKind.hosts:
-        return
-    if nodes.most < 2:
-        raise ConfigError(
-            "cluster.nodes", config.nodes, "cluster=hosts is a job over several machines.",
-            "Use cluster.nodes=2 or more, or cluster=local.",
-        )  # fmt: skip
-    if config.rendezvous is None:
-        raise ConfigError(
-            "cluster.rendezvous", None, "is required with cluster=hosts.",
-            "Set cluster.rendezvous=HOST:PORT, an address of the first host and a free port, the same on every host.",
-        )  # fmt: skip
-    endpoint(config.rendezvous)
-
-
-def endpoint(rendezvous: str) -> tuple[str, int]:
-    """Return the host and port of ``"HOST:PORT"``.
-
-    Raises:
-        ConfigError: ``rendezvous`` does not have this form.
-    """
-    host, colon, port = rendezvous.rpartition(":")
-    if ":" in host:
-        raise ConfigError(
-            "cluster.rendezvous", rendezvous, "IPv6 addresses are not supported.",
-            "Use the first host's name, or its IPv4 address: HOST:PORT.",
-        )  # fmt: skip
-    if not colon or not host or not (port.isdecimal() and 0 < int(port) < 65536):
-        raise ConfigError(
-            "cluster.rendezvous", rendezvous, "must be HOST:PORT, the port between 1 and 65535.",
-            "Such as cluster.rendezvous=10.0.0.1:29400.",
-        )  # fmt: skip
-    return host, int(port)
+    cluster_of(config.kind).check(config, nodes)
 
 
 def solve_env(config: ClusterConfig, cluster: ClusterPlan, site: Site) -> EnvPlan:

@@ -466,7 +466,7 @@ def solve_checkpoint(config: Config, task: TaskPlan) -> CheckpointConfig:
     plan = dataclasses.replace(config.checkpoint, best_mode=solve_best_mode(config.checkpoint, config.train, task))
     if plan.every is not None or plan.every_minutes is not None:
         return plan
-    minutes = SLURM_SAVES_EVERY_MIN if config.cluster.kind is ClusterKind.slurm else SAVES_EVERY_MIN
+    minutes = SLURM_SAVES_EVERY_MIN if config.cluster.kind == ClusterKind.slurm else SAVES_EVERY_MIN
     return dataclasses.replace(plan, every_minutes=minutes, keep=plan.keep or KEEPS)
 
 

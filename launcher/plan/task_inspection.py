@@ -364,7 +364,7 @@ def weigh_memory(plan: RunPlan, inspection: Inspection | None = None, *, choose:
     if problem:
         note = f"The memory of each sync policy is unknown and was not considered: {str(problem).rstrip('.')}."
         note = f"{note} {least_note(plan, memory)}".rstrip()
-    elif choose and memory is None and plan.cluster.kind is ClusterKind.elsewhere:
+    elif choose and memory is None and plan.cluster.kind == ClusterKind.elsewhere:
         note = "It is unknown which policies fit into the memory of the hosts: name their GPU (cluster.gpu=h100)."
     elif choose and memory is None:
         note = "No GPU is visible here, so it is unknown which policies fit into its memory."
@@ -398,9 +398,9 @@ def _rank_memory(plan: RunPlan, device_bytes: int | None) -> int | None:
     if plan.cluster.gpu is not None:
         return find_gpu(plan.cluster.gpu).usable_bytes
     if plan.cluster.device is Device.cuda:
-        if device_bytes is None or plan.cluster.kind is ClusterKind.elsewhere:
+        if device_bytes is None or plan.cluster.kind == ClusterKind.elsewhere:
             return None
         return device_bytes - OVERHEAD_BYTES
-    if plan.cluster.kind is ClusterKind.elsewhere:
+    if plan.cluster.kind == ClusterKind.elsewhere:
         return None
     return free_host_bytes() // plan.cluster.workers_per_node

@@ -62,7 +62,7 @@ class RecordedSteps:
 
     def step_of(self, plan: RunPlan) -> RecordedStep | None:
         """Return the step of the newest finished run of the same job on the same hardware; None without one."""
-        if plan.cluster.gpu is not None or plan.cluster.kind is ClusterKind.elsewhere:
+        if plan.cluster.gpu is not None or plan.cluster.kind == ClusterKind.elsewhere:
             return None
         device = device_model(plan.cluster.device)
         for run, measured_on, step_s in self._runs:

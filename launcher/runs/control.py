@@ -18,6 +18,7 @@ from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, SiteError, U
 from launcher.launch import local
 from launcher.launch.agent import load_plan
 from launcher.launch.slurm import client, submit
+from launcher.plan.clusters import cluster_of
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir import history
@@ -113,7 +114,7 @@ def _end_here(run: Run, submission: Submission) -> None:
 
 def _patience_s(plans: Sequence[LaunchPlan]) -> float:
     """Return the seconds within which cancelled runs must end."""
-    limits = [plan.cluster.grace_s for plan in plans if plan.cluster.kind is not ClusterKind.slurm]
+    limits = [plan.cluster.grace_s for plan in plans if plan.cluster.kind != ClusterKind.slurm]
     if len(limits) < len(plans):
         match = re.match(r"\d+", client.setting("KillWait") or "")
         limits.append(int(match[0] if match else 30))
@@ -276,12 +277,12 @@ def _require_over(run: Run, verb: str) -> None:
 
 
 def _require_begins_again(plan: LaunchPlan) -> None:
-    if plan.cluster.kind is ClusterKind.hosts:
+    if cluster_of(plan.cluster.kind).typed_on_each_host:
         raise SiteError(
-            f"{plan.run.name}: cluster={plan.cluster.kind.value}: its hosts have no scheduler to restart it.\n"
+            f"{plan.run.name}: cluster={plan.cluster.kind}: its hosts have no scheduler to restart it.\n"
             "  Type the command again on each host, with another run.name."
         )
-    if plan.cluster.kind is ClusterKind.local and not Path(plan.cluster.cwd).is_dir():
+    if plan.cluster.kind == ClusterKind.local and not Path(plan.cluster.cwd).is_dir():
         raise SiteError(
             f"{plan.run.name}: {plan.cluster.cwd}, in which it was started, does not exist on this machine."
         )

@@ -14,6 +14,7 @@ from launcher.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_US
 from launcher.launch import local
 from launcher.launch.planner import Once, plan_jobs, task_stem
 from launcher.launch.slurm import client, submit
+from launcher.plan.clusters import cluster_of
 from launcher.plan.gpus import require_at_hand
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import count, first_lines, first_names
@@ -42,9 +43,9 @@ def require_one_sweep(requested: Sequence[RequestedCell]) -> None:
                 "run.name", config.run.name, "names one run, and a sweep has many.",
                 "Use sweep.name; its runs are named after the keys that vary.",
             )  # fmt: skip
-        if config.cluster.kind is ClusterKind.hosts:
+        if cluster_of(config.cluster.kind).typed_on_each_host:
             raise ConfigError(
-                "cluster", "hosts", "has no scheduler that could start the cells of a sweep on all hosts.",
+                "cluster", config.cluster.kind, "has no scheduler that could start the cells of a sweep on all hosts.",
                 "Use cluster=slurm, or type the command for each cell.",
             )  # fmt: skip
         first = requested[0].config
@@ -54,7 +55,7 @@ def require_one_sweep(requested: Sequence[RequestedCell]) -> None:
             if value != getattr(getattr(first, group), name):
                 raise ConfigError(key, value, "must be the same for all cells of a sweep.", "Do not vary it.")
     config = requested[0].config
-    if config.sweep.at_once is not None and config.cluster.kind is ClusterKind.local:
+    if config.sweep.at_once is not None and config.cluster.kind == ClusterKind.local:
         raise ConfigError(
             "sweep.at_once", config.sweep.at_once, "has no effect with cluster=local.",
             "Leave it out: on one machine the cells run one after the other.",
@@ -152,7 +153,7 @@ class Conductor:
         require_one_sweep(requested)
         for cell in requested:
             require_at_hand(cell.config.cluster)
-        on_slurm = requested[0].config.cluster.kind is ClusterKind.slurm
+        on_slurm = requested[0].config.cluster.kind == ClusterKind.slurm
         if on_slurm:
             client.require()
             if with_results and not self._wait:
@@ -228,11 +229,11 @@ class Conductor:
             # saved before they start, so that the manifest lists them whatever happens
             sweep = sweep.with_cells(tuple(entries))
             sweep.save(paths)
-            if of_slurm := [cell for cell in new.values() if cell.plan.cluster.kind is ClusterKind.slurm]:
+            if of_slurm := [cell for cell in new.values() if cell.plan.cluster.kind == ClusterKind.slurm]:
                 refused = self._submit(paths, sweep, of_slurm)
                 statuses += [EXIT_USER] * len(refused)
                 sweep.with_cells(tuple(_refused(cell, refused) for cell in sweep.cells)).save(paths)
-            statuses += self._run([cell for cell in new.values() if cell.plan.cluster.kind is ClusterKind.local])
+            statuses += self._run([cell for cell in new.values() if cell.plan.cluster.kind == ClusterKind.local])
         return [run for run in run_of.values() if is_run(run.root)], statuses
 
     def _opened(self, paths: SweepPaths, requested: Sequence[RequestedCell]) -> Sweep:

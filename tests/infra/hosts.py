@@ -29,6 +29,8 @@ from itertools import count as numbers
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.helpers import patience
 from tests.infra import warm
 from tests.infra.netns import inside, namespace_named, pids_in
@@ -198,6 +200,19 @@ def hosts(count: int, rate: str = "1gbit", delay_s: float = 0, loss: float = 0) 
             there.relay.close()
         for name in made:
             subprocess.run(["ip", "netns", "del", name], check=True)
+
+
+@pytest.fixture(scope="module")
+def two_hosts() -> Iterator[Hosts]:
+    with hosts(2) as two:
+        yield two
+
+
+@pytest.fixture
+def pair(two_hosts: Hosts) -> Iterator[Hosts]:
+    """No process of one test meets the next one."""
+    yield two_hosts
+    two_hosts.end()
 
 
 def main() -> None:

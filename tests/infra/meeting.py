@@ -6,9 +6,9 @@ import socket
 import time
 from typing import Any
 
-from launcher.launch.channel import Channel, Listener
+from launcher.extensions.hosts.channel import Channel, Listener
+from launcher.extensions.hosts.peers import FirstHost, OtherHost
 from launcher.launch.network import Interface
-from launcher.launch.peers import FirstHost, OtherHost
 from tests.helpers import patience
 
 TWO = ("cluster=hosts", "cluster.nodes=2", "cluster.rendezvous=10.0.0.1:29400", "checkpoint.enabled=false")

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from launcher.launch.local import _status_before_training, _status_of_stop, _StopForwarder  # pyright: ignore[reportPrivateUsage]
-from launcher.launch.peers import Peers
+from launcher.plan.clusters import Peers
 from launcher.rundir.history import failure_record
 from tests.helpers import make_plan  # pyright: ignore[reportPrivateUsage]
 

@@ -6,12 +6,9 @@ import pytest
 
 from launcher.errors import ConfigError, SiteError
 from launcher.launch import network
-from launcher.launch.network import Interface, Route, find_route, interface_env
-from launcher.plan.placement import endpoint
-from launcher.plan.run_plan import RunPlan
-from tests.conftest import Launch
+from launcher.launch.network import Interface, Route, endpoint, find_route, interface_env
 from tests.helpers import make_plan
-from tests.infra.meeting import LO, TWO
+from tests.infra.meeting import LO
 
 
 @pytest.mark.parametrize(("text", "expected"), [("a.b:1", ("a.b", 1)), ("10.0.0.1:65535", ("10.0.0.1", 65535))])
@@ -35,28 +32,12 @@ def test_ipv6_is_refused() -> None:
     [
         (["cluster.rendezvous=a:1"], "cluster.rendezvous=a:1: has no effect with cluster=local"),
         (["cluster.interface=eth0"], "cluster.interface=eth0: has no effect with cluster=local"),
-        (["cluster=hosts", "cluster.rendezvous=a:1"], "cluster.nodes=1: cluster=hosts is a job over several machines"),
-        (["cluster=hosts", "cluster.nodes=2"], "cluster.rendezvous: is required with cluster=hosts"),
-        ([*TWO, "strategy=single"], "trains on one rank, and this job has 2"),
     ],
 )
-def test_impossible_values(overrides: list[str], message: str) -> None:
+def test_keys_of_several_hosts_on_one(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make_plan(*overrides)
     assert message in str(caught.value)
-
-
-def test_the_world_is_that_of_all_hosts() -> None:
-    plan = make_plan(*TWO, "cluster.nodes=3", "cluster.workers_per_node=4", "batch.global_size=96")
-    assert plan.batch.world_size == 12
-    assert RunPlan.from_json(plan.to_json()) == plan
-
-
-def test_a_plan_contacts_nobody(launch: Launch) -> None:
-    overrides = ("cluster=hosts", "cluster.nodes=2", "cluster.rendezvous=nowhere.invalid:29400")
-    done = launch("plan", *overrides)
-    assert done.returncode == 0, done.stderr
-    assert "2 hosts × 2 workers" in done.stdout
 
 
 def present(monkeypatch: pytest.MonkeyPatch, *found: Interface) -> None:

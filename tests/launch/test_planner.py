@@ -34,7 +34,7 @@ def planned(*overrides: str) -> RunPlan:
 )
 def test_several_hosts_need_no_cluster(overrides: tuple[str, ...], world: int) -> None:
     plan = planned(*overrides)
-    assert plan.cluster.kind is ClusterKind.elsewhere
+    assert plan.cluster.kind == ClusterKind.elsewhere
     assert plan.cluster.slurm is None
     assert plan.cluster.world_size == plan.batch.world_size == world
     assert RunPlan.from_json(plan.to_json()) == plan
@@ -50,7 +50,7 @@ def test_a_gpu_that_emulates_bf16_is_noted(gpu: str, precision: str, noted: bool
 
 
 def test_one_host_is_this_machine() -> None:
-    assert planned().cluster.kind is ClusterKind.local
+    assert planned().cluster.kind == ClusterKind.local
 
 
 def test_a_batch_that_the_ranks_can_share_is_assumed_where_none_is_given() -> None:

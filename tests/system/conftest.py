@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.infra.hosts import Hosts, hosts
+from tests.infra.hosts import pair, two_hosts  # noqa: F401
 from tests.infra.jobs_on_slurm import train_undisturbed
 from tests.infra.slurm import Cluster, cluster
 
@@ -27,16 +27,3 @@ def by_process_tree() -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_undisturbed(tmp_path_factory.mktemp("undisturbed"))
-
-
-@pytest.fixture(scope="module")
-def two_hosts() -> Iterator[Hosts]:
-    with hosts(2) as two:
-        yield two
-
-
-@pytest.fixture
-def pair(two_hosts: Hosts) -> Iterator[Hosts]:
-    """No process of one test meets the next one."""
-    yield two_hosts
-    two_hosts.end()

@@ -30,10 +30,10 @@ from launcher.extensions.doctor.probe import (
     host_facts,
     read_answers,
 )
-from launcher.launch.local import POLL_S
-from launcher.launch.multihost import gather
+from launcher.launch.local import POLL_S, create
 from launcher.launch.planner import partitions_of, site_of
 from launcher.launch.slurm import client
+from launcher.plan.clusters import cluster_of
 from launcher.plan.gpus import require_at_hand
 from launcher.plan.host import OWN_MEMORY, Partition, Site
 from launcher.plan.launch_plan import PLAN_FORMAT, LaunchPlan, RunInfo
@@ -51,7 +51,7 @@ def examine(config: Config, say: Callable[[str], None]) -> list[Check]:
     """
     check_values(config, "cluster", "run")
     require_at_hand(config.cluster)
-    if config.cluster.kind is ClusterKind.slurm:
+    if config.cluster.kind == ClusterKind.slurm:
         client.require()
     site = site_of(config.cluster)
     checks = [] if site.partition is None else _check_slurm(config, site.partition)
@@ -88,7 +88,7 @@ _LOCAL_WITHIN_S = 240.0
 def _check_hosts(config: Config, site: Site, say: Callable[[str], None]) -> list[Check]:
     """Return the checks of this host, or of the nodes of a job."""
     run_dir = (Path(site.cwd) / config.run.dir).resolve()
-    slurm, login = config.cluster.kind is ClusterKind.slurm, host_facts()
+    slurm, login = config.cluster.kind == ClusterKind.slurm, host_facts()
     with _token_in(Path(site.cwd)) as (token, unwritten), _folder_in(run_dir) as (folder, problem):
         unusable = [host_checks.unusable(run_dir, problem)] if problem else []
         directory = directory_facts(folder)
@@ -98,7 +98,7 @@ def _check_hosts(config: Config, site: Site, say: Callable[[str], None]) -> list
         if slurm and unusable:  # the directory is the only way to exchange facts with the nodes
             return unusable
         plan, met = _plan(config, site, folder), None
-        if config.cluster.kind is ClusterKind.hosts:
+        if cluster_of(config.cluster.kind).typed_on_each_host:
             plan, met = _meet(plan, say)
         cluster = plan.cluster
         question = Question(
@@ -123,7 +123,8 @@ def _check_hosts(config: Config, site: Site, say: Callable[[str], None]) -> list
 def _meet(plan: LaunchPlan, say: Callable[[str], None]) -> tuple[LaunchPlan, Network]:
     """Wait until the command was typed on the other hosts too. Return the plan with their number, and the network."""
     directory = dataclasses.replace(plan.run, dir=str(plan.paths.root / slurm_checks.NAME))
-    met, peers = gather(dataclasses.replace(plan, run=directory), "", None, say)
+    plan_of_directory, make = dataclasses.replace(plan, run=directory), partial(create, config_yaml="")
+    met, peers = cluster_of(plan.cluster.kind).begin(plan_of_directory, make, None, say)
     peers.ended(EXIT_DONE, {})  # what follows needs torch's connections only
     while not peers.complete():
         peers.listen(POLL_S)
@@ -153,7 +154,7 @@ def _ask_here(question: Question, folder: Path, host: str) -> dict[int, Answer]:
 def _plan(config: Config, site: Site, folder: Path) -> LaunchPlan:
     """Return the plan of the job that runs the probes, with ``folder`` as its directory."""
     cluster = config.cluster
-    if cluster.kind is ClusterKind.slurm:
+    if cluster.kind == ClusterKind.slurm:
         cluster = slurm_checks.probe_options(cluster, site.partition)
     solved = solve_cluster(cluster, site, slurm_checks.NAME, config.strategy.kind)
     version = metadata.version("launcher")
@@ -221,7 +222,7 @@ def judge_hosts(
     # in a container all nodes use the image's Python, so compare them with the first node
     first = next(iter(with_facts.values()), None)
     model = first["facts"] if first is not None and config.cluster.container else login
-    submitter = login["host"] if plan.cluster.kind is ClusterKind.slurm else None
+    submitter = login["host"] if plan.cluster.kind == ClusterKind.slurm else None
 
     def on_each(check: Callable[[Answer], Iterable[Check]], answers: dict[int, Answer] = with_facts) -> list[Check]:
         return merge(((answer["host"], one) for answer in answers.values() for one in check(answer)), hosts)

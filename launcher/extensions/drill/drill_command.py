@@ -28,6 +28,7 @@ from launcher.extensions.drill.verdict import Difference, DrillOutcome, DrillRes
 from launcher.launch import local
 from launcher.launch.planner import plan_job
 from launcher.launch.slurm import client
+from launcher.plan.clusters import cluster_of
 from launcher.quantities import count
 from launcher.report.tables import named_lines, near, verdict_text
 from launcher.rundir.files import write_json
@@ -106,7 +107,7 @@ def _drill(config: Config, yaml: str, windows: int, *, as_json: bool) -> int:
 
 def _require_drillable(config: Config) -> None:
     kind = config.cluster.kind
-    if kind is ClusterKind.hosts:
+    if cluster_of(kind).typed_on_each_host:
         raise ConfigError(
             "cluster", kind, "has no scheduler that restarts a job, so there is nothing to drill.",
             "Drill it with cluster=local on one of the hosts, or with cluster=slurm.",
@@ -120,7 +121,7 @@ def _require_drillable(config: Config) -> None:
             "checkpoint.enabled", False, "no checkpoint is saved, so no progress survives an interruption.",
             "Leave it out: `launch drill` saves into a directory of its own.",
         )  # fmt: skip
-    if kind is ClusterKind.slurm:
+    if kind == ClusterKind.slurm:
         client.require()
 
 

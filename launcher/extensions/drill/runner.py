@@ -92,7 +92,7 @@ def drilled_job(plan: RunPlan) -> dict[str, str]:
     cluster, schedule = plan.cluster, plan.schedule
     steps = "" if schedule.steps is None else f" over {schedule.steps} steps"
     return job_lines(plan) | {
-        "cluster": f"{cluster.kind.value}, {cluster.nodes} × {cluster.workers_per_node}, {cluster.device.value}",
+        "cluster": f"{cluster.kind}, {cluster.nodes} × {cluster.workers_per_node}, {cluster.device.value}",
         "schedule": f"{'that of the whole job: ' if steps else ''}{schedule.name}{steps}",
     }
 

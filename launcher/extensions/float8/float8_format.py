@@ -49,7 +49,7 @@ class _Float8:
         # an image has packages of its own
         if config.cluster.container is None and importlib.util.find_spec("torchao") is None:
             raise ConfigError("precision", "float8", "torchao is not installed.", _INSTALL)
-        here = cluster.kind is ClusterKind.local and cluster.gpu is None and not config.precision.float8_emulate
+        here = cluster.kind == ClusterKind.local and cluster.gpu is None and not config.precision.float8_emulate
         if here and host.gpus_have(_CAPABILITY) is False:
             raise self.no_units(host.device_model(cluster.device) or "this machine's GPU")
 

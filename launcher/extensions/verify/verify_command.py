@@ -30,8 +30,8 @@ from launcher.extensions.verify.certificate import (
     comparison_text,
 )
 from launcher.launch import local
-from launcher.launch.peers import Peers
 from launcher.launch.planner import initial_weights, plan_job
+from launcher.plan.clusters import Peers
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import count
 from launcher.report import live, tables
@@ -58,7 +58,7 @@ def launch_verify(arguments: list[str]) -> int:
         print(_VERIFY_HELP)
 
     def act(config: Config, yaml: str) -> int:
-        if config.cluster.kind is not ClusterKind.local:
+        if config.cluster.kind != ClusterKind.local:
             raise ConfigError(
                 "cluster", config.cluster.kind, "`launch verify` runs its ranks on this machine.",
                 "Use cluster=local with cluster.workers_per_node=RANKS, the job's number of ranks or fewer: a window "

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from launcher.launch.channel import Channel, Listener
+from launcher.extensions.hosts.channel import Channel, Listener
+from tests.infra.hosts import pair, two_hosts  # noqa: F401
 
 
 @pytest.fixture(autouse=True)

@@ -13,18 +13,17 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
-from launcher.config.schema import groups_without_effect
-from launcher.errors import SiteError, UserError
-from launcher.launch import local
-from launcher.launch.channel import PROTOCOL, Channel, Listener, Message, wait
-from launcher.launch.network import Route, find_route, free_port, interface_env, require_reach
-from launcher.launch.peers import FirstHost, OtherHost, Peers
+from launcher.config.schema import ClusterConfig, groups_without_effect
+from launcher.errors import ConfigError, SiteError, UserError
+from launcher.extensions.hosts.channel import PROTOCOL, Channel, Listener, Message, wait
+from launcher.extensions.hosts.peers import FirstHost, OtherHost
+from launcher.launch.network import Route, endpoint, find_route, free_port, interface_env, interfaces
+from launcher.plan.clusters import Cluster, Create, P, Peers, Say
 from launcher.plan.host import without_secrets
 from launcher.plan.launch_plan import HostPosition, LaunchPlan, NodeRange, RunInfo
 from launcher.plan.run_plan import RunPlan, part
@@ -37,32 +36,42 @@ MEET_WITHIN_S = 600
 # seconds that node 0 waits for one more host once enough have arrived
 SETTLE_S = 30
 _ANSWER_WITHIN_S = 60
+_REACH_WITHIN_S = 5.0
 _CONNECT_WITHIN_S, _RETRY_S = 2.0, 0.5
 
-P = TypeVar("P", bound=LaunchPlan)
-Say = Callable[[str], None]
 
+class HostsCluster(Cluster):
+    """Several hosts without a scheduler."""
 
-def gather(plan: P, config_yaml: str, run_name: str | None, say: Say) -> tuple[P, Peers]:
-    """Meet the other hosts and make the run's directory.
+    typed_on_each_host = True
+    takes = frozenset({"rendezvous", "interface"})
 
-    Args:
-        plan: plan that this host made by itself.
-        run_name: run.name as the user set it, or None.
-        say: shows one line to the user.
+    def check(self, config: ClusterConfig, nodes: NodeRange) -> None:
+        if nodes.most < 2:
+            raise ConfigError(
+                "cluster.nodes", config.nodes, "cluster=hosts is a job over several machines.",
+                "Use cluster.nodes=2 or more, or cluster=local.",
+            )  # fmt: skip
+        if config.rendezvous is None:
+            raise ConfigError(
+                "cluster.rendezvous", None, "is required with cluster=hosts.",
+                "Set cluster.rendezvous=HOST:PORT, an address of the first host and a free port, the same on every "
+                "host.",
+            )  # fmt: skip
+        endpoint(config.rendezvous)
 
-    Returns:
-        The plan of this host in the common run, and the connection to the others.
+    def begin(self, plan: P, create: Create, run_name: str | None, say: Say) -> tuple[P, Peers]:
+        """Meet the other hosts and make the run's directory.
 
-    Raises:
-        SiteError: There is no route to the others, too few came in time, or one host cannot make the directory.
-        UserError: The hosts were not given the same job. Every host gets the same message.
-    """
-    assert plan.cluster.rendezvous is not None
-    route = find_route(plan.cluster.rendezvous, plan.cluster.interface)
-    names = interface_env(route, plan.cluster.interface)
-    plan = dataclasses.replace(plan, env=dataclasses.replace(plan.env, default=names | plan.env.default))
-    return (lead if route.here else join_node_0)(plan, config_yaml, route, job_facts(plan, run_name), say)
+        Raises:
+            SiteError: There is no route to the others, too few came in time, or one host cannot make the directory.
+            UserError: The hosts were not given the same job. Every host gets the same message.
+        """
+        assert plan.cluster.rendezvous is not None
+        route = find_route(plan.cluster.rendezvous, plan.cluster.interface)
+        names = interface_env(route, plan.cluster.interface)
+        plan = dataclasses.replace(plan, env=dataclasses.replace(plan.env, default=names | plan.env.default))
+        return (lead if route.here else join_node_0)(plan, create, route, job_facts(plan, run_name), say)
 
 
 @dataclass
@@ -127,7 +136,7 @@ class _Gathering:
         return self.channels != before
 
 
-def lead(plan: P, config_yaml: str, route: Route, facts: Message, say: Say) -> tuple[P, Peers]:
+def lead(plan: P, create: Create, route: Route, facts: Message, say: Say) -> tuple[P, Peers]:
     """Gather the other hosts as node 0."""
     try:
         listener = Listener(route.rendezvous)
@@ -143,7 +152,7 @@ def lead(plan: P, config_yaml: str, route: Route, facts: Message, say: Say) -> t
         store = f"{address}:{free_port(address)}"
         own = HostPosition(node=0, address=address, interface=route.interface.name, store=store, shared=True)
         plan = plan.on(len(channels) + 1).at(own)
-        local.create(plan, config_yaml)
+        create(plan)
         created = True
         run = {"name": plan.run.name, "id": plan.run.id, "created": plan.run.created}
         for node, channel in enumerate(channels, 1):
@@ -201,7 +210,35 @@ def _require_ready(channels: list[Channel], plan: LaunchPlan, port: int) -> None
             )
 
 
-def join_node_0(plan: P, config_yaml: str, route: Route, facts: Message, say: Say) -> tuple[P, Peers]:
+def require_reach(address: str, port: int, whose: str) -> None:
+    """Check that this host can connect to ``address``; a refused connection passes, as it shows that the host is there.
+
+    Args:
+        whose: description of the host that announced ``address`` as its own.
+
+    Raises:
+        SiteError: The host cannot be reached, or ``address`` belongs to this host too.
+    """
+    problem = (
+        "it is an address of this host too"
+        if any(i.address == address and not i.loopback for i in interfaces())
+        else ""
+    )
+    if not problem:
+        try:
+            socket.create_connection((address, port), timeout=_REACH_WITHIN_S).close()
+        except ConnectionRefusedError:
+            pass
+        except OSError as error:
+            problem = error.strerror or str(error)
+    if problem:
+        raise SiteError(
+            f"cluster.interface: {socket.gethostname()} does not reach {address}, the address of {whose}: "
+            f"{problem}.\n  Set cluster.interface there to the one that leads to the other hosts."
+        )
+
+
+def join_node_0(plan: P, create: Create, route: Route, facts: Message, say: Say) -> tuple[P, Peers]:
     """Connect this host, which is not node 0, to node 0; return the plan for it and the connection to the others."""
     channel, created = _connect(route, say), False
     try:
@@ -218,7 +255,7 @@ def join_node_0(plan: P, config_yaml: str, route: Route, facts: Message, say: Sa
             require_reach(place.store.rpartition(":")[0], route.rendezvous[1], "node 0")
             run = _common_run(plan.run, welcome["welcome"])
             plan = dataclasses.replace(plan.on(int(welcome["nodes"])).at(place), run=run)
-            plan, created = _make_directory(plan, config_yaml)
+            plan, created = _make_directory(plan, create)
         except SiteError as error:
             channel.send(refused=str(error))
             raise
@@ -287,14 +324,14 @@ def _common_run(own: RunInfo, message: Any) -> RunInfo:
     )
 
 
-def _make_directory(plan: P, config_yaml: str) -> tuple[P, bool]:
+def _make_directory(plan: P, create: Create) -> tuple[P, bool]:
     """Make the run's directory, unless another host has made it on a shared disk.
 
     Returns:
         The plan, and True if the directory was made here.
     """
     try:
-        local.create(plan, config_yaml)
+        create(plan)
     except SiteError:
         if not _is_of_this_run(plan):
             raise

@@ -14,15 +14,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 from launcher.errors import EXIT_FAILED, EXIT_INTERRUPTED
-from launcher.launch.channel import LOST_AFTER_S, Channel, Listener, Message, wait
+from launcher.extensions.hosts.channel import LOST_AFTER_S, Channel, Listener, Message, wait
 from launcher.launch.network import free_port
+from launcher.plan.clusters import Peers, Regrouping, Summary
 from launcher.quantities import count
 from launcher.rundir.history import failure_record
 
 # seconds by which a reset connection may be noticed later here than by the workers that were connected to that host
 _RESET_MARGIN_S = 2.0
-
-Summary = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -32,23 +31,6 @@ class Result:
     status: int
     summary: Summary
     when: float
-
-
-@dataclass(frozen=True)
-class Regrouping:
-    """Continuation of a job without the hosts that are gone, for one of the hosts that are left.
-
-    Args:
-        node: new number of this host.
-        nodes: number of hosts left.
-        store: HOST:PORT of the agents' new store.
-        lost: hosts that are gone, by their old numbers.
-    """
-
-    node: int
-    nodes: int
-    store: str
-    lost: str
 
 
 def seconds_since_failure(summary: Summary) -> float:
@@ -63,55 +45,6 @@ def lost_host(node: int, channel: Channel) -> Summary:
     why = f"no answer for {LOST_AFTER_S} s" if channel.silent else "its `launch` was killed, or the host was shut down"
     record = failure_record(f"node {node} ({channel.peer}) is gone: {why}", None)
     return record | {"node": node, "host": channel.peer}
-
-
-class Peers:
-    """The other hosts, as one host sees them. This base class is that of a job on one host.
-
-    Attributes:
-        stopped_by: host on which the job was stopped, if another one.
-        trouble: what ended the job on another host.
-        lost: True if a host is gone; then waiting for the workers is useless.
-    """
-
-    def __init__(self) -> None:
-        self._result: tuple[int, Summary] = (EXIT_FAILED, {})
-        self._reset()
-
-    def _reset(self) -> None:
-        self._stopped = False
-        self.stopped_by: str | None = None
-        self.trouble: str | None = None
-        self.lost = False
-
-    def listen(self, seconds: float) -> None:
-        """Receive messages for at most ``seconds``."""
-        time.sleep(seconds)
-
-    def stop(self, by: str) -> None:
-        """Report that the job was stopped on this host. ``by``: Ctrl-C, or the name of a signal."""
-
-    def ended(self, status: int, summary: Summary) -> None:
-        """Report that this host's agent has ended."""
-        self._result = status, summary
-
-    def complete(self) -> bool:
-        """Return True if the verdict of the whole job is known."""
-        return True
-
-    def regroup(self) -> Regrouping | None:
-        """Return how this host continues after the loss of another one; None if the job is over.
-
-        Call it once ``complete`` is true.
-        """
-        return None
-
-    def start_regrouped(self) -> None:
-        """Start the regrouped job: node 0 lets the other hosts begin."""
-
-    def conclude(self) -> tuple[int, Summary]:
-        """Return exit status and summary of the whole job, as far as known, and close the connections."""
-        return self._result
 
 
 class OtherHost(Peers):

@@ -6,17 +6,20 @@ import dataclasses
 import json
 import socket
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launcher.errors import UserError
-from launcher.launch import channel, multihost
-from launcher.launch.multihost import differences, job_facts
+from launcher.errors import ConfigError, UserError
+from launcher.extensions.hosts import channel, multihost
+from launcher.extensions.hosts.multihost import differences, job_facts
+from launcher.extensions.hosts.peers import FirstHost, OtherHost
+from launcher.launch import local
 from launcher.launch.network import Route
-from launcher.launch.peers import FirstHost, OtherHost
 from launcher.plan.run_plan import RunPlan
+from tests.conftest import Launch
 from tests.helpers import make_plan
 from tests.infra.meeting import LO, TWO, free_port, wait_until
 
@@ -36,7 +39,9 @@ class Member(threading.Thread):
         meet = multihost.lead if self._first else multihost.join_node_0
         try:
             known = self._known or job_facts(self._plan, None)
-            self.result = meet(self._plan, "yaml", self._route, known, self.said.append)
+            self.result = meet(
+                self._plan, partial(local.create, config_yaml="yaml"), self._route, known, self.said.append
+            )
         except UserError as error:
             self.result = error
 
@@ -196,3 +201,29 @@ def test_nobody_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     assert "no answer within" in str(Member(plan_in(tmp_path), port, first=False).wait())
     assert "1 of 2 hosts connected" in str(Member(plan_in(tmp_path), port, first=True).wait())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["cluster=hosts", "cluster.rendezvous=a:1"], "cluster.nodes=1: cluster=hosts is a job over several machines"),
+        (["cluster=hosts", "cluster.nodes=2"], "cluster.rendezvous: is required with cluster=hosts"),
+        ([*TWO, "strategy=single"], "trains on one rank, and this job has 2"),
+    ],
+)
+def test_impossible_values(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_plan(*overrides)
+
+
+def test_the_world_is_that_of_all_hosts() -> None:
+    plan = make_plan(*TWO, "cluster.nodes=3", "cluster.workers_per_node=4", "batch.global_size=96")
+    assert plan.batch.world_size == 12
+    assert RunPlan.from_json(plan.to_json()) == plan
+
+
+def test_a_plan_contacts_nobody(launch: Launch) -> None:
+    overrides = ("cluster=hosts", "cluster.nodes=2", "cluster.rendezvous=nowhere.invalid:29400")
+    done = launch("plan", *overrides)
+    assert done.returncode == 0, done.stderr
+    assert "2 hosts × 2 workers" in done.stdout

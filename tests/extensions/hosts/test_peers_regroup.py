@@ -9,19 +9,20 @@ from typing import Any
 
 import pytest
 
-from launcher.launch import local, multihost
-from launcher.launch.channel import Channel
-from launcher.launch.multihost import differences, job_facts
-from launcher.launch.peers import FirstHost, OtherHost, Regrouping
+from launcher.extensions.hosts import multihost
+from launcher.extensions.hosts.channel import Channel
+from launcher.extensions.hosts.multihost import differences, job_facts
+from launcher.extensions.hosts.peers import FirstHost, OtherHost, Regrouping
+from launcher.launch import local
 from launcher.plan.launch_plan import HostPosition
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir import history
 from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import read_json, write_json
+from tests.extensions.hosts.test_multihost import Member, settle
+from tests.extensions.hosts.test_peers import failed
 from tests.helpers import make_plan
 from tests.infra.meeting import TWO, free_port, star, wait_until
-from tests.launch.test_multihost import Member, settle
-from tests.launch.test_peers import failed
 
 RANGE = (*TWO, "cluster.nodes=2:3", "cluster.workers_per_node=1", "batch.global_size=32", "batch.micro_size=1")
 
@@ -55,7 +56,7 @@ def test_all_that_may_come_are_not_waited_for_any_longer(tmp_path: Path, monkeyp
 
 
 def test_too_few_do_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launcher.launch.multihost.MEET_WITHIN_S", 0)
+    monkeypatch.setattr("launcher.extensions.hosts.multihost.MEET_WITHIN_S", 0)
     monkeypatch.setattr(multihost, "SETTLE_S", 0)
     text = str(Member(plan_in(tmp_path), free_port(), first=True).wait())
     assert "cluster.nodes=2:3: 1 of 2 to 3 hosts connected" in text

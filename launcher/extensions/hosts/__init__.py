@@ -1,0 +1,1 @@
+"""Jobs over several hosts without a scheduler: `cluster=hosts`."""
