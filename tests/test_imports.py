@@ -161,6 +161,7 @@ def test_the_core_names_no_extension() -> None:
         if not module.startswith("launcher.extensions"):
             words = {str(node.value) for node in nodes(MODULES[module]) if isinstance(node, ast.Constant)}
             assert not [word for word in words if re.search(r"launcher[./]extensions[./]\w", word)], module
+            assert not [word for word in words if re.search(r"cluster=hosts|^hosts$", word)], module
 
 
 def test_no_two_modules_share_a_name() -> None:
