@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config.hydra import compose, compose_with_yaml
-from launcher.config.multirun import RequestedCell, typed
+from launcher.config.key_facts import typed
+from launcher.config.multirun import RequestedCell
 from launcher.config.schema import Config, Device, PrecisionKind
 from launcher.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, SiteError
 from launcher.launch import local

@@ -1,28 +1,4 @@
-"""Exceptions of the launcher. Every message names the key or place, the value, what is allowed, what to do next.
-
-LauncherError
-├── UserError               exit 2: the input is wrong; one message, no traceback, nothing was started
-│   ├── ConfigError         a key, a value, or a combination of them
-│   ├── TaskError           the task's class: a method missing, or a wrong result of one
-│   │   └── CollectiveInLoss    samples of other ranks in the loss of one of several micro-batches
-│   └── SiteError           this machine: GPUs, directories, credentials
-└── RunError                exit 1: the job started and failed
-    ├── NotFinite           a loss or a gradient is inf or nan
-    ├── OutOfMemory         a micro-batch, or the optimizer's state, does not fit into a rank's memory
-    ├── RecordFailed        the disk takes no more of metrics.jsonl, or of the verdict
-    ├── SyncPolicyViolated  the collectives that ran are not those of the sync policy
-    ├── ReplicasDiffer      replicas of the model, or their learning rates, have become different
-    ├── UnusedParameters    the backward pass reached only part of the model
-    ├── DataError           the dataset is not what the plan says
-    ├── EngineMisuse        the user's loop left out a call
-    ├── CallbackFailed      a callback raised an exception
-    ├── CheckpointFailed    a checkpoint could not be written, or there is no space for any
-    ├── NoGoodCheckpoint    there are checkpoints to resume from, and all of them are damaged
-    ├── ExportFailed        a file of an export could not be written, or is not what was written
-    ├── WrongCheckpoint     the newest checkpoint is intact, but of another model, another contract, or a newer format
-    ├── ConnectionLost      the connection to the login node was lost; jobs that were submitted there continue
-    └── Superseded          the run continues elsewhere: this process belongs to an earlier attempt
-"""
+"""Exceptions of the launcher. Every message names the key or place, the value, what is allowed, what to do next."""
 
 from __future__ import annotations
 
@@ -44,7 +20,7 @@ class LauncherError(Exception):
 
 
 class UserError(LauncherError):
-    """Wrong input, found before anything starts."""
+    """Wrong input: one message, no traceback, nothing was started."""
 
     exit_status = EXIT_USER
 
@@ -59,79 +35,79 @@ class ConfigError(UserError):
 
 
 class TaskError(UserError):
-    pass
+    """Wrong task: a method is missing, or has a wrong result."""
 
 
 class CollectiveInLoss(TaskError):
-    pass
+    """Samples of other ranks in the loss of one of several micro-batches."""
 
 
 class SiteError(UserError):
-    pass
+    """Wrong machine: GPUs, directories or credentials are missing."""
 
 
 class RunError(LauncherError):
-    pass
+    """Failure of a job that has started."""
 
 
 class NotFinite(RunError):
-    pass
+    """A loss or a gradient is inf or nan."""
 
 
 class OutOfMemory(RunError):
-    pass
+    """A micro-batch, or the optimizer's state, does not fit into a rank's memory."""
 
 
 class RecordFailed(RunError):
-    pass
+    """The disk takes no more of metrics.jsonl, or of the verdict."""
 
 
 class SyncPolicyViolated(RunError):
-    pass
+    """The collectives that ran are not those of the sync policy."""
 
 
 class ReplicasDiffer(RunError):
-    pass
+    """Replicas of the model, or their learning rates, have become different."""
 
 
 class UnusedParameters(RunError):
-    pass
+    """The backward pass reached only part of the model."""
 
 
 class DataError(RunError):
-    pass
+    """The dataset is not what the plan says."""
 
 
 class EngineMisuse(RunError):
-    pass
+    """The user's loop left out a call."""
 
 
 class CallbackFailed(RunError):
-    pass
+    """A callback raised an exception."""
 
 
 class CheckpointFailed(RunError):
-    pass
+    """A checkpoint could not be written, or there is no space for any."""
 
 
 class NoGoodCheckpoint(RunError):
-    pass
+    """There are checkpoints to resume from, and all of them are damaged."""
 
 
 class ExportFailed(RunError):
-    pass
+    """A file of an export could not be written, or is not what was written."""
 
 
 class WrongCheckpoint(RunError):
-    pass
+    """The newest checkpoint is intact, but of another model, another contract, or a newer format."""
 
 
 class ConnectionLost(RunError):
-    pass
+    """The connection to the login node was lost; jobs that were submitted there continue."""
 
 
 class Superseded(RunError):
-    pass
+    """The run continues elsewhere: this process belongs to an earlier attempt."""
 
 
 def _shown(value: object) -> str:

@@ -118,7 +118,7 @@ def require_arguments(
     for name, parameter in own.items():
         if parameter.default is parameter.empty and name not in arguments:
             raise ConfigError(f"{group}.{name}", None, f"{target} needs this argument.", f"Set {group}.{name}.")
-    hints = _hints(function)
+    hints = hints_of(function)
     for name, value in arguments.items():
         is_default = name in own and own[name].default == value
         if name in hints and not is_default and not _fits(value, hints[name]):
@@ -126,7 +126,8 @@ def require_arguments(
     return {name: _fitted(value, hints.get(name)) for name, value in arguments.items()}
 
 
-def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the types of a function's arguments, of a class those of its constructor; none if they cannot be told."""
     try:
         return typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
     except Exception:  # names that exist only for type checkers

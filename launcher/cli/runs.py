@@ -137,7 +137,7 @@ def launch_logs(arguments: list[str]) -> int:
     if options.follow:
         if options.node is None and options.rank == 0:
             console = live.console()
-            control.follow(paths, live.LiveLog(load_plan(paths.plan), console))
+            control.follow(paths, live.LiveDisplay(load_plan(paths.plan), console, whole=True))
             live.finish_output(console, patient=True)
         else:
             control.follow(paths, live.LogFollower(source))

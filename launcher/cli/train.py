@@ -34,7 +34,6 @@ from launcher.plan.run_plan import RunPlan
 from launcher.quantities import count
 from launcher.record.report_entry import leave_entry
 from launcher.report import live, run_list, tables
-from launcher.report.summary_table import summary_table
 from launcher.rundir.paths import SweepPaths
 from launcher.runs import control
 from launcher.runs.status import Run, RunState
@@ -153,7 +152,7 @@ def _run_here(plan: LaunchPlan, peers: Peers, console: Console) -> int:
     elif not first:
         _plain(console)(f"Run {plan.run.name}: {verdict.summary['verdict']}")
     elif recorded is not None:
-        console.print("", summary_table(recorded, verdict.summary))
+        console.print("", tables.summary_table(recorded, verdict.summary))
     if first and recorded is not None and recorded.checkpoint.enabled and verdict.summary["verdict"] != "done":
         name, step = run_list.command_name(plan.paths.root), plan.paths.newest_step()
         if hint := tables.resume_hint(verdict.summary.get("failure"), step, name):

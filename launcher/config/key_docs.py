@@ -14,16 +14,15 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from launcher.config.added_groups import CONF, chosen_by_default, option_files
-from launcher.config.key_facts import default_of, key_of
-from launcher.config.multirun import typed
+from launcher.config.key_facts import default_of, key_of, typed
 from launcher.config.schema import WITH_TARGET, Config, group_kinds
-from launcher.targets import find_target
+from launcher.targets import find_target, hints_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +137,7 @@ def class_keys(group: str, target: str, positional: int = 0) -> list[Key]:
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     hints: dict[str, Any] = {
         each.name: type(each.default) for each in parameters if isinstance(each.default, bool | int | float | str)
-    } | _hints_of(function)
+    } | hints_of(function)
     return [
         Key(
             name=f"{group}.{each.name}",
@@ -150,13 +149,6 @@ def class_keys(group: str, target: str, positional: int = 0) -> list[Key]:
         for each in parameters
         if each.kind not in variable
     ]
-
-
-def _hints_of(function: Callable[..., Any]) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
-    except Exception:  # names that exist only for type checkers
-        return {}
 
 
 def _argument_docs(docstring: str) -> dict[str, str]:

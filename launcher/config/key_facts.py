@@ -152,3 +152,24 @@ def key_of(field: Field[Any]) -> str:
 
 def default_of(field: Field[Any]) -> Any:
     return field.default_factory() if callable(field.default_factory) else field.default
+
+
+# words that Hydra would not parse as text
+_NO_TEXT = ("null", "true", "false", "nan", "inf")
+
+
+def typed(value: object) -> str:
+    """Return ``value`` as typed on the command line, in the grammar of Hydra's overrides."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(typed, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{typed(each)}' for key, each in value.items())}}}"
+    text = str(value)
+    if re.fullmatch(r"[A-Za-z_][\w.+/:@%-]*", text) and text.lower() not in _NO_TEXT:
+        return text
+    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
+    return f"'{escaped}'"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import re
 import sys
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -22,8 +21,7 @@ from launcher.errors import UserError
 # above this number, the user must confirm
 MANY_CELLS = 500
 _COUNTED_TO = 1_000_000
-# words that Hydra would not parse as text
-_NO_TEXT = ("null", "true", "false", "nan", "inf")
+
 
 # a cell's result; None if the sweeper does not use results; an exception if there is no result
 Result = float | None | Exception
@@ -185,20 +183,3 @@ def cell_label(overrides: Sequence[str]) -> str:
     pairs = (override.lstrip("+").partition("=") for override in overrides)
     text = " ".join(f"{key.rpartition('.')[2]}={value}" for key, _, value in pairs)
     return text.replace("\\:", ":")  # Hydra escapes the colon in a range of nodes
-
-
-def typed(value: object) -> str:
-    """Return ``value`` as typed on the command line, in the grammar of Hydra's overrides."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(typed, value))}]"
-    if isinstance(value, dict):
-        return f"{{{','.join(f'{key}:{typed(each)}' for key, each in value.items())}}}"
-    text = str(value)
-    if re.fullmatch(r"[A-Za-z_][\w.+/:@%-]*", text) and text.lower() not in _NO_TEXT:
-        return text
-    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
-    return f"'{escaped}'"

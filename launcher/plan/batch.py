@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from launcher.config.schema import Balance, BatchConfig, Norm, OnOom
@@ -299,7 +299,7 @@ def _solve_ramp(stages: list[list[int]], unit: int, total: int) -> tuple[RampSta
             near = [each for each in _nearest_multiples(size, unit) if before < each < total]
             raise ConfigError(
                 "batch.ramp", stages, f"{size} samples cannot be shared by the ranks in micro-batches: {unit} at once.",
-                f"{f'Nearest choices: {_or_list(near)}; or use' if near else 'Use'} a smaller batch.micro_size.",
+                f"{f'Nearest choices: {_listed(near)}; or use' if near else 'Use'} a smaller batch.micro_size.",
             )  # fmt: skip
         if not before < size < total:
             raise ConfigError(
@@ -322,12 +322,12 @@ def _divide(total: int, factor: int, world_size: int, name: str, value: int) -> 
     if quotient and not rest:
         return quotient
     unit = factor * world_size
-    choices = [f"batch.global_size={_or_list(_nearest_multiples(total, unit))}"]
+    choices = [f"batch.global_size={_listed(_nearest_multiples(total, unit))}"]
     if name != "global_size" and total % world_size == 0:
-        choices.append(f"batch.{name}={_or_list(_nearest_divisors(total // world_size, value))}")
+        choices.append(f"batch.{name}={_listed(_nearest_divisors(total // world_size, value))}")
     if total % factor == 0:
         worlds = _nearest_divisors(total // factor, world_size)
-        choices.append(f"{_or_list(worlds)} ranks (cluster.workers_per_node)")
+        choices.append(f"{_listed(worlds)} ranks (cluster.workers_per_node)")
     choices.append("unequal shares (batch.uneven=true)")
     given = f"batch.global_size={total}"
     if name != "global_size":
@@ -339,10 +339,6 @@ def _divide(total: int, factor: int, world_size: int, name: str, value: int) -> 
         f"{total} samples cannot be shared by {count(world_size, 'rank')}{units}.",
         f"Nearest choices: {'; or '.join(choices)}.",
     )
-
-
-def _or_list(values: Iterable[int]) -> str:
-    return " or ".join(str(v) for v in values)
 
 
 def _nearest_multiples(value: int, unit: int) -> list[int]:

@@ -7,12 +7,11 @@ is fixed: samples, their order, the global batch, the update rule. The rest may 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
-from launcher.config.key_facts import NEW_RUN, UPDATE, Permission, Resume, forced, key_of, never
+from launcher.config.key_facts import NEW_RUN, UPDATE, Permission, Resume, forced, key_of, never, typed
 from launcher.config.numerics import is_added
 from launcher.config.schema import SCHEDULE_STATE, Config, facts_by_key
 from launcher.plan.host import without_secrets
@@ -28,7 +27,7 @@ class Change:
 
     @property
     def text(self) -> str:
-        return " -> ".join(shown(without_secrets(value, self.key)) for value in (self.before, self.after))
+        return " -> ".join(typed(without_secrets(value, self.key)) for value in (self.before, self.after))
 
 
 # end of a line on a change that --force allows
@@ -69,7 +68,7 @@ def refusals(changes: Iterable[Change], forced: Container[str]) -> list[str]:
             remedy = FORCED if may is Permission.force else ""
             parts = _arguments_changed(change) if may is Permission.force else []
             lines += [
-                f"{each.key}={shown(each.after)} (was {shown(each.before)}): {why}{remedy}."
+                f"{each.key}={typed(each.after)} (was {typed(each.before)}): {why}{remedy}."
                 for each in parts or [change]
             ]
     return lines
@@ -141,13 +140,13 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def as_typed(config: Config) -> dict[str, Any]:
     """Return the config as a nested dict with the keys of the command line."""
-    typed: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, group in config.groups().items():
         if dataclasses.is_dataclass(group):
             values = {key_of(field): getattr(group, field.name) for field in dataclasses.fields(group)}
             group = {**values.pop("*", {}), **values}
-        typed[name] = group
-    return typed
+        fields[name] = group
+    return fields
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
@@ -164,20 +163,3 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
         for change in differing
         if change.key.partition(".")[0] not in kinds or change.key.endswith(("._target_", ".kind"))
     ]
-
-
-def shown(value: Any) -> str:
-    """Return a value as the user would type it."""
-    if value is None:
-        return "null"
-    if isinstance(value, Mapping):
-        pairs = cast("Mapping[str, Any]", value).items()
-        return "{" + ", ".join(f"{name}: {_inner(each)}" for name, each in pairs) + "}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_inner, cast('Sequence[Any]', value)))}]"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _inner(value: Any) -> str:
-    """Return a value inside a list or a dict; a text with special characters in quotes."""
-    return f'"{value}"' if isinstance(value, str) and not re.fullmatch(r"[\w.+/@%-]+", value) else shown(value)

@@ -52,34 +52,23 @@ class MessageDisplay(Silence):
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-class RankOutput:
-    """Output of one start of rank 0, up to an exception: that is printed at the end of the run."""
-
-    def __init__(self, log: Path) -> None:
-        self.log = log
-        self._tail, self._raised = Tail(log), False
-
-    def lines(self, *, ended: bool = False) -> list[str]:
-        """Return the lines added since the last call. ``ended``: an unterminated last line too."""
-        shown: list[str] = []
-        for line in self._tail.lines(over=ended):
-            self._raised = self._raised or EXCEPTION_MARK in line  # torch prefixes the line with the rank
-            if not self._raised:
-                shown.append(line)
-        return shown
-
-
 class LiveDisplay(MessageDisplay):
     """Rank 0's output, and a line for each evaluation, with one progress line below; without a terminal, occasional
-    plain lines."""
+    plain lines.
 
-    def __init__(self, plan: LaunchPlan, console: Console) -> None:
+    Args:
+        whole: show all logs of rank 0, for a run of another process. Default: those of this start up to an exception,
+            which is printed at the end of the run, and of each refresh the last lines only.
+    """
+
+    def __init__(self, plan: LaunchPlan, console: Console, *, whole: bool = False) -> None:
         super().__init__(console)
-        self._paths = plan.paths
-        self._output = RankOutput(plan.paths.newest_rank_log(0))
+        self._paths, self._whole = plan.paths, whole
+        self._output = rank_logs(plan.paths, 0, up_to_exception=not whole)
         self._metrics = Tail(plan.paths.metrics)
         self._events = Tail(plan.paths.events)
-        self._output.lines()  # skip lines of earlier starts
+        if not whole:
+            self._output.lines()  # skip lines of earlier starts
         self._events.lines()
         recorded = self._metrics.lines()
         self._steps = plan.train.steps if isinstance(plan, RunPlan) else None
@@ -108,9 +97,7 @@ class LiveDisplay(MessageDisplay):
         for line in self._events.lines():
             if '"event": "hang"' in line:
                 self.say(f"--- {json.loads(line)['what']} ---")
-        if output := self._new_output():
-            # as it is: the user's program may have coloured it
-            self._console.print(Text("\n".join(output)), soft_wrap=True)
+        self._print_output()
         replaced = self._metrics.replaced
         records = [json.loads(line) for line in self._metrics.lines()]
         if self._metrics.replaced > replaced:  # the run was restarted, and its record truncated to the resume point
@@ -132,16 +119,13 @@ class LiveDisplay(MessageDisplay):
                 self._warned.add(tracker)
                 self.say(f"{described_tracker(tracker).title}: {status['problem']}")
 
-    def _new_output(self) -> list[str]:
-        newest = self._paths.newest_rank_log(0)
-        output = self._output.lines()
-        if newest != self._output.log:  # the workers were restarted
-            self._output = RankOutput(newest)
-            output += [f"--- {newest.name} ---", *self._output.lines()]
-        if len(output) > _MOST_LINES:  # a task that prints more than can be read must not delay a stop
-            left_out = len(output) - _MOST_LINES
-            output[:-_MOST_LINES] = [f"--- {left_out:,} lines are left out; all are in {self._output.log} ---"]
-        return output
+    def _print_output(self, *, ended: bool = False) -> None:
+        output = self._output.lines(ended=ended)
+        if len(output) > _MOST_LINES and not self._whole:  # more than can be read must not delay a stop
+            left_out = f"{len(output) - _MOST_LINES:,} lines are left out; all are in {self._paths.newest_rank_log(0)}"
+            output = [f"--- {left_out} ---", *output[-_MOST_LINES:]]
+        if output:  # as it is: the user's program may have coloured it
+            self._console.print(Text("\n".join(output)), soft_wrap=True)
 
     def _restart_from(self, record: dict[str, Any] | None) -> None:
         """Reset the progress to ``record``, the last record kept, which has been displayed before."""
@@ -182,6 +166,7 @@ class LiveDisplay(MessageDisplay):
         return None if self._first is None else seconds_left(self._first, record, self._steps)
 
     def close(self) -> None:
+        self._print_output(ended=True)
         if self._progress is not None:
             self._progress.stop()
             if self._last is not None:
@@ -250,11 +235,16 @@ class LogSource:
     Args:
         name: of the rank or node.
         candidates: returns the paths of its files, whether they exist or not.
+        up_to_exception: leave out the part of each file from an uncaught exception on.
     """
 
-    def __init__(self, name: str, paths: RunPaths, candidates: Callable[[], Iterable[Path]]) -> None:
+    def __init__(
+        self, name: str, paths: RunPaths, candidates: Callable[[], Iterable[Path]], *, up_to_exception: bool = False
+    ) -> None:
         self._name, self._paths, self._candidates = name, paths, candidates
+        self._up_to_exception = up_to_exception
         self._tails: dict[Path, Tail] = {}
+        self._raised = set[Path]()
 
     def _files(self) -> list[Path]:
         return [file for file in self._candidates() if file.exists()]
@@ -276,7 +266,11 @@ class LogSource:
                 if self._tails:
                     lines.append(f"--- {file.name} ---")
                 self._tails[file] = Tail(file)
-            lines += self._tails[file].lines(over=ended or file != files[-1])
+            for line in self._tails[file].lines(over=ended or file != files[-1]):
+                if self._up_to_exception and EXCEPTION_MARK in line:  # torch prefixes the line with the rank
+                    self._raised.add(file)
+                if file not in self._raised:
+                    lines.append(line)
         return lines
 
     def missing(self) -> str:
@@ -284,9 +278,9 @@ class LogSource:
         return f"{self._name} has no log yet.\n  Existing logs: {', '.join(names) or 'none, the run has not started'}."
 
 
-def rank_logs(paths: RunPaths, rank: int) -> LogSource:
+def rank_logs(paths: RunPaths, rank: int, *, up_to_exception: bool = False) -> LogSource:
     logs = lambda: (paths.rank_log(rank, attempt) for attempt in range(paths.next_attempt()))  # noqa: E731
-    return LogSource(f"rank {rank}", paths, logs)
+    return LogSource(f"rank {rank}", paths, logs, up_to_exception=up_to_exception)
 
 
 def node_log(paths: RunPaths, node: int) -> LogSource:
@@ -296,7 +290,7 @@ def node_log(paths: RunPaths, node: int) -> LogSource:
 class LogFollower(Silence):
     """Display that prints a log's lines as they arrive, and messages. ``file``: default: standard output."""
 
-    def __init__(self, log: LogSource | RankOutput, file: TextIO | None = None) -> None:
+    def __init__(self, log: LogSource, file: TextIO | None = None) -> None:
         self._log, self._file = log, file
 
     def refresh(self, *, ended: bool = False) -> None:
@@ -308,22 +302,6 @@ class LogFollower(Silence):
 
     def close(self) -> None:
         self.refresh(ended=True)
-
-
-class LiveLog(LiveDisplay):
-    """Display of a run of another process: the whole log of rank 0, and the progress from now on."""
-
-    def __init__(self, plan: LaunchPlan, console: Console) -> None:
-        self._log = rank_logs(plan.paths, 0)
-        super().__init__(plan, console)
-
-    def _new_output(self) -> list[str]:
-        return self._log.lines()
-
-    def close(self) -> None:
-        if rest := self._log.lines(ended=True):
-            self._console.print(Text("\n".join(rest)), soft_wrap=True)
-        super().close()
 
 
 def end_of_log(paths: RunPaths, run: Run) -> list[str]:

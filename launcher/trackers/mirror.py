@@ -21,7 +21,8 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ class _Mirror:
             plan = RunPlan.of_record(plan.paths) or plan
         before = self._status.fields
         adapter = tracker_class(self._tracker)(plan, before)
-        with self._watched():
+        with watched(self._tracker, self._status):
             opened = adapter.open()
         done = opened.pop("delivered")
         # an earlier problem is over when the first delivery succeeds, not yet
@@ -149,7 +150,7 @@ class _Mirror:
             new = list(entries_of(plan, tail.lines(), done))
             for start in range(0, len(new), AT_ONCE):
                 self._fence.check()  # after reading: a newer start registers before it writes records
-                with self._watched():
+                with watched(self._tracker, self._status):
                     problem = adapter.log(new[start : start + AT_ONCE]) or problem
                 self.delivered_any = True
             if new or not more:
@@ -161,31 +162,24 @@ class _Mirror:
         adapter.finish(summary)
         self._status.set(delivered=done)
 
-    def _watched(self) -> _Watch:
-        return _Watch(self._tracker, self._status)
 
+@contextmanager
+def watched(tracker: str, status: Status) -> Generator[None]:
+    """Return a context that reports a tracker which does not return; the next status withdraws the report."""
+    text = f"{described_tracker(tracker).title} has not answered for {SILENT_AFTER_S} s; it is still being tried."
 
-class _Watch:
-    """Context that reports a tracker which does not return; the report is withdrawn when it does."""
-
-    def __init__(self, tracker: str, status: Status) -> None:
-        self._status = status
-        self._text = (
-            f"{described_tracker(tracker).title} has not answered for {SILENT_AFTER_S} s; it is still being tried."
-        )
-        self._timer = threading.Timer(SILENT_AFTER_S, self._report)
-        self._timer.daemon = True
-
-    def _report(self) -> None:
+    def report() -> None:
         with suppress(Superseded):  # the main thread will notice
-            self._status.set(problem=self._text)
+            status.set(problem=text)
 
-    def __enter__(self) -> None:
-        self._timer.start()
-
-    def __exit__(self, *exception: object) -> None:
-        self._timer.cancel()
-        self._timer.join()
+    timer = threading.Timer(SILENT_AFTER_S, report)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
 
 
 # pattern of an error's text, and what it means; the first that matches counts

@@ -7,13 +7,16 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import hydra
 import pytest
 
 from launcher.config import multirun
-from launcher.config.hydra import compose, run_with_config
-from launcher.config.multirun import RequestedCell, Result, typed
+from launcher.config.hydra import compose, compose_with_yaml, run_with_config
+from launcher.config.key_facts import typed
+from launcher.config.multirun import RequestedCell, Result
 from launcher.config.schema import Config
 from launcher.errors import ConfigError, UserError
+from tests.infra import composition
 
 
 def cells_of(
@@ -148,3 +151,32 @@ VALUES = [
 def test_a_value_arrives_as_it_was_given(value: object) -> None:
     found = compose([f"task.word={typed(value)}"]).task["word"]
     assert (found, type(found)) == (value, type(value))
+
+
+CASES = (
+    (),
+    ("strategy=fsdp", "precision=fp32", "batch.global_size=48", "train.steps=null", "run.calibrate_s=0.5"),
+    ("precision=fp32", "train.steps=3", "strategy=fsdp", "train.steps=4"),
+    ("strategy=hsdp", "strategy.shard_size=2", "batch.ramp=[[2,8],[1,16]]", "task.new=3", "task.width=64"),
+    ("strategy=fsdp", "strategy=ddp"),
+    ("cluster=slurm", "cluster.sbatch.comment='a, b'", "run.name=some name", "+task.more={a: 1}"),
+)
+REFUSED = tuple(
+    (word,)
+    for word in ("train.stepz=3", "train.steps=x", "strategy=none", "train.steps=1,2", "train.steps=[", "strategy.x=1")
+)
+
+
+def outcome(*overrides: str) -> object:
+    try:
+        return compose_with_yaml(overrides)
+    except ConfigError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("overrides", [*CASES, *REFUSED], ids=" ".join)
+def test_the_same_config_or_error(overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = outcome(*overrides)
+    assert isinstance(wanted, str) == (overrides in REFUSED)
+    monkeypatch.setattr(hydra, "compose", composition.compose)
+    assert outcome(*overrides) == outcome(*overrides) == wanted

@@ -150,7 +150,7 @@ def test_only_the_changed_argument_of_a_group_is_shown() -> None:
     assert lines == ["optimizer.groups[0].weight_decay=0.1 (was 0): it is part of the update rule; --force allows it."]
     assert refusal_text(lines).startswith("these keys change only with --force when a run resumes:")
     (line,) = refusals(changes(before, as_typed(compose(["optimizer.groups=[{match: embed, lr: 1}]"]))), ())
-    assert 'groups=[{match: embed, lr: 1}] (was [{match: "ndim<2", weight_decay: 0}, {match: "(up|down).w' in line
+    assert "groups=[{match:embed,lr:1}] (was [{match:'ndim<2',weight_decay:0},{match:'(up|down).w" in line
     assert refusal_text([*lines, line]).startswith("these keys cannot change when a run resumes, or only with --force:")
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import threading
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from launcher.cli import runs
 from launcher.process import EXCEPTION_MARK
 from launcher.report import live
-from launcher.report.live import LiveDisplay, console
+from launcher.report.live import LiveDisplay, LogFollower, Output, console, rank_logs
 from launcher.report.tables import plan_table
 from launcher.rundir.files import Tail, write_text
+from launcher.rundir.paths import RunPaths
 from tests.helpers import make_plan
 
 
@@ -156,3 +160,91 @@ def test_plain_lines_say_how_long_it_takes(tmp_path: Path, monkeypatch: pytest.M
         "step 7/300  loss 1.0000  1 samples/s  9 min 46 s left",
         "step 300/300  loss 1.0000  1 samples/s",
     ]
+
+
+def test_last_words_without_an_end_of_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = RunPaths(tmp_path / "run")
+    paths.logs.mkdir(parents=True)
+    make_plan(run_dir=str(paths.root)).save()
+    source = rank_logs(paths, 0)
+    following = LogFollower(source)
+    first, second = paths.rank_log(0), paths.rank_log(0, 1)
+    first.write_text("step 1\nSegmentation fau")
+    following.refresh()
+    assert capsys.readouterr().out == "step 1\n", "somebody may still be writing it"
+    with first.open("a") as file:
+        file.write("lt")
+    second.write_text("again\nBus err")
+    following.refresh()
+    assert capsys.readouterr().out == "Segmentation fault\n--- rank0.attempt1.log ---\nagain\n"
+    with second.open("a") as file:
+        file.write("or")
+    following.refresh()
+    assert capsys.readouterr().out == ""
+    following.close()
+    assert capsys.readouterr().out == "Bus error\n"
+    runs.launch_logs(["run", "--dir", str(tmp_path)])
+    assert capsys.readouterr().out.splitlines() == [
+        "step 1", "Segmentation fault", "--- rank0.attempt1.log ---", "again", "Bus error",
+    ]  # fmt: skip
+
+
+def test_the_whole_log_and_the_steps_of_a_run_elsewhere(tmp_path: Path) -> None:
+    plan = make_plan("train.steps=3", run_dir=str(tmp_path))
+    plan.paths.logs.mkdir()
+    plan.paths.rank_log(0).write_text("first start\n" * 300)
+    plan.paths.rank_log(0, 1).write_text("second start\n")
+    plan.paths.metrics.write_text('{"step": 1, "train/loss": 1, "throughput/samples_per_s": 1}\n')
+    out = io.StringIO()
+    following = LiveDisplay(plan, Console(file=out, width=100), whole=True)
+    following.refresh()
+    with plan.paths.metrics.open("a") as file:
+        file.write('{"step": 2, "train/loss": 2, "eval/loss": 5, "throughput/samples_per_s": 1}\n')
+    following.refresh()
+    with plan.paths.rank_log(0, 1).open("a") as file:
+        file.write("Bus error")
+    following.close()
+    assert out.getvalue().splitlines() == [
+        *["first start"] * 300, "--- rank0.attempt1.log ---", "second start",
+        "step 2/3  loss 2.0000  held-out 5.0000  1 samples/s", "Bus error",
+    ]  # fmt: skip
+
+
+def test_a_stalled_reader_holds_nothing_and_loses_only_what_is_too_much() -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(reading) as reader, os.fdopen(writing, "w") as writer:
+        output = Output(writer, trim=True)
+        output.write("first  \n")
+        output.flush()
+        output.unblock()
+        for number in range(400):
+            output.write(f"{number:<9999}.\n")  # 4 MB: more than the pipe and the buffer hold
+        assert not output.finish(patient=False)
+        text: list[str] = []
+        thread = threading.Thread(target=lambda: text.extend(reader))
+        thread.start()
+        assert output.finish(patient=True)
+        output.write("direct\n")
+        writer.close()
+        thread.join()
+    assert [line[:2] for line in text[:3]] == ["fi", "0 ", "1 "], "in their order"
+    assert len(text) > 100
+    assert text[-2].endswith("lines are left out: the reader was too slow ---\n")
+    assert text[-1] == "direct\n"
+
+
+def test_a_reader_that_is_gone_is_an_error_as_ever() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as writer:
+        output = Output(writer)
+        output.unblock()
+        output.write("nobody reads this\n")
+        assert output.finish(patient=True)
+        try:
+            output.write("nor this\n")
+            output.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), writing)
+        else:
+            raise AssertionError("no error")

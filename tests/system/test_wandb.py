@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from launcher.plan.run_plan import RunPlan
-from launcher.report.summary_table import summary_table
+from launcher.report.tables import summary_table
 from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import write_text
 from tests.conftest import Launch

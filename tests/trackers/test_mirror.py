@@ -269,7 +269,7 @@ def test_a_tracker_that_does_not_return_is_reported(tmp_path: Path, monkeypatch:
     plan = saved_plan(tmp_path, TENSORBOARD)
     status = trackers.Status(Fence(plan.paths, Incarnation()), "tensorboard")
     monkeypatch.setattr(trackers, "SILENT_AFTER_S", 0.01)
-    with trackers._Watch("tensorboard", status):
+    with trackers.watched("tensorboard", status):
         wait_for(lambda: status.fields.get("problem"), "the report")
     assert status.fields["problem"] == "TensorBoard has not answered for 0.01 s; it is still being tried."
 

@@ -11,7 +11,7 @@ import torch
 import wandb
 
 from launcher.callbacks.samples import png
-from launcher.config.multirun import typed
+from launcher.config.key_facts import typed
 from launcher.plan.host import batch_env
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir.paths import RunPaths

@@ -101,7 +101,7 @@ def _verify_plan(config: Config, directory: Path) -> RunPlan:
 def _verify(plan: RunPlan, yaml: str, *, as_json: bool) -> tuple[int, bool]:
     """Return the exit status, and whether to keep the directory, which has the logs of failed workers."""
     local.create(plan, yaml)
-    output = live.RankOutput(plan.paths.rank_log(0))  # in stderr, because a script may read the result
+    output = live.rank_logs(plan.paths, 0, up_to_exception=True)  # in stderr, because a script may read the result
     verdict = local.run_job(plan, live.LogFollower(output, sys.stderr), Peers())
     if "failure" in verdict.summary:
         print(tables.failure_text(verdict.summary), file=sys.stderr)

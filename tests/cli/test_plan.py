@@ -8,10 +8,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from launcher.cli.plan import ranking_json, ranking_tables
 from launcher.plan.strategy_choice import Ranking, rank
-from launcher.report.ranking_table import ranking_json, ranking_tables
 from launcher.report.recorded_step import RecordedSteps
-from tests.plan.test_strategy_choice_ranking import WORKERS, candidate
+from tests.plan.test_strategy_choice import WORKERS, candidate
 
 NONE = RecordedSteps(Path("/nowhere"))
 
