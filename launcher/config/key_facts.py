@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field
 from enum import Enum, auto
 from typing import Any, NamedTuple, cast
@@ -165,9 +165,10 @@ def typed(value: object) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(typed, value))}]"
+        return f"[{','.join(map(typed, cast('Sequence[object]', value)))}]"
     if isinstance(value, dict):
-        return f"{{{','.join(f'{key}:{typed(each)}' for key, each in value.items())}}}"
+        pairs = cast("Mapping[str, object]", value).items()
+        return f"{{{','.join(f'{key}:{typed(each)}' for key, each in pairs)}}}"
     text = str(value)
     if re.fullmatch(r"[A-Za-z_][\w.+/:@%-]*", text) and text.lower() not in _NO_TEXT:
         return text
