@@ -168,18 +168,7 @@ def test_notify_is_made_of_the_callbacks() -> None:
 
 
 @pytest.mark.parametrize(
-    "word",
-    [
-        "",
-        "beep",
-        "ftp://x",
-        "env:",
-        "env:A-B",
-        "a/b@c",
-        "mailto://a@b",
-        "https://",
-        "https://x:port/a",
-    ],
+    "word", ["", "beep", "ftp://x", "env:", "env:A-B", "a/b@c", "mailto://a@b", "https://", "https://x:port/a"]
 )
 def test_an_entry_of_notify_that_has_no_known_form(word: str) -> None:
     with pytest.raises(ConfigError, match="must be bell, an https:// address"):

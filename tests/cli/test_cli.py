@@ -247,10 +247,7 @@ def test_all_stands_for_what_is_possible(launch: Launch) -> None:
         (["-m", "strategy=ddp,fspd"], "strategy=fspd: there is no such option"),
         (["-m", "batch.micro_size=3,5"], "No cell of this sweep can run.\n  batch.micro_size=3: batch.global_size=64"),
         (["-m", "cluster.rendezvous=a,b"], "No cell of this sweep can run.\n  cluster.rendezvous=a: has no effect"),
-        (
-            ["train.predict=never"],
-            "train.predict=never: there is no such key.\n  Leave it out",
-        ),
+        (["train.predict=never"], "train.predict=never: there is no such key.\n  Leave it out"),
         (["strategy=all"], "strategy=all: stands for several values.\n  Add -m"),
     ],
 )

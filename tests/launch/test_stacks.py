@@ -47,12 +47,7 @@ def test_where_the_main_thread_waits_for_a_save_its_writer_tells() -> None:
     begin = dump(creating, other, main, wait=Wait.io, waits_for=1)
     assert not begin.waits
     assert begin.location == f"{HERE}/checkpoint/save.py:7 in _begin"
-    patient = dump(
-        [COLLECTIVE, (f"{HERE}/world.py", "of_all"), *WRITER],
-        main,
-        wait=Wait.io,
-        waits_for=1,
-    )
+    patient = dump([COLLECTIVE, (f"{HERE}/world.py", "of_all"), *WRITER], main, wait=Wait.io, waits_for=1)
     assert patient.waits
     over = dump(other, main, wait=Wait.io, waits_for=7)
     assert over.waits, "the writer has just ended: nothing is known of this rank"

@@ -123,11 +123,7 @@ def test_an_epoch_is_its_windows(samples: int, size: int) -> None:
     assert count_windows(samples, size, keep_short=False) == (samples // size, 0)
 
 
-@given(
-    st.integers(40, 300),
-    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 39)), max_size=3),
-    st.booleans(),
-)
+@given(st.integers(40, 300), st.lists(st.tuples(st.integers(1, 30), st.integers(1, 39)), max_size=3), st.booleans())
 def test_where_a_window_lies_is_its_number_alone(samples: int, stages: list[tuple[int, int]], keep_short: bool) -> None:
     """Against a walk through the run, one window after the other."""
     ramp = tuple(RampStage(windows=steps, global_size=size) for steps, size in stages)

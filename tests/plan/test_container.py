@@ -129,10 +129,7 @@ def test_that_is_refused_before_anything_is_made(tmp_path: Path, monkeypatch: py
         (("cluster=slurm", IMAGE, "cluster.sbatch.container-workdir=/a"), "is set by the launcher"),
         (("cluster=slurm", "cluster.container=img.sif", "cluster.container_runtime=pyxis"), "is an image of apptainer"),
         (("cluster=slurm", "cluster.container_runtime=apptainer"), "has no effect without cluster.container"),
-        (
-            (*SIF, "cluster.sbatch.container-name=x"),
-            "is an option of pyxis, and the container is started by apptainer",
-        ),
+        ((*SIF, "cluster.sbatch.container-name=x"), "is an option of pyxis, and the container is started by apptainer"),
         ((*SIF, "cluster.sbatch.container-mounts='/a:/a,b:/b'"), "container-mounts=b:/b: is not a mount"),
         ((*SIF, "cluster.sbatch.container-mounts=/a:/a:nofail"), "is not a mount that apptainer knows"),
         (("cluster=slurm", "cluster.container=--nv.sif"), "must be an image"),

@@ -123,11 +123,7 @@ def test_what_the_user_is_told() -> None:
     assert all(set(plan.notes[-3:]) <= set(world.notes) for world in plan.worlds())
     rows = [[str(cell) for cell in column.cells] for column in tables.plan_table(plan).columns]
     assert "2 to 4 hosts × 1 worker, cpu" in rows[1]
-    for words in (
-        "on 4 hosts: 64 samples = 4 ",
-        "on 3 hosts: 64 samples, shared by 4 ",
-        "on 2 hosts: 64 samples = ",
-    ):
+    for words in ("on 4 hosts: 64 samples = 4 ", "on 3 hosts: 64 samples, shared by 4 ", "on 2 hosts: 64 samples = "):
         assert any(str(cell).startswith(words) for cell in rows[1])
     assert not any("unequal" in note for note in make_plan(*ELASTIC, "batch.uneven=true").notes), "as was asked"
 

@@ -69,11 +69,7 @@ class Chaos:
     def start(self, *words: str) -> subprocess.Popen[bytes]:
         with (self.directory / "launch.log").open("ab") as log:
             return warm.Popen(
-                launch_command(*words),
-                cwd=self.directory,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                launch_command(*words), cwd=self.directory, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
 
     def resume(self) -> None:

@@ -157,16 +157,6 @@ def test_an_error_shows_the_logs(tmp_path: Path) -> None:
 
 
 def test_a_command_on_a_fresh_cluster() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "tests.infra.slurm",
-        "--nodes",
-        "1",
-        "--",
-        "sh",
-        "-c",
-        "srun -n1 hostname; exit 3",
-    ]
+    command = [sys.executable, "-m", "tests.infra.slurm", "--nodes", "1", "--", "sh", "-c", "srun -n1 hostname; exit 3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=patience(60), check=False)
     assert (done.stdout, done.returncode) == ("node1\n", 3), done.stderr

@@ -99,14 +99,7 @@ def mlflow_server(tmp_path: Path) -> Iterator[MlflowServer]:
 
 def kill_and_watch(directory: Path, *overrides: str, rounds: int) -> tuple[RunPaths, Watch]:
     """Train with ``2 * rounds`` kills of the run and ``rounds`` of the tracker's process."""
-    chaos = Chaos(
-        directory,
-        len(KINDS) * rounds,
-        random.Random(rounds),
-        KINDS,
-        last="the tree",
-        job=(*JOB, *overrides),
-    )
+    chaos = Chaos(directory, len(KINDS) * rounds, random.Random(rounds), KINDS, last="the tree", job=(*JOB, *overrides))
     watch = Watch(chaos.paths)
     watch.start()
     try:

@@ -67,10 +67,7 @@ def test_ctrl_c_ends_it_at_once(project: Path, temporary: Path) -> None:
 
 @pytest.mark.parametrize(
     ("argument", "words"),
-    [
-        ("batch.globalsize=3", "did you mean 'batch.global_size'"),
-        ("cluster=slurm", "runs its ranks on this machine"),
-    ],
+    [("batch.globalsize=3", "did you mean 'batch.global_size'"), ("cluster=slurm", "runs its ranks on this machine")],
 )
 def test_wrong_input_is_one_message(launch: Launch, argument: str, words: str) -> None:
     done = launch("verify", argument)

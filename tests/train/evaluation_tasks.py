@@ -163,12 +163,7 @@ class Ranked(Detector):
 
     def eval_metrics(self) -> Any:
         from torchmetrics import MeanSquaredError, MetricCollection, PearsonCorrCoef
-        from torchmetrics.classification import (
-            BinaryAccuracy,
-            BinaryAUROC,
-            BinaryConfusionMatrix,
-            MulticlassAccuracy,
-        )
+        from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryConfusionMatrix, MulticlassAccuracy
         from torchmetrics.wrappers import ClasswiseWrapper
 
         class Correlation(PearsonCorrCoef):

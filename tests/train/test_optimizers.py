@@ -16,11 +16,7 @@ from launcher.config.hydra import compose
 from launcher.config.schema import Device
 from launcher.errors import EngineMisuse, UserError
 from launcher.plan.optimizer_plan import solve_optimizer
-from launcher.train.optimizers import (
-    CombinedOptimizer,
-    as_one,
-    build_optimizer,
-)
+from launcher.train.optimizers import CombinedOptimizer, as_one, build_optimizer
 from tests.helpers import torchrun
 
 

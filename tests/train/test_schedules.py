@@ -13,13 +13,7 @@ from launcher.config.hydra import compose
 from launcher.errors import TaskError, UserError, WrongCheckpoint
 from launcher.plan.run_plan import SchedulePlan, extended
 from launcher.train.optimizers import as_one, members_of
-from launcher.train.schedules import (
-    build_schedule,
-    require_length,
-    require_schedule,
-    restore_schedule,
-    schedule_state,
-)
+from launcher.train.schedules import build_schedule, require_length, require_schedule, restore_schedule, schedule_state
 from tests.helpers import make_plan
 from tests.train.test_optimizers import built
 

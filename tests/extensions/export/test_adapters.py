@@ -27,8 +27,7 @@ class Parts(nn.Module):
 
 @pytest.mark.filterwarnings("ignore")  # of peft
 @pytest.mark.parametrize(
-    "targets",
-    [{"target_modules": ["attention"]}, {"target_modules": ["out"], "target_parameters": ["experts.up"]}],
+    "targets", [{"target_modules": ["attention"]}, {"target_modules": ["out"], "target_parameters": ["experts.up"]}]
 )
 def test_an_adapter_of_another_parameter_than_weight_is_refused(targets: dict[str, Any]) -> None:
     from peft import LoraConfig, get_peft_model

@@ -141,8 +141,7 @@ class Refusing(BaseHTTPRequestHandler):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "cause",
-    ["The server refuses the login", pytest.param("There is no host of this name", marks=pytest.mark.nightly)],
+    "cause", ["The server refuses the login", pytest.param("There is no host of this name", marks=pytest.mark.nightly)]
 )
 def test_the_cause_of_a_refusal_and_what_to_check_are_reported(cause: str, tmp_path: Path) -> None:
     plan = mlflow_plan(tmp_path / "runs" / "run")
@@ -215,10 +214,7 @@ def test_mlflows_own_variable_is_its_default() -> None:
 
 @pytest.mark.parametrize(
     ("uri", "message"),
-    [
-        ("ftp://x", "mlflow.tracking_uri=ftp://x: MLflow has no store ftp"),
-        ("http:///x", "names no server"),
-    ],
+    [("ftp://x", "mlflow.tracking_uri=ftp://x: MLflow has no store ftp"), ("http:///x", "names no server")],
 )
 def test_wrong_addresses(uri: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

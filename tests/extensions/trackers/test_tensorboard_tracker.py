@@ -16,12 +16,7 @@ from launcher.extensions.trackers.tensorboard_tracker import TensorboardTracker
 from launcher.plan.run_plan import RunPlan
 from launcher.trackers.tracker import StepEntry, entries_of
 from tests.helpers import make_plan
-from tests.infra.mirrored import (
-    differences,
-    in_tensorboard,
-    record_of,
-    saved_plan,
-)
+from tests.infra.mirrored import differences, in_tensorboard, record_of, saved_plan
 
 SAMPLES = "callbacks=[{_target_: launcher.callbacks.GeneratedSamples}]"
 

@@ -26,10 +26,7 @@ def run(ranks: int, samples: int, tmp_path: Path, *overrides: str) -> dict[str, 
 
 
 # 48 samples a window; 203 = 4 full windows and a short one of 11. All shapes and policies: tests/equivalence
-CASES = [
-    (1, "batch.micro_size=6", "train.clip_norm=null"),
-    (2, "batch.micro_size=3", "train.clip_norm=0.05"),
-]
+CASES = [(1, "batch.micro_size=6", "train.clip_norm=null"), (2, "batch.micro_size=3", "train.clip_norm=0.05")]
 
 
 @pytest.mark.slow

@@ -17,12 +17,7 @@ from tests.infra.workers import leave_group, print_on_rank_0
 
 STEPS, SLEEP_S = 32, 0.02
 TIMES = 4  # as long as the last passes took, at least, so that the share of the delay does not fall on a busy machine
-CASES = {
-    "computes": [],
-    "computes, every": ["strategy.sync=every"],
-    "reads": [],
-    "computes, fsdp": ["strategy=fsdp"],
-}
+CASES = {"computes": [], "computes, every": ["strategy.sync=every"], "reads": [], "computes, fsdp": ["strategy=fsdp"]}
 
 
 class Samples(torch.utils.data.Dataset[Tensor]):
