@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from launcher import ArrangedData, Engine, Loss, make_plan
@@ -26,7 +25,7 @@ from launcher.train.data.randomness import Permutation
 from tests.equivalence import grid
 from tests.equivalence.grid import GLOBAL_SIZE, SELECTIONS, SHORT, Cell, Outcome, Problem
 from tests.equivalence.mistakes import MISTAKES
-from tests.infra.workers import leave_group, print_on_rank_0
+from tests.infra.workers import flat, leave_group, print_on_rank_0
 
 STEPS = grid.STEPS[sys.argv[1]]
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # thousands of lines
@@ -71,11 +70,6 @@ def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
     if name == "sgd":
         return torch.optim.SGD(model.parameters(), LR[name], momentum=0.9)
     return torch.optim.AdamW(model.parameters(), LR[name], weight_decay=0.1)
-
-
-def flat(tensors: list[Tensor]) -> Tensor:
-    whole = (t.full_tensor() if isinstance(t, DTensor) else t for t in tensors)
-    return torch.cat([t.detach().double().flatten() for t in whole])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 # kind, sync policy and options of the sharded and replicated jobs of four ranks
 OF_FOUR_RANKS: list[tuple[str, ...]] = [
@@ -35,6 +39,17 @@ class Calls:
         """Return 1, 2, 3 ..."""
         os.environ[self._name] = str(int(os.environ[self._name]) + 1)
         return int(os.environ[self._name])
+
+
+def flat(tensors: Iterable[Any]) -> Tensor:
+    """Return the values of whole tensors, one after the other, in fp64 on the CPU."""
+    whole = (t.full_tensor() if isinstance(t, DTensor) else t for t in tensors)
+    return torch.cat([t.detach().double().flatten().cpu() for t in whole])
+
+
+def distance(found: Tensor, wanted: Tensor) -> float:
+    """Return the norm of the difference, relative to that of ``wanted``."""
+    return ((found - wanted).norm() / wanted.norm()).item()
 
 
 def print_on_rank_0(results: Any) -> None:

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from launcher import Engine, make_plan
 from launcher.train.data.randomness import Permutation
 from launcher.train.parallel.base import local
-from tests.infra.workers import leave_group, print_on_rank_0
+from tests.infra.workers import flat, leave_group, print_on_rank_0
 
 RANKS = int(sys.argv[2])
 VOCABULARY, WIDTH, LENGTH, SAMPLES = 64, 32, 256, 128  # 128 samples of 256 items are the window
@@ -43,11 +42,6 @@ def texts() -> Tensor:
 def loss_sum(model: Any, batch: Tensor) -> tuple[Tensor, int]:
     targets = batch[:, 1:].flatten()
     return functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), targets, reduction="sum"), targets.numel()
-
-
-def flat(tensors: list[Any]) -> Tensor:
-    whole = (t.full_tensor() if isinstance(t, DTensor) else t for t in tensors)
-    return torch.cat([t.detach().double().flatten().cpu() for t in whole])
 
 
 def engine_of(strategy: str, sync: str, *options: str) -> Engine:

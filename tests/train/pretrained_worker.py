@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from launcher import Engine, make_plan
 from launcher.train.data.randomness import Permutation
-from tests.infra.workers import leave_group, print_on_rank_0
+from tests.infra.workers import flat, leave_group, print_on_rank_0
 
 SAMPLES, WIDTH = 256, 12
 OPTIONS = ["run.calibrate_s=0", "train.loader_workers=0", "train.clip_norm=null", "train.steps=1", "cluster.device=cpu"]
@@ -55,11 +54,6 @@ def loss_sum(model: Any, ids: Tensor) -> tuple[Tensor, int]:
 def texts(indices: Iterable[int]) -> Tensor:
     numbers = torch.tensor(list(indices))
     return torch.stack([numbers * 7 % 20, numbers * 3 % 19], 1)
-
-
-def flat(tensors: Iterable[Any]) -> Tensor:
-    whole = (t.full_tensor() if isinstance(t, DTensor) else t for t in tensors)
-    return torch.cat([t.detach().double().flatten() for t in whole])
 
 
 def by_hand() -> Tensor:

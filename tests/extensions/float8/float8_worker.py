@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from launcher import Engine, make_plan
 from launcher.train.data.randomness import Permutation
 from launcher.train.world import World, device_of, join
-from tests.infra.workers import OF_FOUR_RANKS, leave_group, print_on_rank_0
+from tests.infra.workers import OF_FOUR_RANKS, distance, flat, leave_group, print_on_rank_0
 
 DEVICE, RANKS = torch.device("cpu"), 4
 VOCABULARY, WIDTH, LENGTH, SAMPLES = 48, 32, 8, 32
@@ -66,15 +65,6 @@ def batch_of(indices: list[int]) -> Tensor:
 def loss_sum(model: Any, words: Tensor) -> tuple[Tensor, int]:
     targets = words[:, 1:].flatten()
     return functional.cross_entropy(model(words[:, :-1]).flatten(0, 1), targets, reduction="sum"), targets.numel()
-
-
-def flat(tensors: list[Any]) -> Tensor:
-    whole = (t.full_tensor() if isinstance(t, DTensor) else t for t in tensors)
-    return torch.cat([t.detach().double().flatten() for t in whole])
-
-
-def distance(found: Tensor, wanted: Tensor) -> float:
-    return ((found - wanted).norm() / wanted.norm()).item()
 
 
 def by_hand(recipe: str | None, whole: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from launcher import Engine, make_plan
 from launcher.train.data.randomness import Permutation
 from launcher.train.world import World, device_of, join
-from tests.infra.workers import OF_FOUR_RANKS, leave_group, print_on_rank_0
+from tests.infra.workers import OF_FOUR_RANKS, distance, flat, leave_group, print_on_rank_0
 
 DEVICE, RANKS = torch.device(sys.argv[1]), int(sys.argv[2])
 VOCABULARY, WIDTH, LENGTH, SAMPLES = 32, 16, 6, 48
@@ -105,15 +104,6 @@ def loss_sum(model: Any, batch: dict[str, Tensor], dtype: torch.dtype = torch.fl
     outputs, targets = forward(model, batch, dtype), batch["ids"][:, 1:].flatten()
     total = functional.cross_entropy(outputs["logits"].flatten(0, 1), targets, reduction="sum")
     return total + outputs["size"][0].sum() * 0.1, targets.numel()
-
-
-def flat(tensors: list[Any]) -> Tensor:
-    whole = (t.full_tensor() if isinstance(t, DTensor) else t for t in tensors)
-    return torch.cat([t.detach().double().flatten().cpu() for t in whole])
-
-
-def distance(found: Tensor, wanted: Tensor) -> float:
-    return ((found - wanted).norm() / wanted.norm()).item()
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from launcher import Engine, make_plan
 from launcher.config.schema import Compress
 from launcher.train.data.randomness import Permutation
-from tests.infra.workers import leave_group, print_on_rank_0
+from tests.infra.workers import flat, leave_group, print_on_rank_0
 
 
 class Sentences(torch.utils.data.Dataset[Tensor]):
@@ -48,11 +47,6 @@ def loss_sum(model: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
     inputs, targets = batch[:, :-1], batch[:, 1:]
     total = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), ignore_index=0, reduction="sum")
     return total, (targets != 0).sum()
-
-
-def flat(tensors: list[Tensor]) -> Tensor:
-    whole = (t.full_tensor() if isinstance(t, DTensor) else t for t in tensors)
-    return torch.cat([t.detach().double().flatten() for t in whole])
 
 
 def residue(engine: Engine, model: nn.Module, items: int) -> Tensor:

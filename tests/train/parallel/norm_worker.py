@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from launcher import Engine, make_plan
 from launcher.config.schema import Norm
@@ -23,7 +22,7 @@ from launcher.plan.sync_policy import Collective
 from launcher.plan.windows import share_of_window
 from launcher.train.data.randomness import Permutation
 from launcher.train.parallel.batchnorm import batch_norms
-from tests.infra.workers import leave_group
+from tests.infra.workers import flat, leave_group
 
 torch.set_num_threads(1)
 
@@ -45,11 +44,6 @@ class Net(nn.Module):
 def loss_of(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
     x, y = batch
     return ((model(x) - y) ** 2).sum(), len(x)
-
-
-def flat(tensors: list[Tensor]) -> Tensor:
-    whole = (t.full_tensor() if isinstance(t, DTensor) else t for t in tensors)
-    return torch.cat([t.detach().double().flatten() for t in whole])
 
 
 def far(mine: Tensor, wanted: Tensor) -> float:

@@ -23,8 +23,8 @@ from launcher.errors import TaskError
 from launcher.train.data.randomness import Permutation
 from launcher.train.parallel.shard_units import is_direct_use
 from launcher.train.world import World, device_of, join
-from tests.infra.workers import leave_group, print_on_rank_0
-from tests.train.parallel.uses_worker import OPTIONS, SAMPLES, WIDTH, Block, batch_of, distance, flat
+from tests.infra.workers import distance, flat, leave_group, print_on_rank_0
+from tests.train.parallel.uses_worker import OPTIONS, SAMPLES, WIDTH, Block, batch_of
 
 POLICIES: list[tuple[str, ...]] = [
     ("strategy=ddp", "strategy.sync=boundary"),

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from launcher import Engine, make_plan
 from launcher.tasks.chunked_loss import ChunkedHead
 from launcher.train.data.randomness import Permutation
 from launcher.train.world import World, device_of, join
-from tests.infra.workers import leave_group, print_on_rank_0
+from tests.infra.workers import distance, flat, leave_group, print_on_rank_0
 
 RANKS = int(sys.argv[1])
 WIDTH, SAMPLES, MICRO = 8, 32, 4
@@ -134,11 +133,6 @@ def batch_of(indices: list[int]) -> Tensor:
     return torch.stack([torch.sin(torch.arange(1.0, WIDTH + 1) * (index + 1)) for index in indices])
 
 
-def flat(tensors: list[Any]) -> Tensor:
-    whole = (t.full_tensor() if isinstance(t, DTensor) else t for t in tensors)
-    return torch.cat([t.detach().double().flatten() for t in whole])
-
-
 def by_hand(name: str, dtype: torch.dtype, *, autocast: bool) -> Tensor:
     """The gradient of the window as one batch: plain torch."""
     rounds, loss = LOSSES[name]
@@ -192,10 +186,6 @@ def with_evaluations(sync: str, *, evaluates: bool) -> list[float]:
                 for parameter, value in zip(parameters, kept, strict=True):
                     parameter.copy_(value)
     return losses
-
-
-def distance(found: Tensor, wanted: Tensor) -> float:
-    return ((found - wanted).norm() / wanted.norm()).item()
 
 
 def main() -> None:
