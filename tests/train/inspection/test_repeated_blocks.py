@@ -235,19 +235,18 @@ def test_a_shortened_model_has_the_forecast_of_the_whole_one(ranks: int, model: 
     assert found == traced(plan, shorten=False)[0]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
         (2, "strategy=fsdp batch.accumulation=1 precision=bf16"),
-        pytest.param(2, "strategy=fsdp batch.accumulation=3 precision=bf16", marks=pytest.mark.nightly),
-        pytest.param(
-            64, "strategy=hsdp strategy.shard_size=8 batch.accumulation=1 optimizer=sgd", marks=pytest.mark.nightly
-        ),
-        pytest.param(3, "strategy=ddp batch.accumulation=3 precision=bf16", marks=pytest.mark.nightly),
+        (2, "strategy=fsdp batch.accumulation=3 precision=bf16"),
+        (64, "strategy=hsdp strategy.shard_size=8 batch.accumulation=1 optimizer=sgd"),
+        (3, "strategy=ddp batch.accumulation=3 precision=bf16"),
     ],
 )
 def test_a_transformer(ranks: int, options: str) -> None:
-    plan = plan_of(ranks, *options.split(), target=GPT, width=32, depth=10, heads=2, seq_len=16)
+    plan = plan_of(ranks, *options.split(), target=GPT, width=64, depth=10, heads=2, seq_len=16)
     found, shortened = traced(plan, shorten=True)
     assert shortened
     assert found == traced(plan, shorten=False)[0]
