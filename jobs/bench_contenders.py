@@ -25,9 +25,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset, default_collate
 
 from launcher import Engine, make_plan
+from launcher.extensions.forecast.allocation_log import AllocationLog
 from launcher.plan.windows import share_of_window
 from launcher.tasks.bytes_gpt import BytesGPT
-from launcher.train.inspection.allocation_log import AllocationLog
 
 LEARNING_RATE, CLIP_NORM, IGNORED = 1e-3, 1.0, -100
 BUCKET_MB = 1  # of DDP: the model has 7.6 MB, and several buckets are needed for overlap

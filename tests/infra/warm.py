@@ -50,7 +50,7 @@ PRELOADED = (
     "torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
     "torch.distributed.launcher.api", "torch.distributed.run", "torch.utils.data", "launcher.api",
     "launcher.cli.train", "launcher.launch.agent", "launcher.launch.planner", "launcher.train.trainer",
-    "launcher.train.inspection.memory_forecast", "launcher.train.inspection.task_probe",
+    "launcher.extensions.forecast.memory_forecast", "launcher.train.inspection.task_probe",
 )  # fmt: skip
 COMMAND_LINE = "from launcher.cli import main; main()"
 # they start no Python programs, and so need no server

@@ -13,10 +13,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from launcher.extensions.forecast.allocation_log import AllocationLog
 from launcher.extensions.hf.llama import Llama
 from launcher.tasks.chunked_loss import ChunkedHead, linear_cross_entropy
 from launcher.train.engine.build import compile_forward, recompute
-from launcher.train.inspection.allocation_log import AllocationLog
 from tests.extensions.hf.hf_files import configuration
 
 

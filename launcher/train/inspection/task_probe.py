@@ -309,7 +309,7 @@ def _serve(connection: socket.socket) -> None:
             if question["kind"] == "describe":
                 answer = _described(question["about"], built)
             else:
-                from launcher.train.inspection import memory_forecast
+                from launcher.extensions.forecast import memory_forecast
 
                 with memory_forecast.silence():
                     answer = memory_forecast.answer_about_plan(question["about"], built)

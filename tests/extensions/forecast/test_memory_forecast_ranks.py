@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from launcher.config.hydra import compose
 from launcher.config.schema import Sync
+from launcher.extensions.forecast.memory_forecast import forecasts
 from launcher.loss import as_losses
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import RunInfo
@@ -27,14 +28,13 @@ from launcher.plan.solve import solve
 from launcher.plan.sync_policy import POLICIES
 from launcher.task import load_task
 from launcher.train.engine.build import build_parallel
-from launcher.train.inspection.memory_forecast import forecasts
 from launcher.train.inspection.task_probe import probe
 from launcher.train.parallel import ddp
 from launcher.train.precision import Precision
 from launcher.train.trainer import optimizer_of
 from tests.helpers import inspection_of
 
-TASK = "tests.train.inspection.forecast_tasks.Task"
+TASK = "tests.extensions.forecast.forecast_tasks.Task"
 RUN = RunInfo(name="run", id="abcd1234", dir="/nowhere/run", created="2024-01-01T00:00:00+00:00", version="0")
 # which argument of each collective has the bytes that a rank hands over or receives, the whole of a group
 SENT = {"allreduce_": (0, 0), "_allgather_base_": (0,), "_reduce_scatter_base_": (1,)}

@@ -15,10 +15,10 @@ from launcher.plan.run_plan import Forecast, RunPlan
 from launcher.plan.strategy import with_memory
 from launcher.plan.task_inspection import weigh_memory
 from tests.conftest import Launch
+from tests.extensions.forecast.forecast_tasks import MODELS
+from tests.extensions.forecast.memory_worker import TOLERANCE
 from tests.helpers import CORPUS, ROOT, make_plan, patience, torchrun
 from tests.infra import warm
-from tests.train.inspection.forecast_tasks import MODELS
-from tests.train.inspection.memory_worker import TOLERANCE
 
 WORKER = Path(__file__).parent / "memory_worker.py"
 BYTES_WORKER = Path(__file__).parent / "forecast_worker.py"
@@ -143,7 +143,10 @@ def test_memory_of_real_ranks_of_other_models(ranks: int, job: str, launch: Laun
             words[word.split("=")[0]] = word
         else:
             words = {key: value for key, value in words.items() if not key.startswith("task.")}
-            words |= {"task": "task._target_=tests.train.inspection.forecast_tasks.Wide", "kind": f"task.kind={word}"}
+            words |= {
+                "task": "task._target_=tests.extensions.forecast.forecast_tasks.Wide",
+                "kind": f"task.kind={word}",
+            }
     env = {"PYTHONPATH": str(ROOT)}
     done = launch("plan", "--json", f"cluster.workers_per_node={ranks}", *words.values(), env=env)
     assert (done.returncode, done.stderr) == (0, "")
@@ -181,7 +184,7 @@ def test_bytes_are_what_the_ranks_then_send(ranks: int, complete: bool, tmp_path
     """The forecast of each policy is right to the byte, whatever is frozen, loaded, converted or shared."""
     plans, cases = tmp_path / "plans", bytes_cases(ranks, complete=complete)
     arguments = [json.dumps([overrides, {"model": model}]) for overrides, model in cases]
-    command = [sys.executable, "-m", "tests.train.inspection.forecast_worker", "predict", str(plans), *arguments]
+    command = [sys.executable, "-m", "tests.extensions.forecast.forecast_worker", "predict", str(plans), *arguments]
     done = warm.run(command, patience(240), cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads(line) for line in plans.read_text().splitlines()]
@@ -199,7 +202,7 @@ def test_bytes_are_what_the_ranks_then_send(ranks: int, complete: bool, tmp_path
                 assert payload == pytest.approx(sent[sync], rel=0.25), (case, sync)
 
 
-TASKS = "task._target_=tests.train.inspection.forecast_tasks.Task"
+TASKS = "task._target_=tests.extensions.forecast.forecast_tasks.Task"
 SMALL = (TASKS, "batch.global_size=16", "batch.micro_size=2", "cluster.workers_per_node=2", "precision=fp32")
 
 

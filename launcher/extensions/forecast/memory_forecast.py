@@ -32,16 +32,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from launcher.config.schema import Device, Recompute, Sync
 from launcher.errors import LauncherError
-from launcher.loss import as_losses, loss_of_batch
-from launcher.plan.gpus import ALLOCATION_BYTES
-from launcher.plan.run_plan import Forecast, RunPlan
-from launcher.plan.sync_policy import POLICIES, SHARDED, Collective, Layout, transfers_per_window
-from launcher.task import Task, first_batch
-from launcher.train.context import ContextSource
-from launcher.train.engine.build import build_parallel
-from launcher.train.inspection.allocation_log import AllocationLog
-from launcher.train.inspection.built_task import BuiltTask, attributes_restored
-from launcher.train.inspection.fake_model import (
+from launcher.extensions.forecast.allocation_log import AllocationLog
+from launcher.extensions.forecast.fake_model import (
     NEEDS_VALUES,
     NotPredictable,
     Replica,
@@ -50,7 +42,7 @@ from launcher.train.inspection.fake_model import (
     model_without_memory,
     problem_text,
 )
-from launcher.train.inspection.repeated_blocks import (
+from launcher.extensions.forecast.repeated_blocks import (
     CHECK_BLOCKS,
     SHORTEST_BLOCKS,
     BlockRun,
@@ -60,6 +52,14 @@ from launcher.train.inspection.repeated_blocks import (
     block_runs,
     extrapolate,
 )
+from launcher.loss import as_losses, loss_of_batch
+from launcher.plan.gpus import ALLOCATION_BYTES
+from launcher.plan.run_plan import Forecast, RunPlan
+from launcher.plan.sync_policy import POLICIES, SHARDED, Collective, Layout, transfers_per_window
+from launcher.task import Task, first_batch
+from launcher.train.context import ContextSource
+from launcher.train.engine.build import build_parallel
+from launcher.train.inspection.built_task import BuiltTask, attributes_restored
 from launcher.train.measure.flops import time_limit, without_memory
 from launcher.train.parallel.base import Parallel, ShardUnits
 from launcher.train.parallel.fsdp import mesh_of

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from launcher.train.inspection.allocation_log import AllocationLog
+from launcher.extensions.forecast.allocation_log import AllocationLog
 from launcher.train.measure.flops import without_memory
 from launcher.train.parallel.mixed_precision import in_backward
 

@@ -21,12 +21,12 @@ from torch.utils._pytree import tree_map
 
 from launcher.config.schema import Compress, Parameters, Sync
 from launcher.errors import LauncherError
+from launcher.extensions.forecast.repeated_blocks import IrregularModel
 from launcher.plan.host import free_host_bytes
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import Collective, reduces
 from launcher.task import Task, build_model
 from launcher.train.engine import build
-from launcher.train.inspection.repeated_blocks import IrregularModel
 from launcher.train.parallel import ddp
 from launcher.train.parallel.base import Parallel, trained
 

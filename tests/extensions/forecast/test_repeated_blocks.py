@@ -16,14 +16,14 @@ from torch.utils.checkpoint import checkpoint
 import launcher
 from launcher.config.hydra import compose
 from launcher.config.schema import Sync
+from launcher.extensions.forecast import memory_forecast
+from launcher.extensions.forecast.memory_forecast import tracing
+from launcher.extensions.forecast.repeated_blocks import block_runs
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import RunInfo
 from launcher.plan.run_plan import Forecast, RunPlan, TaskPlan
 from launcher.plan.solve import solve
 from launcher.plan.sync_policy import POLICIES
-from launcher.train.inspection import memory_forecast
-from launcher.train.inspection.memory_forecast import tracing
-from launcher.train.inspection.repeated_blocks import block_runs
 
 RUN = RunInfo(name="run", id="abcd1234", dir="/nowhere/run", created="2024-01-01T00:00:00+00:00", version="0")
 WIDTH, CLASSES, DEPTH = 12, 5, 10
@@ -200,7 +200,7 @@ def traced(plan: RunPlan, *, shorten: bool) -> tuple[list[Forecast], bool]:
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # as launcher.train.inspection.memory_forecast does when it runs by itself
+        warnings.simplefilter("ignore")  # as launcher.extensions.forecast.memory_forecast does when it runs by itself
         yield
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from launcher.config.hydra import compose
+from launcher.extensions.forecast.memory_forecast import forecasts
 from launcher.loss import as_losses
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import RunInfo
@@ -24,13 +25,12 @@ from launcher.plan.sync_policy import POLICIES, SHARDED, Collective
 from launcher.task import load_task
 from launcher.train.engine.build import FromModel
 from launcher.train.engine.engine import Engine
-from launcher.train.inspection.memory_forecast import forecasts
 from launcher.train.inspection.task_probe import probe
 from launcher.train.optimizers import build_optimizer
 from tests.helpers import inspection_of
 from tests.infra.workers import leave_group, print_on_rank_0
 
-TASK = "tests.train.inspection.forecast_tasks.Task"
+TASK = "tests.extensions.forecast.forecast_tasks.Task"
 RUN = RunInfo(name="run", id="abcd1234", dir="/nowhere/run", created="2024-01-01T00:00:00+00:00", version="0")
 
 
@@ -85,7 +85,7 @@ def count(file: Path) -> None:
 if __name__ == "__main__":
     place = Path(sys.argv[2])
     if sys.argv[1] == "predict":
-        warnings.simplefilter("ignore")  # as launcher.train.inspection.memory_forecast does when it runs by itself
+        warnings.simplefilter("ignore")  # as launcher.extensions.forecast.memory_forecast does when it runs by itself
         predict(place, sys.argv[3:])
     else:
         count(place)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from launcher.train.inspection.fake_model import autocast_of_cuda, problem_text
+from launcher.extensions.forecast.fake_model import autocast_of_cuda, problem_text
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda x: F.softmax(x, -1),

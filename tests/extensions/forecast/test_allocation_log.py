@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from launcher.train.inspection.allocation_log import AllocationLog
+from launcher.extensions.forecast.allocation_log import AllocationLog
 
 
 def test_allocations_and_frees_in_order() -> None:

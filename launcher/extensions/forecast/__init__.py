@@ -1,0 +1,1 @@
+"""Forecast of memory and traffic: windows of the real task on tensors without memory."""
