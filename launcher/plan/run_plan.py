@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,12 +80,27 @@ class Forecast:
 
     Attributes:
         peak_bytes: peak memory of parameters, gradients, optimizer and activations; None if not predicted.
+        least_bytes: what parameters, gradients and optimizer state need; None if unknown, or if the peak is predicted.
     """
 
     sync: Sync
     payload_bytes: int
     wire_bytes: int
     peak_bytes: int | None
+    least_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class NoForecast:
+    """Answer of a forecast (entry point ``launcher.forecasts``) that cannot predict a plan's memory.
+
+    Attributes:
+        reason: without a full stop, for the plan's note.
+        traffic: the policies' bytes of the sharded model, if they are known.
+    """
+
+    reason: str
+    traffic: Sequence[Forecast] = ()
 
 
 def predicted_metrics(forecast: Forecast | None, ranks: int) -> dict[str, float]:

@@ -31,25 +31,39 @@ USABLE_MEMORY = 0.92
 
 
 def excess_bytes(forecast: Forecast, memory_bytes: int) -> int:
-    """Return the bytes by which a forecast exceeds what a rank may use; 0 if it fits or is not known.
+    """Return the bytes by which a forecast, or at least its share of parameters, gradients and optimizer state, exceeds
+    what a rank may use; 0 if it fits or is not known.
 
     Args:
         memory_bytes: of the device, on a GPU without what CUDA and NCCL take.
     """
-    return max(0, (forecast.peak_bytes or 0) - round(USABLE_MEMORY * memory_bytes))
+    return max(0, (forecast.peak_bytes or forecast.least_bytes or 0) - round(USABLE_MEMORY * memory_bytes))
 
 
-def least_note(plan: RunPlan, memory_bytes: int | None) -> str:
-    """Return a sentence on what a rank needs for its share of parameters, gradients and optimizer state, which is known
-    for a task that cannot be traced, too. Empty if the parameters are unknown, or in host memory."""
+def _has_adam(plan: RunPlan) -> bool:
+    """Return whether the optimizer's state is known to be that of AdamW; that of classes is not known."""
+    of_classes = plan.optimizer.names_classes or plan.task.own_optimizer
+    return plan.optimizer.kind is OptimizerKind.adamw and not of_classes
+
+
+def least_bytes(plan: RunPlan, sync: Sync = Sync.every) -> int | None:
+    """Return what a rank needs for its share of parameters, gradients and optimizer state, and for what the policy
+    keeps whole; None if the parameters are unknown, or in host memory."""
     task, strategy = plan.task, plan.strategy
     held = task.trained_bytes(plan.precision.parameters)
     if held is None or strategy.cpu_offload:
+        return None
+    trained = held * (4 if _has_adam(plan) else 2)
+    shared = (trained + 2 * task.frozen_parameters) // strategy.shard_size  # frozen ones may be in bf16
+    whole = {Sync.boundary: 1, Sync.gather_once: 2}.get(sync, 0) if strategy.kind in SHARDED else 0
+    return shared + whole * ITEM_BYTES[plan.precision.kind] * (task.parameters or 0)
+
+
+def least_note(plan: RunPlan, memory_bytes: int | None) -> str:
+    """Return a sentence on ``least_bytes``, which are known for a task that cannot be traced, too; or nothing."""
+    least, adam = least_bytes(plan), _has_adam(plan)
+    if least is None:
         return ""
-    of_classes = plan.optimizer.names_classes or task.own_optimizer  # whose state is not known
-    adam = plan.optimizer.kind is OptimizerKind.adamw and not of_classes
-    trained = held * (4 if adam else 2)
-    least = (trained + 2 * task.frozen_parameters) // strategy.shard_size  # frozen ones may be in bf16
     parts = "parameters, gradients and the state of AdamW" if adam else "parameters and gradients"
     excess = "" if memory_bytes is None or least <= memory_bytes else f"; it has {bytes_text(memory_bytes)}"
     return f"A rank needs at least {bytes_text(least)} for {parts}{excess}."
@@ -159,7 +173,7 @@ def with_memory(plan: StrategyPlan, forecasts: Sequence[Forecast], memory_bytes:
         sync=chosen.sync,
         sync_reason=reason,
         memory_bytes=memory_bytes,
-        rehearses=len(fitting) == len(forecasts),
+        rehearses=len(fitting) == len(forecasts) and (chosen.peak_bytes is not None or chosen.sync is Sync.gather_once),
     )
     return dataclasses.replace(plan, forecasts=tuple(forecasts))
 

@@ -163,10 +163,12 @@ def best_strategy(plans: Sequence[RunPlan]) -> RunPlan:
         least = min(candidates, key=lambda each: each.missing_bytes)
         text = bytes_text(least.missing_bytes)
         return with_reason(least.plan, f"least memory: no strategy is predicted to fit, and {least.label} lacks {text}")
+    lacking = "".join(
+        f"; {each.label} lacks {bytes_text(each.missing_bytes)}" for each in candidates if each.missing_bytes
+    )
     if chosen.forecast is None or None in (chosen.forecast.peak_bytes, chosen.plan.strategy.memory_bytes):
-        return with_reason(chosen.plan, UNKNOWN)
-    lacking = [f"; {each.label} lacks {bytes_text(each.missing_bytes)}" for each in candidates if each.missing_bytes]
-    return with_reason(chosen.plan, f"the simplest one that is predicted to fit into memory{''.join(lacking)}")
+        return with_reason(chosen.plan, UNKNOWN + lacking)
+    return with_reason(chosen.plan, f"the simplest one that is predicted to fit into memory{lacking}")
 
 
 def with_reason(plan: RunPlan, reason: str) -> RunPlan:

@@ -13,7 +13,8 @@ import tempfile
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import metadata
 from typing import Any, Protocol, Self, cast
 
 from launcher.config.numerics import is_added
@@ -33,7 +34,7 @@ from launcher.plan.host import free_host_bytes
 from launcher.plan.initial_weights import InitialWeights
 from launcher.plan.optimizer_plan import TARGET, parameter_groups
 from launcher.plan.run_plan import Forecast, PrecisionPlan, RunPlan, TaskPlan, extended, part
-from launcher.plan.strategy import excess_notes, least_note, with_memory
+from launcher.plan.strategy import excess_notes, least_bytes, least_note, with_memory
 from launcher.plan.sync_policy import SHARDED
 from launcher.rundir.files import value_from_json
 from launcher.task import load_task
@@ -44,6 +45,8 @@ _WITH_FACTS = ("launcher.tasks.bytes_gpt.", "launcher.tasks.digits.")
 COMPILED_NOTE = "The predicted memory is that of the model without train.compile; compiled code usually needs less."
 
 
+# entry points of functions (RunPlan, BuiltTask) -> list[Forecast] | NoForecast, which run in the inspection's process
+FORECASTS = "launcher.forecasts"
 _PROBE = "launcher.train.inspection.task_probe"
 SLOW_S = 5.0  # a task that takes longer to build is mentioned in the plan
 
@@ -191,8 +194,8 @@ class Inspection:
         """Return the answer to a question; None if the process ends without one.
 
         Args:
-            kind: "describe" or "trace".
-            about: the request, or the plan.
+            kind: "describe" or "forecast".
+            about: the request; or the plan, and the target of an installed forecast.
             build: arguments of ``BuiltTask``, of which the last one is the seed.
             key: what the answer depends on beside the seed, and ``kind``.
             limit_s: seconds after which the process is killed, and the answer has that as its error.
@@ -339,9 +342,9 @@ def _too_long(limit_s: float | None) -> dict[str, Any]:
 
 
 def weigh_memory(plan: RunPlan, inspection: Inspection | None = None, *, choose: bool) -> RunPlan:
-    """Return ``plan`` with each policy's traffic and memory, measured on windows of the real task.
+    """Return ``plan`` with each policy's traffic and memory, as the installed forecast predicts them.
 
-    A separate process runs them on tensors without memory, which takes some seconds. If it fails, the plan keeps the
+    It runs in the process that inspects the task, for some seconds. Without one, or if it fails, the plan keeps the
     figures computed from the number of parameters, or lacks only the memory, and a note says why.
 
     Args:
@@ -351,19 +354,24 @@ def weigh_memory(plan: RunPlan, inspection: Inspection | None = None, *, choose:
     Raises:
         TaskError: the job would fail at its first step.
     """
-    build = plan.task.target, plan.task.params, plan.cluster.import_from, plan.train.seed
-    with new_inspection(inspection) as asked:
-        answer = asked.ask("trace", dataclasses.asdict(plan), build, _traced_parts(plan), plan.train.hang_timeout)
+    installed = sorted(metadata.entry_points(group=FORECASTS), key=lambda point: point.name)
+    answer: dict[str, Any] | None = {"problem": f"no forecast of activations is installed (entry point {FORECASTS})"}
+    if installed:
+        build = plan.task.target, plan.task.params, plan.cluster.import_from, plan.train.seed
+        about = {"plan": dataclasses.asdict(plan), "target": installed[0].value}
+        with new_inspection(inspection) as asked:
+            answer = asked.ask("forecast", about, build, _traced_parts(plan), plan.train.hang_timeout)
     answer = answer or {"problem": "the process that measured it ended early"}
     if "error" in answer:
         raise TaskError(f"task._target_={plan.task.target}: {answer['error']}")
     found = [value_from_json(Forecast, fields) for fields in answer.get("forecasts", ())]
-    forecasts = found or list(plan.strategy.forecasts)
+    known = found or plan.strategy.forecasts
+    forecasts = [each if each.peak_bytes else replace(each, least_bytes=least_bytes(plan, each.sync)) for each in known]
     problem, memory = answer.get("problem"), _rank_memory(plan, answer.get("device_bytes"))
     note = ""
     if problem:
-        note = f"The memory of each sync policy is unknown and was not considered: {str(problem).rstrip('.')}."
-        note = f"{note} {least_note(plan, memory)}".rstrip()
+        why = f"{str(problem).rstrip('.')}. {least_note(plan, memory)}".rstrip()
+        note = f"The memory of each sync policy is unknown, and activations were not considered: {why}"
     elif choose and memory is None and plan.cluster.kind == ClusterKind.elsewhere:
         note = "It is unknown which policies fit into the memory of the hosts: name their GPU (cluster.gpu=h100)."
     elif choose and memory is None:
@@ -374,11 +382,11 @@ def weigh_memory(plan: RunPlan, inspection: Inspection | None = None, *, choose:
         plan = plan.with_notes([COMPILED_NOTE])
     if not forecasts:
         return plan
-    if choose and not problem and memory is not None:
-        plan = dataclasses.replace(plan, strategy=with_memory(plan.strategy, forecasts, memory))
+    if choose and memory is not None:
+        plan = replace(plan, strategy=with_memory(plan.strategy, forecasts, memory))
     else:
-        strategy = dataclasses.replace(plan.strategy, memory_bytes=memory, forecasts=tuple(forecasts))
-        plan = dataclasses.replace(plan, strategy=strategy)
+        strategy = replace(plan.strategy, memory_bytes=memory, forecasts=tuple(forecasts))
+        plan = replace(plan, strategy=strategy)
     return plan.with_notes(excess_notes(plan))
 
 

@@ -56,8 +56,8 @@ def test_its_memory_decides(peaks: dict[str, int], chosen: Sync, words: str, mon
     plan = make_plan("cluster.gpu=h100", "cluster.workers_per_node=8", "strategy=fsdp", "batch.accumulation=4")
 
     def ask(_: Inspection, kind: str, about: dict[str, Any], *__: object) -> dict[str, object]:
-        assert kind == "trace"
-        asked = RunPlan.from_json(json.dumps(about))
+        assert kind == "forecast"
+        asked = RunPlan.from_json(json.dumps(about["plan"]))
         forecasts = [
             dataclasses.replace(each, peak_bytes=peaks[each.sync.value] * 10**9) for each in asked.strategy.forecasts
         ]

@@ -13,7 +13,7 @@ import pytest
 
 from launcher.config.schema import Device, PrecisionKind
 from launcher.plan import host
-from launcher.plan.host import ALLOWED_ENV, allowed_env, batch_env, visible_gpus
+from launcher.plan.host import ALLOWED_ENV, allowed_env, batch_env, free_host_bytes, visible_gpus
 
 
 @pytest.mark.parametrize(
@@ -168,3 +168,30 @@ def test_gpus(says: str, answer: bool | None, tmp_path: Path, monkeypatch: pytes
 )  # fmt: skip
 def test_every_output_leaves_out_the_same_secrets(key: str, value: object, shown: object) -> None:
     assert host.without_secrets(value, key) == (value if shown is None else shown)
+
+
+@pytest.mark.parametrize(
+    ("own", "groups", "free"),
+    [
+        ("/job/step", {"job": ("800", 500, 100), "job/step": ("max", 300, 0)}, 400),
+        ("/job/step", {"job": ("800", 500, 100), "job/step": ("600", 450, 50)}, 200),
+        ("/job/step", {"job": ("max", 500, 100), "job/step": ("max", 300, 0)}, 1024),
+        ("/", {"": ("600", 100, 0)}, 500),  # in a container
+        ("/job/step", {"": ("600", 100, 0)}, 500),  # in a container that sees the host's name of its cgroup
+        ("/job", {"job": ("600", 700, 0)}, 0),  # lowered below what is in use
+        ("/job", {}, 1024),
+    ],
+)
+def test_free_memory_is_the_least_of_host_and_cgroups(
+    own: str, groups: dict[str, tuple[str, int, int]], free: int, tmp_path: Path
+) -> None:
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:  1 kB\nHugePages_Total:  0\n")
+    (proc / "self" / "cgroup").write_text(f"4:memory:/other\n0::{own}\n")
+    for name, (limit, used, cached) in groups.items():
+        (cgroups / name).mkdir(parents=True, exist_ok=True)
+        (cgroups / name / "memory.max").write_text(f"{limit}\n")
+        (cgroups / name / "memory.current").write_text(f"{used}\n")
+        (cgroups / name / "memory.stat").write_text(f"anon 7\ninactive_file {cached}\n")
+    assert free_host_bytes(proc, cgroups) == free

@@ -6,7 +6,9 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -156,6 +158,28 @@ def test_an_inspection_that_ends_early_leaves_the_memory_unknown(monkeypatch: py
     monkeypatch.setattr(task_inspection, "_PROBE", "launcher.no_such_module")
     plan = make_plan("strategy=fsdp", "cluster.workers_per_node=2")
     assert "the process that measured it ended early" in task_inspection.weigh_memory(plan, choose=True).notes[-1]
+
+
+@pytest.mark.parametrize("entry_point", ["", "launcher.no_such_module:forecast"])
+def test_without_a_forecast_the_choice_is_by_what_is_known(entry_point: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [EntryPoint("windows", entry_point, task_inspection.FORECASTS)] if entry_point else []
+    monkeypatch.setattr(task_inspection, "metadata", SimpleNamespace(entry_points=lambda **_: points))
+
+    def chosen(strategy: str, width: int) -> RunPlan:
+        size = (f"task.width={width}", "task.depth=32", "precision=bf16", "batch.accumulation=4")
+        return plan_job(compose([f"strategy={strategy}", *SHARDED, *size]), starts=False)
+
+    small, large, too_large = (chosen("auto", width) for width in (512, 4096, 12288))
+    assert small.strategy.kind.value == "ddp"
+    assert (large.strategy.kind.value, large.strategy.sync.value) == ("fsdp", "gather_once")
+    assert "; ddp lacks" in large.strategy.kind_reason
+    assert "no strategy is predicted to fit" in too_large.strategy.kind_reason
+    medium = chosen("fsdp", 5120)
+    assert (medium.strategy.sync.value, medium.strategy.rehearses) == ("boundary", False)
+    for plan in (small, large, medium):
+        (note,) = [note for note in plan.notes if note.startswith("The memory of each sync policy is unknown")]
+        assert ("is installed" if not entry_point else "No module named 'launcher.no_such_module'") in note
+        assert "A rank needs at least" in note
 
 
 def test_a_trace_of_all_policies_serves_each_of_them() -> None:

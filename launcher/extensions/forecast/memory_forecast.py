@@ -1,15 +1,14 @@
 """Forecast of memory and communication for each sync policy: runs windows of the real task under the real strategy, on
 tensors without memory.
 
-It runs in the process that inspects the task (task_probe.py). A fake process group stands for the whole world, so that
-a model of any size on any number of ranks runs on one CPU.
+``forecast`` is an entry point ``launcher.forecasts``: it runs in the process that inspects the task (task_probe.py). A
+fake process group stands for the whole world, so that a model of any size on any number of ranks runs on one CPU.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import logging
 import os
 import sys
@@ -54,7 +53,7 @@ from launcher.extensions.forecast.repeated_blocks import (
 )
 from launcher.loss import as_losses, loss_of_batch
 from launcher.plan.gpus import ALLOCATION_BYTES
-from launcher.plan.run_plan import Forecast, RunPlan
+from launcher.plan.run_plan import Forecast, NoForecast, RunPlan
 from launcher.plan.sync_policy import POLICIES, SHARDED, Collective, Layout, transfers_per_window
 from launcher.task import Task, first_batch
 from launcher.train.context import ContextSource
@@ -70,15 +69,25 @@ from launcher.train.trainer import optimizer_of
 LIMIT_S = 60.0  # of CPU time, for the traces of a whole model and all that precedes them
 
 
-def forecasts(plan: RunPlan, built: BuiltTask | None = None) -> tuple[list[Forecast], str | None]:
-    """Return the forecast of each policy of the plan's strategy, and why no memory is predicted (None if it is).
+def forecast(plan: RunPlan, built: BuiltTask | None = None) -> list[Forecast] | NoForecast:
+    """Return the forecast of each policy of the plan's strategy.
 
     ``peak_bytes`` is that of the device that the model computes on. Communication is counted in the windows that ran;
     if the task cannot run without values, it follows from the sharded model and the policy table.
+
+    Raises:
+        LauncherError: the same error would occur in the job.
     """
-    with tracing(plan, built) as tracer:
-        results = [tracer.forecast(sync) for sync in POLICIES[plan.strategy.kind]]
-    return [forecast for forecast, _ in results], next((reason for _, reason in results if reason), None)
+    try:
+        with silence(), tracing(plan, built) as tracer:
+            results = [tracer.forecast(sync) for sync in POLICIES[plan.strategy.kind]]
+    except LauncherError:
+        raise
+    except Exception as error:
+        return NoForecast(problem_text(error))
+    found, reasons = zip(*results, strict=True)
+    reason = next(filter(None, reasons), None)
+    return [*found] if reason is None else NoForecast(reason, found)
 
 
 @contextmanager
@@ -335,21 +344,6 @@ def _redirect(targets: Sequence[tuple[int, int]]) -> None:
         stream.flush()
     for number, target in targets:
         os.dup2(target, number)
-
-
-def answer_about_plan(fields: Any, built: BuiltTask) -> dict[str, Any]:
-    """Return what ``launcher.plan.task_inspection`` needs to know of a plan, as JSON."""
-    plan = RunPlan.from_json(json.dumps(fields))
-    on_gpu = plan.cluster.device is Device.cuda and torch.cuda.is_available()
-    result: dict[str, Any] = {"device_bytes": torch.cuda.mem_get_info()[1] if on_gpu else None}
-    try:
-        found, result["problem"] = forecasts(plan, built)
-        result["forecasts"] = [dataclasses.asdict(forecast) for forecast in found]
-    except LauncherError as error:  # the same error would occur in the job
-        result["error"] = str(error)
-    except Exception as error:
-        result["problem"] = problem_text(error)
-    return result
 
 
 WINDOWS = 2  # the optimizer's state exists from the second window on

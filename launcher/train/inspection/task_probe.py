@@ -21,12 +21,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from launcher.config.schema import Balance, Device, LrScaling, OptimizerConfig, ScheduleConfig
-from launcher.errors import DataError, TaskError, UserError
+from launcher.errors import DataError, LauncherError, TaskError, UserError
 from launcher.loss import has_window_loss
 from launcher.plan.callback_plan import require_callbacks
 from launcher.plan.float_format import float_format
 from launcher.plan.optimizer_plan import assign, require_members, solve_optimizer
-from launcher.plan.run_plan import OptimizerPlan, PrecisionPlan, SchedulePlan, extended
+from launcher.plan.run_plan import NoForecast, OptimizerPlan, PrecisionPlan, RunPlan, SchedulePlan, extended
 from launcher.plan.task_inspection import InspectionRequest
 from launcher.process import die_with_parent, exit_at_once
 from launcher.rundir.files import value_from_json
@@ -298,6 +298,29 @@ def _described(fields: Any, built: BuiltTask) -> dict[str, Any]:
         return {"error": f"task._target_={request.target}: {type(error).__name__}: {error}\n{users_frames(error)}"}
 
 
+def _forecast(fields: Any, target: str, built: BuiltTask) -> dict[str, Any]:
+    """Return the answer of an installed forecast on a plan.
+
+    Args:
+        target: "package.module:function".
+    """
+    import torch
+
+    plan = RunPlan.from_json(json.dumps(fields))
+    on_gpu = plan.cluster.device is Device.cuda and torch.cuda.is_available()
+    answer: dict[str, Any] = {"device_bytes": torch.cuda.mem_get_info()[1] if on_gpu else None}
+    module, _, function = target.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)(plan, built)
+    except LauncherError as error:  # the same error would occur in the job
+        return answer | {"error": str(error)}
+    except Exception as error:  # any code of another package is possible
+        found = NoForecast(f"{target}: {type(error).__name__}: {error}")
+    if isinstance(found, NoForecast):
+        answer["problem"], found = found.reason, found.traffic
+    return answer | {"forecasts": [dataclasses.asdict(each) for each in found]}
+
+
 def _serve(connection: socket.socket) -> None:
     """Answer questions about one task, which is built once."""
     built = None
@@ -309,10 +332,7 @@ def _serve(connection: socket.socket) -> None:
             if question["kind"] == "describe":
                 answer = _described(question["about"], built)
             else:
-                from launcher.extensions.forecast import memory_forecast
-
-                with memory_forecast.silence():
-                    answer = memory_forecast.answer_about_plan(question["about"], built)
+                answer = _forecast(question["about"]["plan"], question["about"]["target"], built)
             answer |= {"seeded": built.seeded, "seconds": built.seconds}
             print(json.dumps(answer), file=lines, flush=True)
 

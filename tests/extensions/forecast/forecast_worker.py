@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 
 from launcher.config.hydra import compose
-from launcher.extensions.forecast.memory_forecast import forecasts
+from launcher.extensions.forecast.memory_forecast import forecast
 from launcher.loss import as_losses
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import RunInfo
-from launcher.plan.run_plan import RunPlan, TaskPlan
+from launcher.plan.run_plan import NoForecast, RunPlan, TaskPlan
 from launcher.plan.solve import solve
 from launcher.plan.sync_policy import POLICIES, SHARDED, Collective
 from launcher.task import load_task
@@ -40,17 +40,14 @@ def predict(file: Path, cases: list[str]) -> None:
         overrides, params = json.loads(case)
         task = TaskPlan(**probe(inspection_of(TASK, "strategy=fsdp", **params)))
         plan = solve(compose(overrides), Site(gpus=0, cores=2, cwd="/nowhere"), task, RUN)
-        problem = None
-        if plan.strategy.kind in SHARDED:
-            found, problem = forecasts(plan)
-        else:
-            found = plan.strategy.forecasts
+        found = forecast(plan) if plan.strategy.kind in SHARDED else plan.strategy.forecasts
+        problem, found = (found.reason, found.traffic) if isinstance(found, NoForecast) else (None, found)
         fields = {
             "plan": json.loads(plan.to_json()),
             "problem": problem,
-            "predicted": {forecast.sync.value: forecast.payload_bytes for forecast in found},
-            "peaks": [forecast.peak_bytes for forecast in found],
-            "arithmetic": {forecast.sync.value: forecast.payload_bytes for forecast in plan.strategy.forecasts},
+            "predicted": {each.sync.value: each.payload_bytes for each in found},
+            "peaks": [each.peak_bytes for each in found],
+            "arithmetic": {each.sync.value: each.payload_bytes for each in plan.strategy.forecasts},
         }
         lines.append(json.dumps(fields))
     file.write_text("\n".join(lines))

@@ -10,14 +10,12 @@ from pathlib import Path
 import pytest
 
 from launcher.config.schema import Sync
-from launcher.plan.host import free_host_bytes
-from launcher.plan.run_plan import Forecast, RunPlan
-from launcher.plan.strategy import with_memory
+from launcher.plan.run_plan import RunPlan
 from launcher.plan.task_inspection import weigh_memory
 from tests.conftest import Launch
 from tests.extensions.forecast.forecast_tasks import MODELS
 from tests.extensions.forecast.memory_worker import TOLERANCE
-from tests.helpers import CORPUS, ROOT, make_plan, patience, torchrun
+from tests.helpers import CORPUS, ROOT, patience, torchrun
 from tests.infra import warm
 
 WORKER = Path(__file__).parent / "memory_worker.py"
@@ -26,62 +24,6 @@ JOB = (
     CORPUS, "task.width=256", "task.depth=3", "task.heads=4", "task.seq_len=32", "batch.micro_size=2",
     "batch.accumulation=2", "train.loader_workers=0", "run.calibrate_s=0",
 )  # fmt: skip
-
-
-# a plan of a sharded model has its memory without the time of a step, which is measured for seconds
-
-
-def forecasts(**peaks: int) -> list[Forecast]:
-    wire = {"every": 300, "boundary": 200, "gather_once": 30}
-    return [
-        Forecast(sync=Sync(name), payload_bytes=0, wire_bytes=wire[name], peak_bytes=peak)
-        for name, peak in peaks.items()
-    ]
-
-
-@pytest.mark.parametrize(
-    ("memory", "chosen", "why"),
-    [
-        (10_000, "gather_once", "fewest wire bytes"),
-        (1_000, "boundary", "fewest wire bytes of the policies that fit"),
-        (700, "every", "fewest wire bytes of the policies that fit"),
-        (300, "every", "least memory: no policy is predicted to fit"),
-    ],
-)
-def test_the_fewest_bytes_of_those_that_fit(memory: int, chosen: str, why: str) -> None:
-    plan = make_plan("strategy=fsdp").strategy
-    decided = with_memory(plan, forecasts(every=600, boundary=900, gather_once=1000), memory)
-    assert (decided.sync.value, decided.sync_reason) == (chosen, why)
-    assert decided.memory_bytes == memory
-    assert (every := decided.forecast_of(Sync.every)) is not None
-    assert every.wire_bytes == 300
-
-
-@pytest.mark.parametrize(
-    ("own", "groups", "free"),
-    [
-        ("/job/step", {"job": ("800", 500, 100), "job/step": ("max", 300, 0)}, 400),
-        ("/job/step", {"job": ("800", 500, 100), "job/step": ("600", 450, 50)}, 200),
-        ("/job/step", {"job": ("max", 500, 100), "job/step": ("max", 300, 0)}, 1024),
-        ("/", {"": ("600", 100, 0)}, 500),  # in a container
-        ("/job/step", {"": ("600", 100, 0)}, 500),  # in a container that sees the host's name of its cgroup
-        ("/job", {"job": ("600", 700, 0)}, 0),  # lowered below what is in use
-        ("/job", {}, 1024),
-    ],
-)
-def test_free_memory_is_the_least_of_host_and_cgroups(
-    own: str, groups: dict[str, tuple[str, int, int]], free: int, tmp_path: Path
-) -> None:
-    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
-    (proc / "self").mkdir(parents=True)
-    (proc / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:  1 kB\nHugePages_Total:  0\n")
-    (proc / "self" / "cgroup").write_text(f"4:memory:/other\n0::{own}\n")
-    for name, (limit, used, cached) in groups.items():
-        (cgroups / name).mkdir(parents=True, exist_ok=True)
-        (cgroups / name / "memory.max").write_text(f"{limit}\n")
-        (cgroups / name / "memory.current").write_text(f"{used}\n")
-        (cgroups / name / "memory.stat").write_text(f"anon 7\ninactive_file {cached}\n")
-    assert free_host_bytes(proc, cgroups) == free
 
 
 def measured(plan: RunPlan, predicted: dict[str, int], ranks: int, place: Path) -> dict[str, int]:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from launcher.config.hydra import compose
 from launcher.config.schema import Sync
-from launcher.extensions.forecast.memory_forecast import forecasts
+from launcher.extensions.forecast.memory_forecast import forecast
 from launcher.loss import as_losses
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import RunInfo
@@ -145,9 +145,9 @@ def test_every_rank_sends_what_is_predicted(nodes: int, ranks: range, overrides:
     assert plan.batch.world_size == ranks[-1] + 1
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found, problem = forecasts(plan)
-        assert problem is None
-        predicted = {forecast.sync: forecast.payload_bytes for forecast in found}
+        found = forecast(plan)
+        assert isinstance(found, list)
+        predicted = {each.sync: each.payload_bytes for each in found}
         assert len(set(predicted.values())) > 1
         model = load_task(plan.task.target, plan.task.params, [], 0).model()
         for rank in ranks:

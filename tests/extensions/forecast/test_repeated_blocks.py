@@ -21,7 +21,7 @@ from launcher.extensions.forecast.memory_forecast import tracing
 from launcher.extensions.forecast.repeated_blocks import block_runs
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import RunInfo
-from launcher.plan.run_plan import Forecast, RunPlan, TaskPlan
+from launcher.plan.run_plan import Forecast, NoForecast, RunPlan, TaskPlan
 from launcher.plan.solve import solve
 from launcher.plan.sync_policy import POLICIES
 
@@ -282,10 +282,11 @@ def test_a_limit_leaves_the_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
     words = ["batch.micro_size=2", "batch.accumulation=2", "train.steps=1", "cluster.workers_per_node=2"]
     plan = solve(compose([*words, "strategy=ddp"]), Site(gpus=0, cores=2, cwd="/nowhere"), task, RUN)
-    found, problem = memory_forecast.forecasts(plan)
-    assert problem == "the trace of the whole model takes more than 0 s"
-    assert [each.peak_bytes for each in found] == [None] * len(found)
-    assert {each.sync: each.payload_bytes for each in found} == {
+    found = memory_forecast.forecast(plan)
+    assert isinstance(found, NoForecast)
+    assert found.reason == "the trace of the whole model takes more than 0 s"
+    assert {each.peak_bytes for each in found.traffic} == {None}
+    assert {each.sync: each.payload_bytes for each in found.traffic} == {
         each.sync: each.payload_bytes for each in plan.strategy.forecasts
     }
 
