@@ -43,7 +43,7 @@ LAYERS = (
         "train.metrics", "train.checkpoint", "train.evaluation", "train.training_loop", "train.trainer",
         "train.inspection", "train.worker", "train.run_engine",
     ),
-    ("callbacks", "tasks"),
+    ("tasks",),
     ("runs",),
     ("sweeps",),
     ("report",),

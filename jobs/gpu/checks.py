@@ -188,7 +188,7 @@ def auto_micro(environment: Environment) -> str:
 def memory_snapshot(environment: Environment) -> str:
     need_cuda(environment)
     job = ("strategy=single", "precision=fp32", "task.megabytes=100", "task.room=1500")
-    callbacks = "{_target_: launcher.callbacks.MemorySnapshot},{_target_: launcher.callbacks.Profile, steps: [2]}"
+    callbacks = "{_target_: MemorySnapshot},{_target_: Profile, steps: [2]}"
     environment.train(*job, "batch.micro_size=24", "batch.on_oom=shrink", f"callbacks=[{callbacks}]")
     found = [*(environment.run / "memory").glob("step_*.rank0.pickle")]
     if not found or not found[0].stat().st_size:

@@ -30,13 +30,18 @@ def _places() -> dict[str, tuple[Path, str, str]]:
     found: dict[str, tuple[Path, str, str]] = {}
     for point in sorted(metadata.entry_points(group=GROUP), key=lambda point: point.name):
         module, _, kind = point.value.partition(":")
-        try:
-            spec = find_spec(module)
-        except ImportError:  # of a parent package
-            spec = None
-        if spec is not None and spec.origin is not None:
-            found[point.name] = Path(spec.origin), module, kind
+        if (file := module_file(module)) is not None:
+            found[point.name] = file, module, kind
     return found
+
+
+def module_file(module: str) -> Path | None:
+    """Return the file of a module that an entry point names; None if it is gone."""
+    try:
+        spec = find_spec(module)
+    except ImportError:  # of a parent package
+        return None
+    return None if spec is None or spec.origin is None else Path(spec.origin)
 
 
 @cache

@@ -504,8 +504,9 @@ class Config:
         affects=STEP + " record",
         form=", one {...} for each callback: [{_target_: my_module.MyCallback}]",
     )
-    """List of callbacks, called in this order: ``[{_target_: launcher.callbacks.Ema, decay: 0.999}]``. ``_target_``:
-    the callback's class by its dotted path; every other key is an argument of that class."""
+    """List of callbacks, called in this order: ``[{_target_: Ema, decay: 0.999}]``. ``_target_``: the name of one that
+    a package adds, such as launcher's own Ema, Profile, MemorySnapshot, GeneratedSamples and Webhook, or the class by
+    its dotted path; every other key is an argument of that class."""
     notify: list[str] = key([], affects="", form=": [bell, https://example.org/hook, env:NAME]")
     """Where a message is sent when the run is done, stopped, failed, killed or requeued: ``bell`` (of the terminal in
     which `launch` waits for the run, or `launch top` shows it), an ``https://`` address (a POST, as Slack and

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from launcher.config.choices import WandbMode
 from launcher.config.schema import ClusterKind, Config
 from launcher.errors import SiteError
-from launcher.plan.callback_plan import notify_entries, require_variables, solve_callbacks
+from launcher.plan.callback_plan import notify_entries, require_environment, solve_callbacks
 from launcher.plan.clusters import cluster_of
 from launcher.plan.host import batch_env
 
@@ -31,8 +31,10 @@ def require_credentials(config: Config, *, of_script: bool = False) -> None:
     if not of_script and "wandb" in config.trackers and config.wandb.mode is WandbMode.online:
         require_wandb_key(env)
     if not cluster_of(config.cluster.kind).typed_on_each_host:  # there only the first host reports
-        require_variables(notify_entries(config.notify), env, passed_on=batch, key="notify")
-        require_variables(() if of_script else solve_callbacks(config.callbacks), env, passed_on=batch)
+        entries = [("notify", entry) for entry in notify_entries(config.notify)]
+        own = () if of_script else solve_callbacks(config.callbacks)
+        entries += [(f"callbacks[{number}]", entry) for number, entry in enumerate(own)]
+        require_environment(entries, env, passed_on=batch)
 
 
 def require_wandb_key(env: Mapping[str, str]) -> None:

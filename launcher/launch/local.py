@@ -337,7 +337,7 @@ def report_outcome(plan: LaunchPlan, summary: Mapping[str, Any], within_s: float
         return
     deadline = time.monotonic() + 0.9 * within_s  # the process itself then names the messages that hang
     command = [
-        sys.executable, "-P", "-m", "launcher.callbacks.run_outcome", plan.run.dir, str(os.getpid()), str(deadline),
+        sys.executable, "-P", "-m", "launcher.launch.run_outcome", plan.run.dir, str(os.getpid()), str(deadline),
     ]  # fmt: skip
     try:
         # its own session: a second Ctrl-C must not reach it; standard output is for what `launch` itself prints

@@ -1,6 +1,6 @@
 """Outcome of a run, for the callbacks that act on it after its workers have ended.
 
-    python -m launcher.callbacks.run_outcome RUN_DIR PARENT_PID DEADLINE        standard input: summary.json
+    python -m launcher.launch.run_outcome RUN_DIR PARENT_PID DEADLINE        standard input: summary.json
 
 ``launcher.launch.local.report_outcome`` starts this process, because the callbacks may be classes of the user's, which
 the command line does not import. Messages are sent side by side, so that one that hangs delays no other.
@@ -17,15 +17,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from launcher.errors import LauncherError
 from launcher.plan.callback_plan import (
     BELL,
-    BUNDLED,
     OUTCOME,
     TARGET,
     class_arguments,
+    installed_callback,
     may_report,
     name_of,
     notify_entries,
@@ -64,9 +64,10 @@ class Outcome:
     @classmethod
     def of(cls, plan: LaunchPlan, summary: Mapping[str, Any]) -> Outcome:
         numbers = {name: float(value) for name, value in summary.items() if "/" in name and _is_number(value)}
+        failure = cast("dict[str, Any]", summary.get("failure") or {})
         return cls(
             run=plan.run.name, dir=plan.run.dir, verdict=summary["verdict"], steps=summary.get("steps"),
-            metrics=numbers, error=str((summary.get("failure") or {}).get("error", "")), host=socket.gethostname(),
+            metrics=numbers, error=str(failure.get("error", "")), host=socket.gethostname(),
         )  # fmt: skip
 
     @property
@@ -100,7 +101,7 @@ def main(run_dir: str, parent: str, deadline: str) -> None:
     sending: list[tuple[str, threading.Thread]] = []
     own: list[tuple[str, dict[str, Any]]] = []
     for key, entry in entries:
-        if entry[TARGET].startswith(BUNDLED):
+        if installed_callback(entry) is not None:
             thread = threading.Thread(target=_report, args=(key, entry, outcome, search_path), daemon=True)
             thread.start()
             sending.append((f"{name_of(entry)} ({key})", thread))

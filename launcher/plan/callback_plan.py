@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any, cast
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from typing import Any
 
-from launcher.errors import ConfigError, did_you_mean
-from launcher.quantities import count, first_names
+from launcher.config.added_groups import module_file
+from launcher.errors import ConfigError, SiteError, did_you_mean
+from launcher.quantities import count
 from launcher.targets import find_target, require_arguments
 
 # methods that are called in the workers, with the engine as the first argument
@@ -24,48 +25,92 @@ METHODS = (*EVENTS, AROUND_EVALUATION, OUTCOME, *STATE)
 # number of arguments that each method is called with
 _ARGUMENTS = {"on_step": 2, "on_evaluation": 2, "on_save": 2, "on_end": 2, "state_dict": 0}
 TARGET = "_target_"
-BUNDLED = "launcher.callbacks."
-# bundled callback that acts on the outcome of a run
-_WEBHOOK = "Webhook"
+GROUP = "launcher.callbacks"
 # entry of ``notify`` for the terminal in which `launch` waits for the run
 BELL = "bell"
-_VARIABLE = "env:"
-# without a user and a password, which urllib would take for a part of the host's name
-_WEB_ADDRESS = r"https?://([^/?#@:\[\]\s]+|\[[0-9A-Fa-f:.]+\])(:\d+)?([/?#]\S*)?"
 # verdict of a run that Slurm starts again
 REQUEUED = "requeued"
-_NOTIFIED = ("done", "stopped", "failed", "killed", REQUEUED)
+
+# callbacks that were removed, with what to use instead
+_REMOVED = {
+    "Email": "Use notify=[env:NAME], and in that environment variable an address of apprise, such as "
+    "mailtos://USER:PASSWORD@HOST."
+}
+
+Entry = dict[str, Any]
+# config key of an entry, and the entry
+Keyed = tuple[str, Entry]
 
 
-def solve_callbacks(entries: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Return the callbacks of a config, each with its class under ``_target_`` and that class's arguments.
+@dataclass(frozen=True, kw_only=True)
+class InstalledCallback:
+    """Callback of an installed package, which users name without its module.
+
+    An entry point ``launcher.callbacks`` NAME = "package.module:OBJECT" names such an object. Every command that plans
+    a job imports its module, so it imports no torch.
+
+    Attributes:
+        target: its class by dotted path.
+        notes: called with the entries of this class, the run's steps (None: not known) and ranks; returns notes of the
+            plan, and raises ConfigError.
+        require: called with an entry, the environment where the run's outcome is reported, and whether that has only
+            what is passed to a batch job; raises ConfigError.
+        notifier: returns the entry that sends the messages of a word of ``notify``, and raises ConfigError.
+        reports: it has the method ``on_outcome``, which only sends messages.
+        averages: its state has averages of the parameters.
+    """
+
+    target: str
+    notes: Callable[[Sequence[Keyed], int | None, int], list[str]] = lambda _entries, _steps, _ranks: []
+    require: Callable[[Keyed, Mapping[str, str], bool], None] = lambda _entry, _env, _passed_on: None
+    notifier: Callable[[str], Entry] | None = None
+    reports: bool = False
+    averages: bool = False
+
+
+@cache
+def installed_callbacks() -> dict[str, InstalledCallback]:
+    """Return the callbacks of installed packages by name, but of those whose files are gone.
 
     Raises:
-        ConfigError: an entry names no class, or several evaluate other parameters than the model's.
+        SiteError: one cannot be imported.
     """
-    averages: int | None = None
+    found: dict[str, InstalledCallback] = {}
+    for point in sorted(metadata.entry_points(group=GROUP), key=lambda point: point.name):
+        try:
+            if module_file(point.module):
+                found[point.name] = point.load()
+        except Exception as error:  # any code of another package is possible
+            raise SiteError(f"The callback {point.name} of {point.value} cannot be imported: {error!r}.") from error
+    return found
+
+
+def installed_callback(entry: Entry) -> InstalledCallback | None:
+    """Return the installed callback of an entry; None for a class of the user's."""
+    return next((each for each in installed_callbacks().values() if each.target == entry[TARGET]), None)
+
+
+def solve_callbacks(entries: Sequence[Entry]) -> tuple[Entry, ...]:
+    """Return the callbacks of a config, each with its class by dotted path under ``_target_`` and its arguments.
+
+    Raises:
+        ConfigError: an entry names no class.
+    """
+    solved: list[Entry] = []
     for number, entry in enumerate(entries):
-        if entry.get(TARGET) == f"{BUNDLED}Email":
-            raise ConfigError(
-                f"callbacks[{number}]", entry[TARGET], "there is no such callback any more.",
-                "Use notify=[env:NAME], and in that environment variable an address of apprise, such as "
-                "mailtos://USER:PASSWORD@HOST.",
-            )  # fmt: skip
-        if not isinstance(entry.get(TARGET), str):
+        name = entry.get(TARGET)
+        if not isinstance(name, str):
             raise ConfigError(
                 f"callbacks[{number}]", entry, "has no key _target_.",
-                "Name the callback's class: {_target_: launcher.callbacks.Ema, decay: 0.999}.",
+                "Name the callback's class: {_target_: Ema, decay: 0.999}.",
             )  # fmt: skip
-        if entry[TARGET] != f"{BUNDLED}Ema" or entry.get("evaluate") is False:
-            continue
-        if averages is not None:
-            raise ConfigError(
-                f"callbacks[{number}].evaluate", True,
-                f"callbacks[{averages}] evaluates its averages in place of the parameters already.",
-                "Use evaluate: false for all Ema but one.",
-            )  # fmt: skip
-        averages = number
-    return tuple(dict(entry) for entry in entries)
+        known, short = installed_callbacks(), name.removeprefix(f"{GROUP}.")
+        if short != name or (name not in known and "." not in name):
+            remedy = f"{did_you_mean(name, [*known])}Installed: {', '.join(known)}. A class of your own: MODULE.CLASS."
+            remedy = f"Write {{{TARGET}: {short}}}." if short in known else _REMOVED.get(short, remedy)
+            raise ConfigError(f"callbacks[{number}].{TARGET}", name, "no callback of this name is installed.", remedy)
+        solved.append({**entry, TARGET: known[name].target if name in known else name})
+    return tuple(solved)
 
 
 def solve_notify(words: Sequence[str]) -> tuple[str, ...]:
@@ -78,136 +123,66 @@ def solve_notify(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(words)
 
 
-def notify_entries(words: Sequence[str]) -> tuple[dict[str, Any], ...]:
+def notify_entries(words: Sequence[str]) -> tuple[Entry, ...]:
     """Return the callbacks that send the messages of ``notify``, in its order, the bell excluded.
 
     Raises:
-        ConfigError: an entry has no known form.
+        ConfigError: an entry has no known form, or no package that sends messages is installed.
     """
-    return tuple(_notifier(word) for word in words if word != BELL)
+    words = [word for word in words if word != BELL]
+    notifier = next((each.notifier for each in installed_callbacks().values() if each.notifier is not None), None)
+    if words and notifier is None:
+        raise ConfigError("notify", None, "no callback that sends messages is installed.", "Use notify=[bell].")
+    return tuple(map(notifier, words)) if notifier is not None else ()
 
 
-def _notifier(word: str) -> dict[str, Any]:
-    variable = word.removeprefix(_VARIABLE)
-    if not is_web_address(word) and (variable == word or not variable.isidentifier()):
-        raise ConfigError(
-            "notify", scheme_only(word), "must be bell, an https:// address without a user, or env:NAME.",
-            "An e-mail: notify=[env:NAME], and in that environment variable an address of apprise, such as "
-            "mailtos://USER:PASSWORD@HOST.",
-        )  # fmt: skip
-    address = {"url": word} if variable == word else {"url_from": variable}
-    return {TARGET: f"{BUNDLED}{_WEBHOOK}", **address, "verdicts": [*_NOTIFIED]}
-
-
-def scheme_only(word: str) -> str:
-    """Return an address that has no known form for people to read: any part after the scheme may be a secret."""
-    return re.sub(r"://.+", "://...", word, flags=re.DOTALL)
-
-
-def is_web_address(word: str) -> bool:
-    return re.fullmatch(_WEB_ADDRESS, word) is not None
-
-
-def name_of(entry: dict[str, Any]) -> str:
+def name_of(entry: Entry) -> str:
     """Return the class of an entry without its module."""
     return str(entry[TARGET]).rpartition(".")[2]
 
 
-def class_arguments(entry: dict[str, Any]) -> dict[str, Any]:
+def class_arguments(entry: Entry) -> Entry:
     """Return the arguments of an entry's class."""
     return {name: value for name, value in entry.items() if name != TARGET}
 
 
-def may_report(entry: dict[str, Any], verdict: str = "") -> bool:
+def may_report(entry: Entry, verdict: str = "") -> bool:
     """Return False for a callback that certainly has no method ``on_outcome``, and need not be imported for it.
 
     Args:
         verdict: of the run. Before a requeue there is no time to import classes of the user's.
     """
-    if not entry[TARGET].startswith(BUNDLED):
-        return verdict != REQUEUED
-    return name_of(entry) == _WEBHOOK
+    installed = installed_callback(entry)
+    return verdict != REQUEUED if installed is None else installed.reports
 
 
-def without_reports(entries: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Return the callbacks without the bundled ones that send messages."""
-    return tuple(entry for entry in entries if not (entry[TARGET].startswith(BUNDLED) and may_report(entry)))
+def without_reports(entries: Sequence[Entry]) -> tuple[Entry, ...]:
+    """Return the callbacks without the installed ones that send messages."""
+    return tuple(entry for entry in entries if installed_callback(entry) is None or not may_report(entry))
 
 
-def profile_notes(callbacks: Sequence[dict[str, Any]], steps: int | None, ranks: int) -> list[str]:
-    """Return a note for each bundled ``Profile`` of which some steps do not take place.
-
-    Args:
-        steps: of the run; None: not known.
-
-    Raises:
-        ConfigError: none of its steps takes place, or the job lacks one of its ranks.
-    """
+def callback_notes(entries: Sequence[Entry], steps: int | None, ranks: int) -> list[str]:
+    """Return the notes of installed callbacks on a plan. Raises ConfigError."""
     notes: list[str] = []
-    for number, entry in enumerate(callbacks):
-        if entry[TARGET] != f"{BUNDLED}Profile":
-            continue
-        key = f"callbacks[{number}]"
-        if missing := [rank for rank in _numbers(entry, "ranks") if rank >= ranks]:
-            raise ConfigError(f"{key}.ranks", missing, f"the job has ranks 0 to {ranks - 1}.")
-        chosen = _numbers(entry, "steps")
-        late = [] if steps is None else [step for step in chosen if step > steps]
-        if late and len(late) == len(chosen):
-            raise ConfigError(
-                f"{key}.steps", late, f"the run ends after {count(steps or 0, 'step')}, so nothing is profiled.",
-                f"Choose steps from 1 to {steps}, or a later train.steps.",
-            )  # fmt: skip
-        if late:
-            notes.append(f"{key}.steps: {first_names([*map(str, late)])} after the end of the run: not profiled.")
+    for each in installed_callbacks().values():
+        own = [(f"callbacks[{number}]", entry) for number, entry in enumerate(entries) if entry[TARGET] == each.target]
+        notes += each.notes(own, steps, ranks) if own else []
     return notes
 
 
-def _numbers(entry: dict[str, Any], name: str) -> list[int]:
-    """Return a list of numbers among the arguments of ``entry``; its types are checked later."""
-    value: Any = entry.get(name)
-    return [each for each in cast("list[Any]", value) if isinstance(each, int)] if isinstance(value, list) else []
-
-
-def require_variables(
-    entries: Sequence[dict[str, Any]], env: Mapping[str, str], *, passed_on: bool, key: str | None = None
-) -> None:
-    """Check that the environment variables from which bundled callbacks read addresses have one.
+def require_environment(entries: Sequence[Keyed], env: Mapping[str, str], *, passed_on: bool) -> None:
+    """Check that installed callbacks find what they read from the environment.
 
     Args:
-        key: config key that the entries were made from. Default: callbacks.
         env: variables where the outcome is reported.
         passed_on: ``env`` has only what is passed to a batch job.
 
     Raises:
-        ConfigError: one has none, or an address to which nothing can be sent.
+        ConfigError: one does not.
     """
-    for number, entry in enumerate(entries):
-        variable = entry.get("url_from")
-        if not str(entry[TARGET]).startswith(BUNDLED) or not isinstance(variable, str):
-            continue
-        value, hint = env.get(variable), f"export {variable}=..."
-        if value is None:
-            where = "among those that the batch job gets" if passed_on else "here"
-            problem = f"there is no such environment variable {where}."
-            hint = f"List it: cluster.env=[{variable}]." if passed_on else hint
-        elif not value:
-            problem = "this environment variable is empty."
-        elif is_web_address(value):
-            continue
-        elif find_spec("apprise") is None:
-            problem = "its content is not an http:// or https:// address without a user."
-            hint = "Addresses of other services, such as mailtos://, need apprise: pip install launcher[notify]."
-        elif not _is_of_apprise(value):
-            problem = "its content is neither an http:// or https:// address without a user nor one that apprise knows."
-        else:
-            continue
-        shown = variable if key is None else f"{_VARIABLE}{variable}"
-        raise ConfigError(key or f"callbacks[{number}].url_from", shown, problem, hint)
-
-
-def _is_of_apprise(address: str) -> bool:
-    apprise: Any = import_module("apprise")
-    return not address.startswith("http") and apprise.Apprise.instantiate(address) is not None
+    for key, entry in entries:
+        if (installed := installed_callback(entry)) is not None:
+            installed.require((key, entry), env, passed_on)
 
 
 def require_callbacks(entries: Sequence[dict[str, Any]], search_path: Sequence[str], task: object = None) -> None:
@@ -215,7 +190,7 @@ def require_callbacks(entries: Sequence[dict[str, Any]], search_path: Sequence[s
     the user's is not constructed.
 
     Args:
-        task: the job's task; bundled callbacks may need a method of it.
+        task: the job's task; installed callbacks may need a method of it.
 
     Raises:
         ConfigError: for the first one of which that is not true.
@@ -224,7 +199,7 @@ def require_callbacks(entries: Sequence[dict[str, Any]], search_path: Sequence[s
         key, target = f"callbacks[{number}]", entry[TARGET]
         made = find_target(f"{key}.{TARGET}", target, search_path)
         arguments = require_arguments(key, target, made, class_arguments(entry))
-        if target.startswith(BUNDLED):
+        if installed_callback(entry) is not None:
             try:
                 bundled = made(**arguments)
                 if callable(require := getattr(bundled, "require_task", None)):

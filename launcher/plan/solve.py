@@ -36,7 +36,7 @@ from launcher.plan.batch import (
     solve_smaller,
     ways_out_of_one_value,
 )
-from launcher.plan.callback_plan import profile_notes, solve_callbacks, solve_notify
+from launcher.plan.callback_plan import callback_notes, solve_callbacks, solve_notify
 from launcher.plan.data_shards import require_second_epoch, solve_data_shards
 from launcher.plan.float_format import float_format
 from launcher.plan.host import Site
@@ -279,7 +279,7 @@ def _on_cluster(
             *_mode_notes(task),
             *_parameter_notes(precision, task),
             *best_notes(config.checkpoint, config.train),
-            *profile_notes(callbacks, steps, cluster.world_size),
+            *callback_notes(callbacks, steps, cluster.world_size),
         ),
     )
 

@@ -29,6 +29,7 @@ from launcher.config.schema import (
     ScheduleKind,
 )
 from launcher.errors import ConfigError, TaskError
+from launcher.plan.callback_plan import solve_callbacks
 from launcher.plan.gpus import OVERHEAD_BYTES, find_gpu
 from launcher.plan.host import free_host_bytes
 from launcher.plan.initial_weights import InitialWeights
@@ -93,7 +94,7 @@ class InspectionRequest:
         return cls(
             task=config.task, import_from=import_from, shards=config.strategy.kind in SHARDED, seed=config.train.seed,
             optimizer=optimizer, schedule=schedule, balance=config.batch.balance,
-            callbacks=config.callbacks, initial=initial,
+            callbacks=[*solve_callbacks(config.callbacks)], initial=initial,
             precision=precision if is_added("precision", precision.kind) else None,
         )  # fmt: skip
 

@@ -162,15 +162,15 @@ class RunPaths:
         return max((int(path.name.removeprefix("step_")) for path in self.committed_checkpoints()), default=0)
 
     def trace(self, step: int, rank: int) -> Path:
-        """Return the profiler's trace of one step on one rank (launcher.callbacks.Profile)."""
+        """Return the profiler's trace of one step on one rank (callback Profile)."""
         return self.root / "traces" / f"step_{step:06d}.rank{rank}.json"
 
     def memory_snapshot(self, step: int, rank: int) -> Path:
-        """Return the GPU memory snapshot of a rank that ran out of memory (launcher.callbacks.MemorySnapshot)."""
+        """Return the GPU memory snapshot of a rank that ran out of memory (callback MemorySnapshot)."""
         return self.root / "memory" / f"step_{step:06d}.rank{rank}.pickle"
 
     def samples(self, step: int) -> Path:
-        """Return the directory of what the model generated after one step (launcher.callbacks.GeneratedSamples)."""
+        """Return the directory of what the model generated after one step (callback GeneratedSamples)."""
         return self.root / "samples" / f"step_{step:06d}"
 
     def refused_checkpoint(self, checkpoint: Path) -> Path:

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from launcher.errors import ConfigError, UserError
-from launcher.plan.callback_plan import name_of, require_callbacks, require_variables, solve_callbacks
+from launcher.plan.callback_plan import name_of, require_callbacks, require_environment, solve_callbacks
 from tests.conftest import Launch
 from tests.helpers import make_plan
 from tests.infra.runs import OWN
 
 HOOKED = "tests.plan.test_callback_plan"
-SAMPLES = "launcher.callbacks.GeneratedSamples"
+SAMPLES = "launcher.extensions.callbacks.GeneratedSamples"
 
 
 class Fine:
@@ -55,10 +55,11 @@ def speak(model: Any, loudly: bool) -> str: ...
 WRONG = [
     ({"decay": 1}, "callbacks[0]={'decay': 1}: has no key _target_"),
     ({"_target_": None}, "has no key _target_"),
-    ({"_target_": "Ema"}, "callbacks[0]._target_=Ema: must be a dotted path"),
+    ({"_target_": "Emma"}, "callbacks[0]._target_=Emma: no callback of this name is installed.\n  did you mean 'Ema'?"),
+    ({"_target_": "launcher.callbacks.Ema"}, "no callback of this name is installed.\n  Write {_target_: Ema}."),
     ({"_target_": "no_such.Thing"}, "callbacks[0]._target_=no_such.Thing: no module 'no_such'"),
-    ({"_target_": "launcher.callbacks.Emma"}, "has no 'Emma'.\n  did you mean 'Ema'? Its classes: Ema, "),
-    ({"_target_": "launcher.callbacks.EMA"}, "has no 'EMA'.\n  did you mean 'Ema'?"),
+    ({"_target_": "launcher.extensions.callbacks.Emma"}, "has no 'Emma'.\n  did you mean 'Ema'? Its classes: Ema, "),
+    ({"_target_": "launcher.extensions.callbacks.EMA"}, "has no 'EMA'.\n  did you mean 'Ema'?"),
     ({"_target_": SAMPLES}, "Speaking has no method sample(model), which callbacks.GeneratedSamples calls"),
     (
         {"_target_": SAMPLES, "function": f"{HOOKED}.speek"},
@@ -68,9 +69,15 @@ WRONG = [
         {"_target_": SAMPLES, "function": f"{HOOKED}.speak"},
         f"callbacks[0].function={HOOKED}.speak: is called as function(model): missing a required argument: 'loudly'",
     ),
-    ({"_target_": "launcher.callbacks.Ema", "decai": 0.9}, "did you mean 'callbacks[0].decay'?"),
-    ({"_target_": "launcher.callbacks.Ema", "decay": "high"}, "callbacks[0].decay=high: launcher.callbacks.Ema takes"),
-    ({"_target_": "launcher.callbacks.Ema", "decay": 1.5}, "callbacks[0].decay=1.5: must be above 0 and below 1"),
+    ({"_target_": "Ema", "decai": 0.9}, "did you mean 'callbacks[0].decay'?"),
+    (
+        {"_target_": "Ema", "decay": "high"},
+        "callbacks[0].decay=high: launcher.extensions.callbacks.Ema takes",
+    ),
+    (
+        {"_target_": "Ema", "decay": 1.5},
+        "callbacks[0].decay=1.5: must be above 0 and below 1",
+    ),
     ({"_target_": f"{HOOKED}.Fine"}, f"callbacks[0].size: {HOOKED}.Fine needs this argument"),
     ({"_target_": f"{HOOKED}.Idle"}, "has a method on_stop, which nothing calls.\n  did you mean 'on_st"),
     ({"_target_": f"{HOOKED}.Nothing"}, "has none of a callback's methods.\n  The methods of a callback: on_setup, on"),
@@ -89,7 +96,7 @@ def test_mistakes(entry: dict[str, Any], words: str) -> None:
 def test_what_is_right() -> None:
     entries = [
         {"_target_": f"{HOOKED}.Fine", "size": 3, "anything": [1]},
-        {"_target_": "launcher.callbacks.Ema", "decay": 0.9},
+        {"_target_": "launcher.extensions.callbacks.Ema", "decay": 0.9},
         {"_target_": f"{HOOKED}.Stateful"},
     ]
     assert [*solve_callbacks(entries)] == entries
@@ -100,7 +107,7 @@ def test_what_is_right() -> None:
     assert make_plan().callbacks == ()
 
 
-PROFILE = "callbacks=[{_target_: launcher.callbacks.Profile, %s}]"
+PROFILE = "callbacks=[{_target_: Profile, %s}]"
 
 
 @pytest.mark.parametrize(
@@ -126,7 +133,7 @@ def test_a_profile_of_steps_of_which_some_do_not_take_place() -> None:
 
 
 def test_one_average_is_evaluated() -> None:
-    ema = "{_target_: launcher.callbacks.Ema, decay: 0.9%s}"
+    ema = "{_target_: Ema, decay: 0.9%s}"
     with pytest.raises(ConfigError, match=r"callbacks\[1\].evaluate=true: callbacks\[0\] evaluates its averages"):
         make_plan(f"callbacks=[{ema % ''},{ema % ', evaluate: true'}]")
     assert len(make_plan(f"callbacks=[{ema % ', evaluate: false'},{ema % ''}]").callbacks) == 2
@@ -135,13 +142,14 @@ def test_one_average_is_evaluated() -> None:
 def test_variables_of_messages_exist_before_the_start() -> None:
     entries = solve_callbacks([
         {"_target_": "my.Own", "url_from": "ANYTHING"},
-        {"_target_": "launcher.callbacks.Webhook", "url_from": "NOPE"},
+        {"_target_": "launcher.extensions.callbacks.Webhook", "url_from": "NOPE"},
     ])  # fmt: skip
-    require_variables(entries, {"NOPE": "http://x"}, passed_on=False)
+    keyed = [(f"callbacks[{number}]", entry) for number, entry in enumerate(entries)]
+    require_environment(keyed, {"NOPE": "http://x"}, passed_on=False)
     with pytest.raises(ConfigError, match=r"callbacks\[1\].url_from=NOPE: there is no such .* here.\n  export NOPE="):
-        require_variables(entries, {}, passed_on=False)
+        require_environment(keyed, {}, passed_on=False)
     with pytest.raises(ConfigError, match=r"that the batch job gets.\n  List it: cluster.env=\[NOPE\]"):
-        require_variables(entries, {}, passed_on=True)
+        require_environment(keyed, {}, passed_on=True)
 
 
 @pytest.mark.slow
@@ -156,9 +164,9 @@ def test_the_command_refuses_before_anything_starts(launch: Launch, project: Pat
         assert words in done.stderr
         assert "Traceback" not in done.stderr
     assert not (project / "runs").exists()
-    done = launch("train", *OWN, "callbacks=[{_target_: launcher.callbacks.Webhook, url_from: NO_SUCH_VARIABLE}]")
+    done = launch("train", *OWN, "callbacks=[{_target_: Webhook, url_from: NO_SUCH_VARIABLE}]")
     assert done.returncode == 2
     assert "callbacks[0].url_from=NO_SUCH_VARIABLE: there is no such environment variable here" in done.stderr
-    done = launch("train", "callbacks=[{_target_: launcher.callbacks.Ema, decay: 2}]")  # a bundled task
+    done = launch("train", "callbacks=[{_target_: Ema, decay: 2}]")  # a bundled task
     assert done.returncode == 2
     assert "callbacks[0].decay=2: must be above 0 and below 1" in done.stderr

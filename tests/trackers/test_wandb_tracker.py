@@ -10,8 +10,8 @@ import pytest
 import torch
 import wandb
 
-from launcher.callbacks.samples import png
 from launcher.config.key_facts import typed
+from launcher.extensions.callbacks.samples import png
 from launcher.plan.host import batch_env
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir.paths import RunPaths

@@ -15,8 +15,8 @@ from torch.utils.data import TensorDataset
 
 import launcher
 from launcher import Engine
-from launcher.callbacks import Ema
 from launcher.errors import CallbackFailed
+from launcher.extensions.callbacks import Ema
 from launcher.train.callback_set import CallbackSet, load_tensors
 from tests.conftest import Launch
 from tests.helpers import make_plan

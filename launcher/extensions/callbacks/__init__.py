@@ -1,4 +1,4 @@
-"""Callbacks that come with the launcher, named in ``callbacks=[{_target_: launcher.callbacks.NAME}]``.
+"""Callbacks that come with the launcher, named in ``callbacks=[{_target_: NAME}]``.
 
 Each class is imported when it is first used. launcher/train/callback_set.py calls the methods of callbacks, whose names
 are in launcher/plan/callback_plan.py.
@@ -10,18 +10,18 @@ import importlib
 from typing import Any
 
 _HOMES = {
-    "Ema": "launcher.callbacks.ema",
-    "MemorySnapshot": "launcher.callbacks.diagnostics",
-    "Profile": "launcher.callbacks.diagnostics",
-    "GeneratedSamples": "launcher.callbacks.samples",
-    "Webhook": "launcher.callbacks.notifications",
+    "Ema": "launcher.extensions.callbacks.ema",
+    "MemorySnapshot": "launcher.extensions.callbacks.diagnostics",
+    "Profile": "launcher.extensions.callbacks.diagnostics",
+    "GeneratedSamples": "launcher.extensions.callbacks.samples",
+    "Webhook": "launcher.extensions.callbacks.notifications",
 }
 __all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module 'launcher.callbacks' has no attribute {name!r}")
+        raise AttributeError(f"module 'launcher.extensions.callbacks' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 

@@ -15,11 +15,10 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from launcher.callbacks.run_outcome import Outcome
 from launcher.errors import ConfigError
-from launcher.plan.callback_plan import is_web_address, scheme_only
+from launcher.extensions.callbacks.declared import VERDICTS, is_web_address, scheme_only
+from launcher.launch.run_outcome import Outcome
 
-VERDICTS = ("done", "stopped", "failed", "killed", "requeued")
 DEFAULT = ("done", "failed", "killed")
 
 

@@ -55,7 +55,7 @@ class GeneratedSamples:
             if not callable(method):
                 raise TaskError(
                     f"{type(task).__name__} has no method sample(model), which callbacks.GeneratedSamples calls.\n"
-                    "  Add it, or name a function: {_target_: launcher.callbacks.GeneratedSamples, function: "
+                    "  Add it, or name a function: {_target_: GeneratedSamples, function: "
                     "my_project.samples.generate}."
                 )
             if problem := _not_callable_with_a_model(method):

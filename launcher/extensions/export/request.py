@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import ExportFailed, UserError
-from launcher.plan.callback_plan import BUNDLED, TARGET, name_of
+from launcher.plan.callback_plan import installed_callback, name_of
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.task_inspection import run_probe
 from launcher.process import signal_handler
@@ -188,7 +188,7 @@ def _best_step(paths: RunPaths, newest_first: list[Path]) -> int:
 
 
 def _name_of_averages(plan: RunPlan) -> str:
-    """Return the name of the callback Ema, as checkpoints have it: of several, that whose averages are evaluated.
+    """Return the name of the callback with averages, as checkpoints have it: of several, the one that is evaluated.
 
     Raises:
         UserError: there is none, or none of several is evaluated.
@@ -197,15 +197,14 @@ def _name_of_averages(plan: RunPlan) -> str:
     for entry in plan.callbacks:
         kind = name_of(entry)
         counts[kind] += 1
-        if entry[TARGET] == f"{BUNDLED}Ema":
+        if (installed := installed_callback(entry)) is not None and installed.averages:
             name = kind if counts[kind] == 1 else f"{kind}_{counts[kind]}"
             names[name] = entry.get("evaluate") is not False
     evaluated = [name for name, is_evaluated in names.items() if is_evaluated]
     chosen = evaluated or list(names)
     if not chosen:
         raise UserError(
-            f"--ema: {plan.run.name} has no averages: it was trained without the callback launcher.callbacks.Ema.\n"
-            "  Leave --ema out."
+            f"--ema: {plan.run.name} has no averages: it was trained without the callback Ema.\n  Leave --ema out."
         )
     if len(chosen) > 1:
         raise UserError(f"--ema: {plan.run.name} has averages of {first_names(chosen)}, and evaluates none of them.")

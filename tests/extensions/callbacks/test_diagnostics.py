@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from launcher.callbacks import MemorySnapshot, Profile
 from launcher.errors import ConfigError
+from launcher.extensions.callbacks import MemorySnapshot, Profile
 from tests.conftest import Launch
 from tests.infra.runs import OWN
 
@@ -17,10 +17,7 @@ from tests.infra.runs import OWN
 @pytest.mark.slow
 @pytest.mark.usefixtures("project")
 def test_traces_of_chosen_steps(launch: Launch, project: Path) -> None:
-    callbacks = (
-        "callbacks=[{_target_: launcher.callbacks.Profile, steps: [2, 4], ranks: [1]},"
-        "{_target_: launcher.callbacks.MemorySnapshot}]"
-    )
+    callbacks = "callbacks=[{_target_: Profile, steps: [2, 4], ranks: [1]},{_target_: MemorySnapshot}]"
     done = launch("train", *OWN, "train.steps=4", callbacks, "checkpoint.enabled=false")
     assert done.returncode == 0, done.stderr
     assert "MemorySnapshot has no effect: the job runs on CPUs." in done.stdout

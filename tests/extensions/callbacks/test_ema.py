@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from launcher.callbacks import Ema
 from launcher.errors import ConfigError
+from launcher.extensions.callbacks import Ema
 from tests.conftest import Launch
 from tests.infra.checkpoints import assert_same_tensors, tensors
 from tests.infra.runs import OWN, records
@@ -21,7 +21,7 @@ from tests.infra.runs import OWN, records
 DECAY = 0.7
 JOB = [
     *(word for word in OWN if not word.startswith("run.name")), "train.steps=6", "train.eval_every=3",
-    "checkpoint.every=2", "cluster.workers_per_node=2", "callbacks=[{_target_: launcher.callbacks.Ema, decay: 0.7},"
+    "checkpoint.every=2", "cluster.workers_per_node=2", "callbacks=[{_target_: Ema, decay: 0.7},"
     "{_target_: speech.hooked.Recorder}]",
 ]  # fmt: skip
 

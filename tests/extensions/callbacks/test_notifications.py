@@ -16,17 +16,16 @@ from typing import Any
 
 import pytest
 
-from launcher.callbacks import Webhook
-from launcher.callbacks.run_outcome import Outcome
 from launcher.errors import ConfigError
+from launcher.extensions.callbacks import Webhook, declared
 from launcher.launch.local import report_outcome
-from launcher.plan import callback_plan
+from launcher.launch.run_outcome import Outcome
 from launcher.plan.callback_plan import (
     class_arguments,
     may_report,
     name_of,
     notify_entries,
-    require_variables,
+    require_environment,
     solve_callbacks,
     solve_notify,
     without_reports,
@@ -115,7 +114,7 @@ def test_an_email(mail: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch) 
     env = {"MAIL": f"mailto://{server}?from=run@example.org&to=me@example.org,you@example.org&mode=insecure"}
     monkeypatch.setenv("MAIL", env["MAIL"])
     entries = notify_entries(["env:MAIL"])
-    require_variables(entries, env, passed_on=False)
+    require_environment([("notify", entries[0])], env, passed_on=False)
     Webhook(**class_arguments(entries[0])).on_outcome(OUTCOME)
     assert "rcpt TO:<me@example.org>" in received
     assert "Subject: Run a: failed" in received
@@ -125,22 +124,22 @@ def test_an_email(mail: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch) 
         Webhook(**class_arguments(entries[0])).on_outcome(OUTCOME)
     for wrong in ("geheim", "https://me:geheim@x.org"):
         with pytest.raises(ConfigError, match="nor one that apprise knows") as refused:
-            require_variables(entries, {"MAIL": wrong}, passed_on=False)
+            require_environment([("notify", entries[0])], {"MAIL": wrong}, passed_on=False)
         assert "geheim" not in str(refused.value)
 
 
 def test_an_email_without_apprise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(callback_plan, "find_spec", lambda _: None)
+    monkeypatch.setattr(declared, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"notify=env:MAIL: .*\n.*pip install launcher\[notify\]"):
-        require_variables(notify_entries(["env:MAIL"]), {"MAIL": "mailto://u:p@h"}, passed_on=False, key="notify")
+        require_environment([("notify", *notify_entries(["env:MAIL"]))], {"MAIL": "mailto://u:p@h"}, passed_on=False)
 
 
 @pytest.mark.parametrize("words", [["me@example.org"], ["smtp://h:25/me@example.org"]])
 def test_what_replaces_the_mailer_is_named(words: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"An e-mail: notify=\[env:NAME\]"):
         solve_notify(words)
-    with pytest.raises(ConfigError, match=r"callbacks\[0\]=.*\n.*mailtos://"):
-        solve_callbacks([{"_target_": "launcher.callbacks.Email", "to": words}])
+    with pytest.raises(ConfigError, match=r"callbacks\[0\]\._target_=Email.*\n.*mailtos://"):
+        solve_callbacks([{"_target_": "Email", "to": words}])
 
 
 @pytest.mark.parametrize(
@@ -194,9 +193,9 @@ def test_a_password_in_an_address_is_refused_and_not_printed(word: str) -> None:
 )
 def test_a_variable_must_hold_an_address(env: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words) as refused:
-        require_variables(notify_entries(["env:HOOK"]), env, passed_on=False, key="notify")
+        require_environment([("notify", *notify_entries(["env:HOOK"]))], env, passed_on=False)
     assert "geheim" not in str(refused.value)
-    require_variables(notify_entries(["env:HOOK"]), {"HOOK": "https://x.org:8080/a"}, passed_on=False, key="notify")
+    require_environment([("notify", *notify_entries(["env:HOOK"]))], {"HOOK": "https://x.org:8080/a"}, passed_on=False)
 
 
 @pytest.mark.slow
@@ -216,14 +215,16 @@ def test_a_message_that_hangs_delays_no_other(
 
 
 def test_what_is_asked_after_a_run() -> None:
-    entries = [{"_target_": f"launcher.callbacks.{name}"} for name in ("Ema", "Webhook")] + [{"_target_": "my.Own"}]
+    entries = [{"_target_": f"launcher.extensions.callbacks.{name}"} for name in ("Ema", "Webhook")] + [
+        {"_target_": "my.Own"}
+    ]
     assert [may_report(entry) for entry in entries] == [False, True, True]
     assert [may_report(entry, "requeued") for entry in entries] == [False, True, False], "there is little time"
     assert without_reports(entries) == (entries[0], entries[2]), "a drill sends no message"
 
 
 def test_messages_need_no_torch() -> None:
-    code = "import sys, launcher.callbacks.run_outcome as o; from launcher.callbacks import Webhook as w; "
+    code = "import sys, launcher.launch.run_outcome as o; from launcher.extensions.callbacks import Webhook as w; "
     code += "print('torch' in sys.modules)"
     out = subprocess.check_output([sys.executable, "-P", "-c", code], text=True, cwd=ROOT)
     assert out == "False\n"
@@ -234,7 +235,7 @@ def test_messages_need_no_torch() -> None:
 def test_at_the_end_of_a_job(launch: Launch, project: Path, web: tuple[str, list[Any]]) -> None:
     address, received = web
     job = [word for word in OWN if not word.startswith("run.name")]
-    hook = "{_target_: launcher.callbacks.Webhook, url_from: TEST_HOOK},{_target_: speech.hooked.Reporting}"
+    hook = "{_target_: Webhook, url_from: TEST_HOOK},{_target_: speech.hooked.Reporting}"
     env = {**os.environ, "TEST_HOOK": address}
     done = launch("train", *job, "run.name=fine", "train.steps=2", f"callbacks=[{hook}]", env=env)
     assert done.returncode == 0, done.stderr
@@ -253,7 +254,7 @@ def test_at_the_end_of_a_job(launch: Launch, project: Path, web: tuple[str, list
 
     env["TEST_HOOK"] = address
     own = [str(ROOT / "tests" / "system" / "own_loop.py"), "train.steps=3", "wandb.mode=disabled"]
-    hook = "callbacks=[{_target_: launcher.callbacks.Webhook, url_from: TEST_HOOK}]"
+    hook = "callbacks=[{_target_: Webhook, url_from: TEST_HOOK}]"
     done = launch("run", "run.name=loop", "--", *own, hook, env=env)
     assert done.returncode == 0, done.stderr
     assert (received[3]["run"], received[3]["verdict"], received[3]["steps"]) == ("loop", "done", 3)

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from launcher.callbacks.samples import png
 from launcher.errors import TaskError
+from launcher.extensions.callbacks.samples import png
 from launcher.rundir.paths import RunPaths
 from tests.conftest import Launch
 from tests.infra.runs import OWN
 
 JOB = [*(word for word in OWN if not word.startswith(("task.", "run.name"))), "task._target_=speech.hooked.Talking"]
-JOB += ["callbacks=[{_target_: launcher.callbacks.GeneratedSamples}]", "train.steps=4", "train.eval_every=2"]
+JOB += ["callbacks=[{_target_: GeneratedSamples}]", "train.steps=4", "train.eval_every=2"]
 
 
 def pixels(data: bytes) -> Tensor:

@@ -21,7 +21,7 @@ from tests.infra.runs import OWN, PROJECT, records, summary
 from tests.user_project.speech.tied import TiedModel
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
-CALLBACKS = "callbacks=[{_target_: launcher.callbacks.Ema, decay: 0.7}, {_target_: speech.exported.Start}]"
+CALLBACKS = "callbacks=[{_target_: Ema, decay: 0.7}, {_target_: speech.exported.Start}]"
 JOB = [
     *(word for word in OWN if not word.startswith(("run.name", "task."))),
     "task._target_=speech.exported.Tied", "train.steps=4", "checkpoint.every=2",

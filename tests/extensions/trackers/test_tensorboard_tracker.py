@@ -11,14 +11,14 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from launcher.callbacks.samples import png
+from launcher.extensions.callbacks.samples import png
 from launcher.extensions.trackers.tensorboard_tracker import TensorboardTracker
 from launcher.plan.run_plan import RunPlan
 from launcher.trackers.tracker import StepEntry, entries_of
 from tests.helpers import make_plan
 from tests.infra.mirrored import differences, in_tensorboard, record_of, saved_plan
 
-SAMPLES = "callbacks=[{_target_: launcher.callbacks.GeneratedSamples}]"
+SAMPLES = "callbacks=[{_target_: GeneratedSamples}]"
 
 
 def entries(plan: RunPlan, *steps: int) -> list[StepEntry]:

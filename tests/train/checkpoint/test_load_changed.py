@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from launcher import Engine, Loss, make_plan
-from launcher.callbacks.ema import Ema
 from launcher.errors import WrongCheckpoint
+from launcher.extensions.callbacks.ema import Ema
 from launcher.plan.resumable import DATA as DATA_KEY
 from launcher.rundir.fencing import Fence
 from launcher.train.checkpoint import load, save
