@@ -80,7 +80,7 @@ def make(directory: Path, name: str, steps: int, accumulation: int, workers: int
             file.write(f"{json.dumps(own)[:-1]}, {rest}\n")
     ended = dataclasses.replace(Submission.now().by_this_process(), ended=True)
     history.add_submission(plan.paths, ended)
-    write_json(plan.paths.newest_attempt, {"incarnation": "0.0", "job": None, "nodes": ["node0"], "ranks": workers})
+    write_json(plan.paths.newest_incarnation, {"incarnation": "0.0", "job": None, "nodes": ["node0"], "ranks": workers})
     write_json(plan.paths.summary, {"verdict": "done"})
 
 

@@ -26,7 +26,7 @@ from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import solve
 from launcher.record.report_entry import leave_entry
-from launcher.report.live import Silence
+from launcher.report.live import NoDisplay
 from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths, SweepPaths
 from launcher.runs import control
@@ -163,7 +163,7 @@ def sweep(
 
 
 def _run_here(plan: LaunchPlan | RunPlan) -> int:
-    verdict = local.run_job(plan, Silence(), Peers())
+    verdict = local.run_job(plan, NoDisplay(), Peers())
     leave_entry(plan.paths)
     local.report_outcome(verdict.plan, verdict.summary)
     return verdict.status

@@ -1,4 +1,4 @@
-"""Processes: signals, output and exit of this one, and /proc data of others."""
+"""Signals, output and exit of this process, and /proc data of others."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def raise_open_files() -> int:
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Generator[None]:
-    """Context in which ``os.environ`` has these variables and no others."""
+    """Context in which ``os.environ`` has ``variables`` and no others."""
     before = dict(os.environ)
     os.environ.clear()
     os.environ |= variables
@@ -282,7 +282,7 @@ def environment(variables: Mapping[str, str]) -> Generator[None]:
 
 @contextmanager
 def signal_handler(numbers: Iterable[int], handler: Callable[[int, FrameType | None], object]) -> Generator[None]:
-    """Context in which ``handler`` handles these signals."""
+    """Context in which ``handler`` handles the signals ``numbers``."""
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield

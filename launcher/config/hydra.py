@@ -43,7 +43,7 @@ def compose(overrides: Sequence[str] = ()) -> Config:
 
 
 def compose_with_yaml(overrides: Sequence[str] = ()) -> tuple[Config, str]:
-    """Return the same, and the YAML that is stored with the run."""
+    """Return the config of ``compose``, and the YAML that is stored with the run."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 

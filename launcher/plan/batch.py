@@ -136,7 +136,7 @@ class Batch:
 
 
 def solve_batch(config: BatchConfig, world_size: int) -> Batch:
-    """Derive the sizes that the user left open from those that are set.
+    """Derive the sizes that the user left open from the sizes that are set.
 
     Nothing is rounded, except accumulation with ``uneven``.
 

@@ -12,7 +12,7 @@ from typing import Any
 from launcher.config.key_facts import is_number, valid_betas
 from launcher.config.schema import LrScaling, OptimizerConfig, OptimizerKind, ScheduleKind
 from launcher.errors import ConfigError, did_you_mean
-from launcher.plan.run_plan import OptimizerPlan, extended
+from launcher.plan.run_plan import OptimizerPlan, solved_part
 from launcher.quantities import first_names
 
 # common practice: decay applies to matrices, not to biases and the scales of norms
@@ -44,7 +44,7 @@ def solve_optimizer(config: OptimizerConfig, global_size: int) -> OptimizerPlan:
             "optimizer.lr_scaling", config.lr_scaling, "needs the global batch that lr was tuned for.",
             "Set optimizer.reference_batch (samples).",
         )  # fmt: skip
-    plan = extended(OptimizerPlan, config, base_lr=config.lr, groups=parameter_groups(config))
+    plan = solved_part(OptimizerPlan, config, base_lr=config.lr, groups=parameter_groups(config))
     if config.kind is OptimizerKind.custom:  # the class has defaults of its own
         named = {name: value for name in _NAMED if (value := getattr(config, name)) is not None}
         plan = dataclasses.replace(plan, arguments={**config.arguments, **named})
@@ -166,7 +166,7 @@ def require_members(parameters: Sequence[Named], groups: Sequence[Mapping[str, A
 
 
 def arguments_of(plan: OptimizerPlan, group: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the arguments of the optimizer for the parameters of ``group``; None: for those of no group."""
+    """Return the arguments of the optimizer for the parameters of ``group``; None: for parameters in no group."""
     own = {name: value for name, value in (group or {}).items() if name not in (MATCH, TARGET)}
     if group is not None and TARGET in group:
         return own

@@ -49,7 +49,7 @@ def rule(key: str) -> Resume:
 
 
 def forced_by(changes: Iterable[Change]) -> tuple[str, ...]:
-    """Return the keys of those changes that only --force allows."""
+    """Return the keys of the changes that only --force allows."""
     listed = list(changes)
     return tuple(change.key for change in listed if _judged(change, listed)[0] is Permission.force)
 

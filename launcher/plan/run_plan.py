@@ -121,7 +121,7 @@ def predicted_metrics(forecast: Forecast | None, ranks: int) -> dict[str, float]
 Part = TypeVar("Part")
 
 
-def extended(part: type[Part], config: object, **solved: Any) -> Part:
+def solved_part(part: type[Part], config: object, **solved: Any) -> Part:
     """Return a part of the plan that extends a config group.
 
     It has the group's values, except that None becomes the default of ``part`` if that declares the key again.
@@ -215,7 +215,7 @@ class EpochPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyPlan(StrategyConfig):
-    """Parallel strategy with its sync policy. Predicted bytes are those of one rank in a full window.
+    """Parallel strategy with its sync policy. Bytes are predicted for one rank in a full window.
 
     Attributes:
         kind, sync: the chosen ones, never auto.
@@ -308,8 +308,8 @@ class TrainPlan(TrainConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fewer:
-    """The part of the plan that differs on fewer hosts (``nodes``)."""
+class FewerHosts:
+    """Part of the plan that differs on ``nodes`` hosts, fewer than planned."""
 
     nodes: int
     batch: Batch
@@ -345,7 +345,7 @@ class RunPlan(LaunchPlan):
     callbacks: tuple[dict[str, Any], ...] = ()
     trackers: tuple[str, ...] = ("wandb",)
     forced: tuple[str, ...] = ()
-    fewer: tuple[Fewer, ...] = ()
+    fewer: tuple[FewerHosts, ...] = ()
     initial: InitialWeights | None = None
     outer: OuterPlan | None = None
 
@@ -360,7 +360,7 @@ class RunPlan(LaunchPlan):
     def with_fewer(self, plans: Iterable[Self]) -> Self:
         """Return this plan, which is for the most hosts, extended by ``plans`` of the same job on fewer hosts."""
         fewer = (
-            Fewer(nodes=plan.cluster.nodes, batch=plan.batch, strategy=plan.strategy, notes=plan.notes)
+            FewerHosts(nodes=plan.cluster.nodes, batch=plan.batch, strategy=plan.strategy, notes=plan.notes)
             for plan in plans
         )
         return dataclasses.replace(self, fewer=tuple(fewer))

@@ -53,7 +53,7 @@ from launcher.plan.run_plan import (
     StrategyPlan,
     TaskPlan,
     TrainPlan,
-    extended,
+    solved_part,
 )
 from launcher.plan.strategy import solve_precision, solve_strategy
 from launcher.plan.strategy_choice import ONE_RANK, UNKNOWN, with_reason, with_strategy
@@ -252,7 +252,7 @@ def _on_cluster(
         precision=precision,
         optimizer=optimizer,
         schedule=schedule,
-        train=extended(
+        train=solved_part(
             TrainPlan,
             config.train,
             steps=steps,
@@ -324,13 +324,13 @@ def _schedule(config: ScheduleConfig, steps: int | None) -> SchedulePlan:
     if config.kind is ScheduleKind.custom:
         named = {"warmup_steps": config.warmup_steps or None, "min_ratio": config.min_ratio}
         given = {name: value for name, value in named.items() if value is not None}
-        return extended(SchedulePlan, config, arguments={**config.arguments, **given})
+        return solved_part(SchedulePlan, config, arguments={**config.arguments, **given})
     if config.kind is not ScheduleKind.constant and steps is None:
         raise ConfigError(
             "schedule", config.kind, "needs the last step, and the length of a stream's epoch is unknown.",
             "Set train.steps instead of train.epochs, or use schedule=constant.",
         )  # fmt: skip
-    return extended(SchedulePlan, config)
+    return solved_part(SchedulePlan, config)
 
 
 def _unit_notes(strategy: StrategyPlan, task: TaskPlan) -> list[str]:

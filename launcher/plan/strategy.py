@@ -21,7 +21,7 @@ from launcher.plan.batch import Batch
 from launcher.plan.float_format import float_format
 from launcher.plan.gpus import find_gpu
 from launcher.plan.launch_plan import ClusterPlan
-from launcher.plan.run_plan import Forecast, PrecisionPlan, RunPlan, StrategyPlan, TaskPlan, extended
+from launcher.plan.run_plan import Forecast, PrecisionPlan, RunPlan, StrategyPlan, TaskPlan, solved_part
 from launcher.plan.sync_policy import POLICIES, SHARDED, Layout, transfers_per_window
 from launcher.quantities import bytes_text
 
@@ -142,7 +142,7 @@ def solve_strategy(
         sync, reason = Sync.every, f"strategy.{special} is not safe with skipped synchronisation"
     else:
         sync, reason = fewest_bytes(forecasts).sync, "fewest wire bytes"
-    plan = extended(
+    plan = solved_part(
         StrategyPlan,
         config,
         sync=sync,
@@ -203,7 +203,7 @@ def solve_precision(config: PrecisionConfig, cluster: ClusterPlan, bf16: bool | 
         reason = host.emulation_reason(kind, device)
     if config.tf32 and cluster.device is not Device.cuda:
         raise ConfigError("precision.tf32", "true", "has no effect without GPUs.", "Leave it out.")
-    return extended(PrecisionPlan, config, kind=kind, reason=reason)
+    return solved_part(PrecisionPlan, config, kind=kind, reason=reason)
 
 
 def _shard_size(config: StrategyConfig, batch: Batch, cluster: ClusterPlan) -> int:

@@ -55,7 +55,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranking:
-    """Ranked candidates, and those that cannot be ranked.
+    """Ranked candidates, and settings that cannot be ranked.
 
     Attributes:
         fitting: candidates that are not known to exceed the memory, the best first.

@@ -23,7 +23,7 @@ POLICIES: Mapping[StrategyKind, tuple[Sync, ...]] = {
 }
 
 
-# those that reduce the gradients of each micro-batch: over some ranks, and over all
+# policies that reduce the gradients of each micro-batch: over some ranks, and over all
 REDUCING = (Sync.every, Sync.replicas_at_boundary)
 REDUCING_OVER_ALL = (Sync.every,)
 

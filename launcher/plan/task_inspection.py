@@ -34,7 +34,7 @@ from launcher.plan.gpus import OVERHEAD_BYTES, find_gpu
 from launcher.plan.host import free_host_bytes
 from launcher.plan.initial_weights import InitialWeights
 from launcher.plan.optimizer_plan import TARGET, parameter_groups
-from launcher.plan.run_plan import Forecast, PrecisionPlan, RunPlan, TaskPlan, extended, part
+from launcher.plan.run_plan import Forecast, PrecisionPlan, RunPlan, TaskPlan, solved_part, part
 from launcher.plan.strategy import excess_notes, least_bytes, least_note, with_memory
 from launcher.plan.sync_policy import SHARDED
 from launcher.rundir.files import value_from_json
@@ -84,7 +84,7 @@ class InspectionRequest:
 
     @classmethod
     def of(cls, config: Config, import_from: str, initial: InitialWeights | None = None) -> Self:
-        precision, optimizer, schedule = extended(PrecisionPlan, config.precision), config.optimizer, config.schedule
+        precision, optimizer, schedule = solved_part(PrecisionPlan, config.precision), config.optimizer, config.schedule
         groups = optimizer.groups
         # the jobs of a sweep over learning rates share an inspection, unless a class of the user's gets the rate
         if optimizer.kind is not OptimizerKind.custom and not any(TARGET in group for group in groups or ()):

@@ -31,8 +31,8 @@ _SOURCES = (
 
 
 def _version() -> str:
-    """Return a text that differs for a launcher that may compute other entries. It is that of the contents of its
-    modules, which are the same on every host and in every container with this version."""
+    """Return a text that differs for a launcher that may compute other entries. It is a digest of its
+    modules' contents, which are the same on every host and in every container with this version."""
     root, digest = Path(__file__).parents[1], hashlib.sha256(str(PLAN_FORMAT).encode())
     for name in _SOURCES:
         for path in sorted((root / name).glob("*.py")) or [root / name]:

@@ -32,15 +32,15 @@ _MOST_LINES = 200  # of rank 0's output at once
 _SHOWN_LINES = 15  # of the log of a failed run
 
 
-class Silence:
-    """Display for --quiet: shows nothing. The other displays inherit from it."""
+class NoDisplay:
+    """Display that shows nothing, for --quiet; base class of the others."""
 
     def refresh(self) -> None: ...
     def say(self, text: str) -> None: ...
     def close(self) -> None: ...
 
 
-class MessageDisplay(Silence):
+class MessageDisplay(NoDisplay):
     """Display that shows only messages, for a host that joined another host's job."""
 
     def __init__(self, console: Console) -> None:
@@ -144,7 +144,7 @@ class LiveDisplay(MessageDisplay):
             self._print_step(record)
 
     def _print_step(self, record: dict[str, Any]) -> None:
-        """Print a line of its own for a record, once."""
+        """Print one line for a record, once."""
         if record["step"] == self._printed_step:
             return
         self._printed_step, self._printed_at = record["step"], time.monotonic()
@@ -173,10 +173,10 @@ class LiveDisplay(MessageDisplay):
                 self._print_step(self._last)
 
 
-def run_display(plan: LaunchPlan, console: Console) -> Silence:
+def run_display(plan: LaunchPlan, console: Console) -> NoDisplay:
     """Return the display of a run on this host: live on the first one, messages only on the others."""
     if console.quiet:
-        return Silence()
+        return NoDisplay()
     if plan.node == 0:
         return LiveDisplay(plan, console)
     assert plan.cluster.place is not None
@@ -201,7 +201,7 @@ def _rate(record: dict[str, Any]) -> str:
 
 
 class _PrintableConsole(Console):
-    """Console that shows the control characters of a text; those of a rich.text.Text reach the terminal."""
+    """Console that shows control characters of plain texts; only a rich.text.Text sends them to the terminal."""
 
     def render_str(self, text: str, **options: Any) -> Text:  # pyright: ignore[reportIncompatibleMethodOverride]
         return super().render_str(printable(text), **options)
@@ -287,7 +287,7 @@ def node_log(paths: RunPaths, node: int) -> LogSource:
     return LogSource(f"node {node}", paths, lambda: [paths.node_log(node)])
 
 
-class LogFollower(Silence):
+class LogFollower(NoDisplay):
     """Display that prints a log's lines as they arrive, and messages. ``file``: default: standard output."""
 
     def __init__(self, log: LogSource, file: TextIO | None = None) -> None:
@@ -346,7 +346,7 @@ class Output:
         self._thread = threading.Thread()
 
     def write(self, text: str) -> int:
-        """Write ``text``. Raises OSError, in unblocked mode that of an earlier text."""
+        """Write ``text``. Raises OSError; in unblocked mode, perhaps for an earlier text."""
         text = "\n".join(line.rstrip(" ") for line in text.split("\n")) if self._trim else text
         if self._descriptor is None:
             return self._file.write(text)

@@ -54,7 +54,7 @@ def roots_of_task(target: str, cwd: str) -> list[Path]:
 
 
 def roots_of_script(script: Path) -> list[Path]:
-    """Return the script's directory and those on PYTHONPATH."""
+    """Return the script's directory and the directories on PYTHONPATH."""
     return list(dict.fromkeys([script.resolve().parent, *roots_of_pythonpath()]))
 
 

@@ -55,7 +55,7 @@ class SavedProgress:
     windows: int
 
 
-def standing(paths: RunPaths) -> SavedProgress | None:
+def saved_progress(paths: RunPaths) -> SavedProgress | None:
     """Return the progress in the newest readable checkpoint; None if there is none."""
     for checkpoint in paths.committed_checkpoints():
         try:
@@ -94,7 +94,7 @@ def replan(paths: RunPaths, old: RunPlan, overrides: Sequence[str], *, force: bo
         raise UserError("--force: has no effect: none of these changes needs it.\n  Leave it out.")
     if not changed and done:
         raise UserError(f"{name}: is done, and nothing changes.\n  Set a later end: train.steps=N.")
-    at = standing(paths)
+    at = saved_progress(paths)
     require_credentials(config)
     keeps_strategy = config.strategy.kind is StrategyKind.auto and all(each.key != "strategy.kind" for each in changed)
     if keeps_strategy:

@@ -108,7 +108,7 @@ class Run:
 
 
 def statuses_of(runs: Iterable[RunPaths], *, brief: bool = False) -> list[Run]:
-    """Return the status of these runs, with one query to Slurm for all of them.
+    """Return the status of ``runs``, with one query to Slurm for all of them.
 
     Args:
         brief: do not read what the state does not depend on: step, loss, metrics, best evaluation and precision.

@@ -61,12 +61,12 @@ class Sweep:
     cells: tuple[Cell, ...]
 
     def with_cells(self, new: tuple[Cell, ...]) -> Sweep:
-        """Return the sweep with ``new`` cells added, or in place of those with the same overrides."""
+        """Return the sweep with ``new`` cells added, or in place of cells with the same overrides."""
         cells = {cell.overrides: cell for cell in (*self.cells, *new)}
         return dataclasses.replace(self, cells=tuple(cells.values()))
 
     def varied_by(self, varying: set[str]) -> Sweep:
-        """Return the sweep with those of its fixed keys that are ``varying`` as overrides of its cells."""
+        """Return the sweep with its fixed keys as overrides of its cells where they are ``varying``."""
         moved = tuple(word.removeprefix("++") for word in self.fixed if override_key(word) in varying)
         if not moved:
             return self

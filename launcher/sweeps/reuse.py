@@ -110,7 +110,7 @@ def _of_name(place: Path) -> list[RunPaths]:
 
 
 def _recorded(paths: SweepPaths, contents: set[str]) -> dict[str, list[RunPaths]]:
-    """Return the runs with these contents in this sweep and all sweeps beside it."""
+    """Return the runs of ``contents`` in this sweep and all sweeps beside it."""
     recorded: dict[str, list[RunPaths]] = {}
     for sweep_paths in find_sweeps(paths.root.parent):
         try:
@@ -146,7 +146,7 @@ def restart_runs(
     planned: Callable[[Run], LaunchPlan],
     run_here: Callable[[LaunchPlan], int],
 ) -> Restarted:
-    """Restart runs of a sweep; those with equal Slurm requests become one array again.
+    """Restart runs of a sweep; runs with equal Slurm requests become one array again.
 
     Args:
         choose: returns the runs to restart; called while the sweep is locked.

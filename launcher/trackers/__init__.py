@@ -1,1 +1,1 @@
-"""Trackers: their processes, which mirror a run's record, and that of Weights & Biases. Imports no torch."""
+"""Trackers: the processes that mirror a run's record, and the tracker of Weights & Biases. Imports no torch."""

@@ -216,7 +216,7 @@ def _shortened(text: str) -> str:
 
 
 def redacted(text: str) -> str:
-    """Return ``text`` without passwords: those of URLs, and values of variables that are named like secrets."""
+    """Return ``text`` without the passwords of URLs and the values of variables that are named like secrets."""
     text = without_credentials(text)
     for name, value in os.environ.items():
         if re.search("KEY|TOKEN|PASSWORD|SECRET", name) and len(value) >= 4:

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR
 
 from launcher.config.hydra import compose
 from launcher.errors import TaskError, UserError, WrongCheckpoint
-from launcher.plan.run_plan import SchedulePlan, extended
+from launcher.plan.run_plan import SchedulePlan, solved_part
 from launcher.train.optimizers import as_one, members_of
 from launcher.train.schedules import build_schedule, require_length, require_schedule, restore_schedule, schedule_state
 from tests.helpers import make_plan
@@ -19,7 +19,7 @@ from tests.train.test_optimizers import built
 
 
 def schedule_of(optimizer: torch.optim.Optimizer, *overrides: str) -> Any:
-    return build_schedule(optimizer, extended(SchedulePlan, compose(overrides).schedule), 20)
+    return build_schedule(optimizer, solved_part(SchedulePlan, compose(overrides).schedule), 20)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from launcher.loss import has_window_loss
 from launcher.plan.callback_plan import require_callbacks
 from launcher.plan.float_format import float_format
 from launcher.plan.optimizer_plan import assign, require_members, solve_optimizer
-from launcher.plan.run_plan import NoForecast, OptimizerPlan, PrecisionPlan, RunPlan, SchedulePlan, extended
+from launcher.plan.run_plan import NoForecast, OptimizerPlan, PrecisionPlan, RunPlan, SchedulePlan, solved_part
 from launcher.plan.task_inspection import InspectionRequest
 from launcher.process import die_with_parent, exit_at_once
 from launcher.rundir.files import value_from_json
@@ -228,7 +228,7 @@ def _check_update_rule(
         fields["group_parameters"] = counts
     own_schedule_class = schedule.target is not None and not own["schedule"]
     if own_schedule_class or (plan is not None and plan.names_classes):
-        _build_classes(model, plan, extended(SchedulePlan, schedule) if own_schedule_class else None)
+        _build_classes(model, plan, solved_part(SchedulePlan, schedule) if own_schedule_class else None)
     return fields
 
 
