@@ -34,7 +34,7 @@ from launcher.plan.gpus import OVERHEAD_BYTES, find_gpu
 from launcher.plan.host import free_host_bytes
 from launcher.plan.initial_weights import InitialWeights
 from launcher.plan.optimizer_plan import TARGET, parameter_groups
-from launcher.plan.run_plan import Forecast, PrecisionPlan, RunPlan, TaskPlan, solved_part, part
+from launcher.plan.run_plan import Forecast, PrecisionPlan, RunPlan, TaskPlan, part, solved_part
 from launcher.plan.strategy import excess_notes, least_bytes, least_note, with_memory
 from launcher.plan.sync_policy import SHARDED
 from launcher.rundir.files import value_from_json
