@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from tests.conftest import Launch
-from tests.infra.checkpoints import tensors
+from tests.infra.checkpoints import assert_same_tensors, tensors
 from tests.infra.runs import OWN, records
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("project")]
 
 
-def test_several_optimizers_survive_interruptions(launch: Launch) -> None:
+def test_several_optimizers_are_resumed(launch: Launch, project: Path) -> None:
     """Adagrad has its state from the start: torch then took all optimizers for initialised, and lost the others'."""
     groups = (
         "optimizer.groups=[{match: '0.weight', _target_: torch.optim.Adagrad, lr: 0.01},"
@@ -26,9 +26,11 @@ def test_several_optimizers_survive_interruptions(launch: Launch) -> None:
         "schedule.milestones=[2,5]",
     ]
     own = [word for word in OWN if not word.startswith(("schedule", "run.name"))]
-    done = launch("drill", *own, groups, *schedule)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "bit by bit" in done.stdout
+    for name, steps in (("whole", 6), ("part", 3)):
+        done = launch("train", *own, groups, *schedule, f"run.name={name}", f"train.steps={steps}")
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert launch("resume", "part", "train.steps=6").returncode == 0
+    assert_same_tensors(*(project / f"runs/{name}/checkpoints/step_000006" for name in ("whole", "part")))
 
 
 def test_a_tasks_own_optimizer_and_schedule(project: Path, launch: Launch) -> None:

@@ -88,7 +88,7 @@ def reference_parameters(epochs: int, global_size: int) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [4, *(pytest.param(ranks, marks=pytest.mark.nightly) for ranks in (1, 2))])
 def test_a_strangers_task_arrives_where_one_big_batch_does(launch: Launch, project: Path, ranks: int) -> None:
     done = launch(
         "train", *OWN, "optimizer=sgd", "optimizer.lr=0.5", "train.epochs=2", "train.clip_norm=null",
