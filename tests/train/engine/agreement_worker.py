@@ -1,4 +1,4 @@
-"""One model under every strategy, precision and sync policy, run by torchrun in test_engine_agreement.py.
+"""One model under every strategy, precision and sync policy, run by torchrun in test_engine.py.
 
 The model is one that FSDP's own mixed precision would compute differently: fp32 time steps up to 993, an fp32 residual
 stream, integer inputs, keyword arguments and nested inputs, tied and raw parameters, norms, a convolution, a layer

@@ -1,4 +1,4 @@
-"""Wrong return values of a task, and windows without items; run by torchrun in test_engine_bad_input.py.
+"""Wrong return values of a task, and windows without items; run by torchrun in test_engine.py.
 
 Prints one JSON object from rank 0: by case, what every rank raised.
 """

@@ -1,4 +1,4 @@
-"""Compiled models under every strategy, run by test_engine_compile.py: the same steps as without a compiler.
+"""Compiled models under every strategy, run by test_engine.py: the same steps as without a compiler.
 
 The backend is aot_eager: the graphs, guards and graph breaks of train.compile, without a C++ compiler. Prints one JSON
 object from rank 0: for each case the relative distance of the parameters, how many operators were compiled, which

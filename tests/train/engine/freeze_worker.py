@@ -1,4 +1,4 @@
-"""Parameters frozen and unfrozen between steps, run by test_engine_freeze.py.
+"""Parameters frozen and unfrozen between steps, run by test_engine.py.
 
 Prints one JSON object from rank 0: by strategy and precision, how far the parameters are from those of plain PyTorch in
 fp64 that toggles ``requires_grad``, with and without a resume from a checkpoint in between.

@@ -1,4 +1,4 @@
-"""Run by test_base_buffers.py: BatchNorm on ranks that see different data. Prints one JSON object a strategy."""
+"""Run by test_base.py: BatchNorm on ranks that see different data. Prints one JSON object a strategy."""
 
 from __future__ import annotations
 

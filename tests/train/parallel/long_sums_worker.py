@@ -1,4 +1,4 @@
-"""Run by torchrun in test_base_sums.py: windows of many micro-batches against the exact gradient.
+"""Run by torchrun in test_base.py: windows of many micro-batches against the exact gradient.
 
 argv: cases, each the overrides of a plan in one word, separated by spaces. Prints from rank 0 the relative error of the
 gradient of each case.

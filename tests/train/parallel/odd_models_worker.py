@@ -1,4 +1,4 @@
-"""Models whose parts are not called as usual, run by test_base_odd_models.py.
+"""Models whose parts are not called as usual, run by test_base.py.
 
 Prints one JSON object from rank 0: by strategy and model, how far the parameters are from those of plain torch in one
 process after two steps; or the message.

@@ -1,4 +1,4 @@
-"""Losses that use a model in other ways than by one forward pass, run by test_base_user_model.py.
+"""Losses that use a model in other ways than by one forward pass, run by test_base.py.
 
 Prints one JSON object from rank 0: by case, how far the gradients of two windows are from that of fp64, beside how far
 plain torch's is, of the same window as one batch in one process; and the messages of losses that are refused.

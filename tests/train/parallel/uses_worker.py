@@ -1,4 +1,4 @@
-"""Units that run more than once in a micro-batch, and losses that hold a gradient, run by test_base_uses.py.
+"""Units that run more than once in a micro-batch, and losses that hold a gradient, run by test_base.py.
 
 Prints one JSON object from rank 0: by case, how far the gradient of one window is from that of fp64, beside how far
 plain torch's is, of the same window as one batch in one process.
