@@ -115,11 +115,11 @@ def test_it_works_in_an_empty_environment(make: Callable[[Path, Path], None], wh
     resumed = launch("resume", "first", "train.steps=4", ONE)
     assert "Numpy" not in resumed
     assert (place / "runs/first/checkpoints/step_000004/.metadata").exists()
+    assert "planned 2 of 2" in launch("plan", "-m", *SMALL, BATCH[0], "batch.micro_size=1,2", ONE)
     if make is installed_environment:
         assert "Verdict" in launch("verify", *job, ONE)
-    launch(
-        "train", "-m", *job, ONE, "batch.accumulation=2", "batch.global_size=null", "train.steps=2", "sweep.name=grid"
-    )
-    assert "grid" in launch("runs", "grid")
+        sweep = ("batch.accumulation=2", "batch.global_size=null", "train.steps=2", "sweep.name=grid")
+        launch("train", "-m", *job, ONE, *sweep)
+        assert "grid" in launch("runs", "grid")
     launch("report", "runs")
     assert (place / "runs/report.html").exists()
