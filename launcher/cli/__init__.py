@@ -95,6 +95,6 @@ def _dispatch(arguments: list[str]) -> int:
     try:
         return function(list(rest))
     except OnLoginNode as there:
-        from launcher.cli.login import run_there
+        from launcher.cli.elsewhere import elsewhere
 
-        return run_there(there, verb, rest)
+        return elsewhere().run_there(there, verb, rest)

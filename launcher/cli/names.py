@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from launcher.cli import login
+from launcher.cli.elsewhere import elsewhere
 from launcher.errors import UserError, did_you_mean
 from launcher.quantities import first_names
 from launcher.report.tables import near
@@ -63,7 +63,7 @@ def resolve_any(word: str, runs: Path) -> RunPaths | SweepPaths:
             return RunPaths(place.resolve())
         if is_sweep(place):
             return SweepPaths(place.resolve())
-    login.require_local(word, runs)
+    elsewhere().require_local(word, runs)
     sweeps = {paths.root.name: paths for paths in find_sweeps(runs)}
     if (found := _in_a_sweep(word, runs, sweeps)) is not None:
         return found

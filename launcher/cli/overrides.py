@@ -44,7 +44,7 @@ _OWN_FLAGS = ("--quiet", "--json", "--wait", "--yes")
 
 
 class OnLoginNode(Exception):
-    """Raised by a command that is to run on a login node: `launcher.cli.login.run_there` does that.
+    """Raised by a command that is to run on a login node: ``launcher.cli.elsewhere`` does that.
 
     Attributes:
         target: the command's config, which names the login node; or a function that runs a command on runs, given its

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.cli import login, login_record
+from launcher.cli.elsewhere import elsewhere
 from launcher.cli.names import Parser, command_parser, resolve, resolve_any
 from launcher.cli.overrides import flags_first
 from launcher.errors import EXIT_DONE, EXIT_FAILED, UserError
@@ -46,7 +46,7 @@ def launch_runs(arguments: list[str]) -> int:
         if not isinstance(paths, SweepPaths):
             raise UserError(f"{options.sweep}: is a run, not a sweep.\n  `launch status {options.sweep}` shows it.")
         return _show_cells(paths, as_json=options.json)
-    elsewhere = login_record.places(options.dir)
+    there = elsewhere()
     found, several = find(options.dir), find_sweeps(options.dir)
     everything = options.all or options.json
     runs = statuses_of(found if everything else newest(found, run_list.LISTED))
@@ -54,16 +54,16 @@ def launch_runs(arguments: list[str]) -> int:
     if options.json:
         cells = [cell for several in sweeps.values() for cell in several]
         objects = [run.to_json() for run in [*runs, *cells]]
-        print(json.dumps(objects + login.remote_runs(elsewhere), indent=2))
+        print(json.dumps(objects + there.to_json(options.dir), indent=2))
         return EXIT_DONE
-    if not runs and not sweeps and not elsewhere:
+    if not runs and not sweeps and not there.has_runs(options.dir):
         print(f"There is no run in {options.dir}. For another directory: launch runs --dir DIR.")
     elif runs or sweeps:
         named = {Path(sweep).name: its for sweep, its in sweeps.items()}
         live.console().print(run_list.runs_table(runs, named))
         if len(runs) < len(found):
             print(f"{len(found) - len(runs)} older runs are not listed: launch runs --all, or --json.")
-    return login.show_lists(elsewhere, ["--all"] if options.all else [])
+    return there.show(options.dir, ["--all"] if options.all else [])
 
 
 def _show_cells(paths: SweepPaths, *, as_json: bool) -> int:

@@ -1,8 +1,8 @@
 """Login node: commands that are typed on this machine and run on a cluster's login node over ssh (cluster.login).
 
 The project is copied to a directory there, and the same command runs in it with the same arguments. A record
-of the user's (`launcher.cli.login_record`) names the places that have runs, so that later commands find them. The
-connection is that of the user's own ssh configuration and keys; ssh is not allowed to ask for anything.
+of the user's (`login_record`) names the places that have runs, so that later commands find them. The connection is that
+of the user's own ssh configuration and keys; ssh is not allowed to ask for anything.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from launcher.cli.login_record import places, project_id, remember
-from launcher.cli.login_shell import (
+from launcher.cli.elsewhere import Elsewhere
+from launcher.cli.overrides import OnLoginNode, print_error, take_value
+from launcher.config.schema import ClusterConfig, Config
+from launcher.errors import EXIT_DONE, ConfigError, ConnectionLost, UserError
+from launcher.extensions.login.login_record import places, project_id, remember
+from launcher.extensions.login.login_shell import (
     NO_COMMAND,
     NO_CONNECTION,
     NO_DIRECTORY,
@@ -38,9 +42,6 @@ from launcher.cli.login_shell import (
     runs_here,
     start_ssh,
 )
-from launcher.cli.overrides import OnLoginNode, print_error, take_value
-from launcher.config.schema import ClusterConfig, Config
-from launcher.errors import EXIT_DONE, ConfigError, ConnectionLost, UserError
 from launcher.process import ENDS_WITH_INPUT
 from launcher.quantities import count, first_names
 from launcher.report.tables import near, require_place
@@ -58,13 +59,6 @@ _REMOVE = """for file; do
 done"""
 # variables that are passed on to the command there
 _TERMINAL_VARIABLES = ("NO_COLOR",)
-
-
-def run_there(there: OnLoginNode, verb: str, arguments: Sequence[str]) -> int:
-    """Run a command on the login node, and return its exit status. ``arguments``: all that were typed."""
-    if isinstance(there.target, Config):
-        return _start(there.target, verb, arguments)
-    return there.target(verb, arguments)
 
 
 def _start(config: Config, verb: str, arguments: Sequence[str]) -> int:
@@ -228,64 +222,6 @@ def _fetch(place: RemoteProject, folder: str, page: Path) -> None:
                 archive.extract(entry, page.parent, filter="data")
 
 
-def require_local(word: str, runs: Path) -> None:
-    """Check that the run or sweep that ``word`` names is not on a login node.
-
-    Raises:
-        OnLoginNode: a login node has it, and this machine does not.
-        UserError: there are several.
-    """
-    known = places(runs)
-    for place in known:
-        if Path(word).is_absolute() and Path(word).is_relative_to(place.runs) and not Path(word).exists():
-            raise OnLoginNode(partial(_run_on, place, runs))
-    head = _name(word, runs).partition("/")[0]
-    if not known or not head or Path(word).is_absolute():
-        return
-    here = {paths.root.name for paths in (*find(runs), *find_sweeps(runs))}
-    if head in here:
-        return
-    names: dict[RemoteProject, list[str]] = {}
-    silent: list[UserError] = []
-    for place in known:
-        try:
-            names[place] = _names(place)
-        except UserError as error:
-            silent.append(error)
-    if silent and any(name.startswith(head) for name in here):
-        return  # without a connection it is the one here
-    known = list(names)
-    found = [place for place in known if head in names[place]]
-    if not found:
-        found = [place for place in known if any(name.startswith(head) for name in names[place])]
-        if found and (local := sorted(name for name in here if name.startswith(head))):
-            raise UserError(
-                f"{word}: matches {first_names(local)} here, and runs on {found[0].login}.\n  Write more of the name."
-            )
-    if not found and silent:
-        raise silent[0]
-    if len(found) > 1:
-        raise UserError(
-            f"{word}: several login nodes have such a run: {', '.join(place.name for place in found)}.\n"
-            "  Write more of the name, or use the commands there."
-        )
-    if not found and len(known) == 1 and not here:
-        found = known  # whose message lists what is there
-    if found:
-        raise OnLoginNode(partial(_run_on, found[0], runs))
-
-
-def require_local_runs(runs: Path) -> None:
-    """Check that the runs of a command on all of them, such as `launch top`, are not on a login node.
-
-    Raises:
-        OnLoginNode: one login node has runs, and this machine has none.
-    """
-    known = places(runs)
-    if len(known) == 1 and not find(runs) and not find_sweeps(runs):
-        raise OnLoginNode(partial(_run_on, known[0], runs))
-
-
 def _names(place: RemoteProject) -> list[str]:
     listing = f"ls -- {shlex.quote(place.runs)} 2>/dev/null || true"  # no run may have been submitted yet
     return ask_login_node(place, place.enter, listing).decode(errors="surrogateescape").splitlines()
@@ -311,27 +247,81 @@ def _run_on(place: RemoteProject, runs: Path, verb: str, arguments: Sequence[str
     return _run(place, verb, [*words, "--dir", place.runs])
 
 
-def remote_runs(known: Sequence[RemoteProject]) -> list[dict[str, Any]]:
-    """Return the objects of `launch runs --json` at these places, each with its login node."""
-    found: list[dict[str, Any]] = []
-    for place in known:
-        line = shlex.join(["launch", "runs", "--json", "--dir", place.runs])
-        try:
-            each = json.loads(ask_login_node(place, place.enter, line))
-        except UserError as error:  # the runs of other places are listed all the same
-            print_error(error)
-            continue
-        found += [{**run, "login": place.login} for run in each]
-    return found
+class LoginNodes(Elsewhere):
+    """Runs on the login nodes that the user's record names."""
 
+    def run_there(self, there: OnLoginNode, verb: str, arguments: Sequence[str]) -> int:
+        if isinstance(there.target, Config):
+            return _start(there.target, verb, arguments)
+        return there.target(verb, arguments)
 
-def show_lists(known: Sequence[RemoteProject], arguments: Sequence[str]) -> int:
-    """Print the list of runs at each of these places. Return the highest exit status."""
-    status = EXIT_DONE
-    for place in known:
-        print(f"\n{place.name}")
-        try:
-            status = max(status, _run(place, "runs", [*arguments, "--dir", place.runs]))
-        except (UserError, ConnectionLost) as error:
-            status = max(status, print_error(error))
-    return status
+    def require_local(self, word: str, runs: Path) -> None:
+        known = places(runs)
+        for place in known:
+            if Path(word).is_absolute() and Path(word).is_relative_to(place.runs) and not Path(word).exists():
+                raise OnLoginNode(partial(_run_on, place, runs))
+        head = _name(word, runs).partition("/")[0]
+        if not known or not head or Path(word).is_absolute():
+            return
+        here = {paths.root.name for paths in (*find(runs), *find_sweeps(runs))}
+        if head in here:
+            return
+        names: dict[RemoteProject, list[str]] = {}
+        silent: list[UserError] = []
+        for place in known:
+            try:
+                names[place] = _names(place)
+            except UserError as error:
+                silent.append(error)
+        if silent and any(name.startswith(head) for name in here):
+            return  # without a connection it is the one here
+        known = list(names)
+        found = [place for place in known if head in names[place]]
+        if not found:
+            found = [place for place in known if any(name.startswith(head) for name in names[place])]
+            if found and (local := sorted(name for name in here if name.startswith(head))):
+                raise UserError(
+                    f"{word}: matches {first_names(local)} here, and runs on {found[0].login}.\n"
+                    "  Write more of the name."
+                )
+        if not found and silent:
+            raise silent[0]
+        if len(found) > 1:
+            raise UserError(
+                f"{word}: several login nodes have such a run: {', '.join(place.name for place in found)}.\n"
+                "  Write more of the name, or use the commands there."
+            )
+        if not found and len(known) == 1 and not here:
+            found = known  # whose message lists what is there
+        if found:
+            raise OnLoginNode(partial(_run_on, found[0], runs))
+
+    def require_local_runs(self, runs: Path) -> None:
+        known = places(runs)
+        if len(known) == 1 and not find(runs) and not find_sweeps(runs):
+            raise OnLoginNode(partial(_run_on, known[0], runs))
+
+    def has_runs(self, runs: Path) -> bool:
+        return bool(places(runs))
+
+    def to_json(self, runs: Path) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for place in places(runs):
+            line = shlex.join(["launch", "runs", "--json", "--dir", place.runs])
+            try:
+                each = json.loads(ask_login_node(place, place.enter, line))
+            except UserError as error:  # the runs of other places are listed all the same
+                print_error(error)
+                continue
+            found += [{**run, "login": place.login} for run in each]
+        return found
+
+    def show(self, runs: Path, arguments: Sequence[str]) -> int:
+        status = EXIT_DONE
+        for place in places(runs):
+            print(f"\n{place.name}")
+            try:
+                status = max(status, _run(place, "runs", [*arguments, "--dir", place.runs]))
+            except (UserError, ConnectionLost) as error:
+                status = max(status, print_error(error))
+        return status

@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from launcher.cli.login_shell import RemoteProject, record_file, runs_here
 from launcher.errors import UserError
+from launcher.extensions.login.login_shell import RemoteProject, record_file, runs_here
 from launcher.rundir.files import read_json, value_from_json, write_json
 
 

@@ -136,7 +136,7 @@ def connection_error(place: RemoteProject, status: int, text: str) -> ConfigErro
 
 
 def record_file() -> Path:
-    """Return the file in which `launcher.cli.login_record` stores the places."""
+    """Return the file in which `launcher.extensions.login.login_record` stores the places."""
     base = os.environ.get("XDG_STATE_HOME", "")
     if not Path(base).is_absolute():  # the XDG Base Directory Specification ignores relative paths
         base = Path.home() / ".local" / "state"

@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from launcher.cli import login
+from launcher.cli.elsewhere import elsewhere
 from launcher.cli.names import command_parser, resolve_any
 from launcher.errors import EXIT_DONE, UserError
 from launcher.extensions.page import comparison_tables
@@ -94,7 +94,7 @@ def _runs_of(word: str, runs: Path) -> list[RunPaths | SweepPaths]:
         if place.is_dir() and not is_run(place) and not is_sweep(place):
             if runs_there := [*find(place), *find_sweeps(place)]:
                 return runs_there
-            login.require_local_runs(place)
+            elsewhere().require_local_runs(place)
             raise UserError(
                 f"{word}: {near(place.absolute())} contains no run and no sweep.\n"
                 "  Name a run, a sweep, or a directory that contains runs; `launch runs` lists them."

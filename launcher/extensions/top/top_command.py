@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from launcher.cli import login
+from launcher.cli.elsewhere import elsewhere
 from launcher.cli.names import command_parser
 from launcher.errors import EXIT_DONE, UserError
 
@@ -16,7 +16,7 @@ def launch_top(arguments: list[str]) -> int:
     options = command_parser("top", does, run=False).parse_args(arguments)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UserError("launch top: needs a terminal.\n  For scripts: launch runs --json.")
-    login.require_local_runs(options.dir)
+    elsewhere().require_local_runs(options.dir)
     from launcher.extensions.top.top import Top
 
     Top(options.dir).run()

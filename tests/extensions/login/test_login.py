@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cli.login_shell import RemoteProject, record_file, remote_command
+from launcher.extensions.login.login_shell import RemoteProject, record_file, remote_command
 from tests.helpers import launch, launch_command, patience
 from tests.infra import warm
 from tests.infra.made_runs import make_run

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cli.login_record import places, project_id, remember
-from launcher.cli.login_shell import RemoteProject, record_file
+from launcher.extensions.login.login_record import places, project_id, remember
+from launcher.extensions.login.login_shell import RemoteProject, record_file
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,1 @@
+"""Commands that run on a login node over ssh: cluster.login."""
