@@ -59,7 +59,7 @@ def judge(chaos: Chaos, whole: RunPaths) -> list[str]:
     problems += [text for text in (wrong_steps(record, chaos.steps),) if text]
     problems += [text for text in (first_difference(record, RecordLines.of(whole.metrics)),) if text]
     checkpoints = [str(each.checkpoint(chaos.steps)) for each in (paths, whole)]
-    command = [sys.executable, "-P", "-m", "launcher.train.checkpoint.diff", *checkpoints, str(os.getpid())]
+    command = [sys.executable, "-P", "-m", "launcher.extensions.drill.diff", *checkpoints, str(os.getpid())]
     done = warm.run(command, patience(120))
     difference = json.loads(done.stdout) if done.returncode == 0 else {}
     if difference.get("differing") != 0 or not difference["tensors"]:

@@ -258,7 +258,7 @@ class Drill:
         ours, theirs = self._paths(name, length), self._paths("undisturbed", length)
         checkpoints = [str(paths.checkpoint(length.windows)) for paths in (ours, theirs)]
         # in another process, because it imports torch
-        command = [sys.executable, "-P", "-m", "launcher.train.checkpoint.diff", *checkpoints, str(os.getpid())]
+        command = [sys.executable, "-P", "-m", "launcher.extensions.drill.diff", *checkpoints, str(os.getpid())]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RunError(f"The checkpoints of {name} cannot be compared.\n  {done.stderr.strip()}")

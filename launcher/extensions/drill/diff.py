@@ -1,6 +1,6 @@
 """Comparison of two checkpoints, tensor by tensor, printed as JSON: used by `launch drill`.
 
-    python -m launcher.train.checkpoint.diff CHECKPOINT REFERENCE PARENT_PID
+    python -m launcher.extensions.drill.diff CHECKPOINT REFERENCE PARENT_PID
 
 One process reads both, regardless of the number of ranks that wrote them, a few tensors at a time.
 """
@@ -73,8 +73,8 @@ def diff_checkpoints(directory: Path, reference: Path) -> CheckpointDiff:
 
 
 def _kind(entry: Any) -> Any:
-    """Return a tensor's shape and dtype, otherwise the type of the entry; NoneType if there is none."""
-    return (entry.size, entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else type(entry)
+    """Return a tensor's shape and dtype, otherwise the name of its type; NoneType if there is none."""
+    return (entry.size, entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else type(entry).__name__
 
 
 def _batches(names: list[str], entries: dict[str, Any]) -> Iterator[list[str]]:

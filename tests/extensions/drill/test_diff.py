@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from launcher.train.checkpoint.diff import diff_checkpoints
+from launcher.extensions.drill.diff import diff_checkpoints
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
