@@ -112,9 +112,11 @@ def bytes_cases(ranks: int, *, complete: bool) -> list[tuple[list[str], str]]:
         for words in (("strategy=fsdp", "precision=bf16"), ("strategy=fsdp", "precision=fp32"), ("precision=fp32",))
     )
     if not complete:
-        return [(narrow, "narrow_base"), *((full, model) for model in ("adapters", "Distilled")), (ddp, "shared")]
-    cases = [(narrow, "narrow"), (narrow, "narrow_base"), *((each, model) for each in (full, ddp) for model in MODELS)]
-    return cases + [(narrow, model) for model in ("adapters", "Distilled", "loaded")]
+        cases = [(narrow, "narrow_base"), (ddp, "shared"), (ddp, "Recurrent")]
+        return cases + [(full, model) for model in ("last_block_of_loaded", "Distilled", "shared", "needs_values")]
+    cases = [(strategy, model) for strategy in (full, ddp) for model in MODELS]
+    # a process predicts one model: the first
+    return cases + [(narrow, model) for model in ("narrow", "narrow_base", "adapters", "Distilled", "loaded")]
 
 
 @pytest.mark.slow

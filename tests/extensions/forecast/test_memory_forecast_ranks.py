@@ -136,10 +136,14 @@ CASES = [
 @pytest.mark.usefixtures("with_futures")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("nodes", "ranks"),
-    [(2, range(0, 12, 11)), pytest.param(50, range(300), marks=[pytest.mark.nightly, pytest.mark.timeout(3000)])],
+    ("nodes", "ranks", "overrides"),
+    [
+        (2, range(0, 12, 11), CASES[-1]),
+        *(pytest.param(2, range(0, 12, 11), case, marks=pytest.mark.nightly) for case in CASES[:-1]),
+        *(pytest.param(50, range(300), case, marks=[pytest.mark.nightly, pytest.mark.timeout(3000)]) for case in CASES),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("overrides", CASES, ids=lambda case: case[0].partition("=")[2])
 def test_every_rank_sends_what_is_predicted(nodes: int, ranks: range, overrides: tuple[str, ...]) -> None:
     plan = plan_of(nodes, *overrides)
     assert plan.batch.world_size == ranks[-1] + 1
