@@ -87,7 +87,8 @@ def collectives(environment: Environment) -> str:
         [Loss(torch.tensor(3.5, device=device), items=torch.tensor(7, device=device))],
     )
     terms.agree(losses, 4)
-    totals.add(losses, 4)
+    terms.sums.add(losses)
+    totals.samples = 4
     totals.send(more=True, stop=False, save_due=True)
     sent = totals.sum_of(noise)
     agreed = totals.receive(torch.tensor(2.0, device=device))

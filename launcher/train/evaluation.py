@@ -95,7 +95,7 @@ class Evaluation:
         ``eval_metrics()``; no "loss" if there is no item. ``trial``: only each rank's first micro-batch."""
         engine, collate = self._engine, getattr(self._task, "collate", None)
         HEARTBEAT.beat(Phase.evaluating)
-        sums = HeldOutSums(engine.world, engine.device)
+        sums = HeldOutSums(engine.world)
         self._metrics.reset()
         rows = HeldOutRows(engine, self._task, self.sets[name]) if has_window_loss(self._task) else None
         with eval_mode(engine, name) as module:

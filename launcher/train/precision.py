@@ -6,13 +6,15 @@ standard input, and writes its answer to the file named on the command line.
 
 from __future__ import annotations
 
+import functools
 import json
 import platform
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +94,8 @@ class Precision:
 
     Attributes:
         scales: the loss is scaled, as in fp16.
+        autocast: returns the context for the forward pass and the loss.
+        no_autocast: that for the backward pass, which uses the dtypes that the forward pass has chosen.
     """
 
     def __init__(self, plan: PrecisionPlan, device: torch.device, gradients_on: torch.device | None = None) -> None:
@@ -108,6 +112,10 @@ class Precision:
         self._dtype = DTYPES.get(plan.kind)
         if self._dtype is not None:
             _require(plan.kind, self._dtype, device)
+        self.autocast = self.no_autocast = cast("Callable[[], AbstractContextManager[object]]", nullcontext)
+        if self._dtype is not None:
+            self.autocast = functools.partial(torch.autocast, self._device, self._dtype)
+            self.no_autocast = functools.partial(torch.autocast, self._device, enabled=False)
         self.scales = fp16 = plan.kind is PrecisionKind.fp16
         self.scaler = torch.amp.GradScaler(
             self._device, init_scale=plan.init_scale, growth_interval=plan.growth_interval, enabled=fp16
@@ -116,14 +124,6 @@ class Precision:
             # The scaler keeps its scale on the device of the first tensor that it scales. If that is a GPU and the
             # gradients are on the host, it copies scale and overflow flag without waiting for the copy to complete.
             self.scaler.scale(torch.ones((), device=gradients_on))
-
-    def autocast(self) -> AbstractContextManager[object]:
-        """Return the context for the forward pass and the loss."""
-        return nullcontext() if self._dtype is None else torch.autocast(self._device, self._dtype)
-
-    def no_autocast(self) -> AbstractContextManager[object]:
-        """Return the context for the backward pass, which uses the dtypes that the forward pass has chosen."""
-        return nullcontext() if self._dtype is None else torch.autocast(self._device, enabled=False)
 
     def backward(self, loss: Tensor) -> None:
         if self._dtype is None:

@@ -405,7 +405,8 @@ class Engine:
         if self._loss.several and current.must_count():
             return  # the window starts again, after the count
         if micro.samples:
-            totals.add(losses, micro.samples)
+            self._loss.sums.add(losses, metrics=self._loss.due)
+            totals.samples += micro.samples
         first, last = current.handed_out == 1, current.handed_out == count
         if (first or last or self.parallel.local_norm.due) and not (self._loss.several or self.outputs.active):
             self._noise.before_backward(current.sync, totals.own_part, first=first, last=last)

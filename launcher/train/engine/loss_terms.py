@@ -278,17 +278,55 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else f"a {type(value).__name__}"
 
 
-class HeldOutSums:
-    """Sums of an evaluation over the micro-batches of all ranks.
+class Sums:
+    """Sum and count of each term and metric of a loss, over micro-batches and then over ranks.
 
-    Args:
-        device: that of the losses; the host does not wait for it before ``averages``.
+    Attributes:
+        terms: number of terms.
+        columns: sums and counts by micro-batch of this rank: those of the first term, its numbers of items, those of
+            the second term, and so on; the metrics follow.
     """
 
-    def __init__(self, world: World, device: torch.device) -> None:
-        self._world, self._device = world, device
+    def __init__(self) -> None:
+        self.resize(1, 0)
+
+    def resize(self, terms: int, metrics: int) -> None:
+        """Remove all, and let there be so many terms and metrics."""
+        self.terms = terms
+        self.columns: list[list[float | Tensor]] = [[] for _ in range(2 * (terms + metrics))]
+
+    def add(self, losses: Sequence[Loss], *, metrics: bool = True) -> None:
+        """Add a micro-batch that has samples. ``metrics``: they are wanted."""
+        columns, position = self.columns, 0
+        for loss in losses:
+            columns[position].append(loss.total.detach())
+            columns[position + 1].append(loss.items)
+            position += 2
+        if metrics and len(columns) > position:
+            values = [value for pair in metrics_of(losses) for value in pair]
+            for column, value in zip(columns[position:], values, strict=True):
+                column.append(value.detach() if isinstance(value, Tensor) else value)
+
+    def contribution(self) -> list[Tensor | float]:
+        """Return this rank's sum and count of each; a number of items is nan if that of a micro-batch is invalid."""
+        numbers: list[Tensor | float] = []
+        for position, column in enumerate(self.columns):
+            numbers.append(sum_of(column, valid=position % 2 == 1 and position < 2 * self.terms))
+        return numbers
+
+    def pairs(self, sums: Sequence[float]) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+        """Return (sum, number of items) of each term, and (sum, count) of each metric. ``sums``: contributions, added
+        over the ranks."""
+        pairs = [*zip(sums[::2], sums[1::2], strict=True)]
+        return pairs[: self.terms], pairs[self.terms :]
+
+
+class HeldOutSums:
+    """Sums of an evaluation over the micro-batches of all ranks; the host waits for the device in ``averages`` only."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._sums = world, Sums()
         self._parts: LossParts | None = None
-        self._totals = torch.zeros(0)
 
     def add(self, losses: Sequence[Loss], samples: int) -> None:
         """Add the loss of a micro-batch; one without samples counts nothing.
@@ -297,6 +335,7 @@ class HeldOutSums:
             TaskError: a term or metric has a wrong type or shape, or others than the micro-batches before.
         """
         require_terms(losses)
+        sums = self._sums
         if self._parts is None or not self._parts.plain or len(losses) > 1 or losses[0].metrics or losses[0].name:
             parts = LossParts.of(losses)
             if self._parts is not None and parts != self._parts:
@@ -305,12 +344,10 @@ class HeldOutSums:
             if self._parts is None:
                 parts.require_names()
                 self._parts = parts
-                rows = len(parts.terms) + len(parts.metrics)
-                self._totals = torch.zeros(2 * rows, dtype=torch.float64, device=self._device)
+                sums.resize(len(parts.terms), len(parts.metrics))
         if samples:
-            pairs = [*((loss.total, loss.items) for loss in losses), *metrics_of(losses)]
-            for position, value in enumerate(value for pair in pairs for value in pair):
-                self._totals[position] += value.detach().double() if isinstance(value, Tensor) else value
+            sums.add(losses)
+            sums.columns = [[number] for number in sums.contribution()]
 
     @property
     def names(self) -> list[str]:
@@ -325,13 +362,13 @@ class HeldOutSums:
         Raises:
             TaskError: the ranks have different terms or metrics.
         """
-        everyone = self._world.of_all((self._parts, self._totals.tolist()))
-        parts = same_parts([parts for parts, _ in everyone]) or PLAIN
-        sums = [0.0] * (2 * (len(parts.terms) + len(parts.metrics)))
-        for _, own in everyone:  # in the order of the ranks: the same result on each of them
-            sums = [total + part for total, part in zip(sums, own, strict=True)] if own else sums
-        pairs = list(zip(sums[::2], sums[1::2], strict=True))
-        terms, metrics = pairs[: len(parts.terms)], pairs[len(parts.terms) :]
+        everyone = self._world.of_all((self._parts, [float(number) for number in self._sums.contribution()]))
+        parts = same_parts([parts for parts, _ in everyone])
+        known = [numbers for own, numbers in everyone if own == parts]  # a rank without samples may have no parts
+        parts = parts or PLAIN
+        self._sums.terms = len(parts.terms)
+        # in the order of the ranks: the same result on each of them
+        terms, metrics = self._sums.pairs([sum(numbers) for numbers in zip(*known, strict=True)])
         loss = {"loss": sum_of_means(terms)} if any(items > 0 for _, items in terms) else {}
         return loss | parts.averages(terms, metrics)
 
@@ -363,3 +400,49 @@ def term_names(parts: LossParts | None) -> list[str]:
 def _count_text(parts: LossParts) -> str:
     names = term_names(parts)
     return "one term" if parts.terms == (None,) else f"{count(len(names), 'term')} ({', '.join(names)})"
+
+
+def explain_bad_items(counts: Sequence[Sequence[float | Tensor]], parts: LossParts | None, world: World) -> TaskError:
+    """Return the error for numbers of items that are not finite, or negative. All ranks call it.
+
+    Args:
+        counts: by term and micro-batch, on this rank.
+    """
+    names = [f": {name}" for name in term_names(parts)]
+    bad = [
+        (number, name if len(counts) > 1 else "", float(count))
+        for name, of_term in zip(names, counts, strict=False)
+        for number, count in enumerate(of_term, 1)
+        if not 0 <= float(count) < math.inf
+    ]
+    where = "; ".join(
+        f"rank {rank}, micro-batch {number}{term} has {count:g}"
+        for rank, bad_of_rank in enumerate(world.of_all(sorted(bad)))
+        for number, term, count in bad_of_rank
+    )
+    return TaskError(NO_COUNT.format(where))
+
+
+def sum_of(values: Sequence[float | Tensor], *, valid: bool = False) -> Tensor | float:
+    """Return the sum of scalars in fp64, on a GPU as a tensor, for which the host does not wait.
+
+    Args:
+        valid: the values are counts; the sum is nan if one of them is not finite, or negative.
+    """
+    numbers: list[float] = []
+    tensors: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor) and value.device.type != "cpu":
+            tensors.append(value.detach())
+            continue
+        number = float(value) if isinstance(value, Tensor) else value
+        if valid and not 0 <= number < math.inf:
+            return math.nan
+        numbers.append(number)
+    own = float(sum(numbers))
+    if not tensors:
+        return own
+    stacked = torch.stack([value.reshape(()).double() for value in tensors])
+    if valid:
+        stacked = stacked.where((stacked >= 0) & stacked.isfinite(), torch.nan)
+    return stacked.sum() + own

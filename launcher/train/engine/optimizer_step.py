@@ -79,6 +79,7 @@ class OptimizerStep:
         nonfinite: what was not finite in the latest window; None if it was not left out for that.
         schedule: learning rate schedule, of the plan unless the engine was given another.
         follows_plan: ``schedule`` still sets the learning rate; false once the user's own loop has set it.
+        divisor: C, which is determined in the first micro-batch; 0 before it.
         lr: learning rate of the first parameter group in the latest window's optimizer step.
     """
 
@@ -100,15 +101,9 @@ class OptimizerStep:
         self.follows_plan = True
         self.lr = float(self.schedule.get_last_lr()[0])
         self._stepped = False  # by this process
-        self._divisor: float | None = None
+        self.divisor = 0.0
         self.counters, self._empty_in_a_row = Counters(), 0
         self.nonfinite: str | None = None
-
-    @property
-    def divisor(self) -> float:
-        """C, which is determined in the first micro-batch."""
-        assert self._divisor is not None
-        return self._divisor
 
     @property
     def scale(self) -> float | None:
@@ -121,18 +116,18 @@ class OptimizerStep:
         Args:
             losses: the terms; None on a rank that ran out of memory in this micro-batch.
         """
-        if self._divisor is None or self._loss.parts is None:
+        if not self.divisor or self._loss.parts is None:
             most = self._loss.agree(losses, samples)  # the number of items in a rank's first micro-batch
-            if self._divisor is None:
-                self._divisor = _power_of_two(most * self._accumulation)
-        return (samples > 0) / self._divisor
+            if not self.divisor:
+                self.divisor = _power_of_two(most * self._accumulation)
+        return (samples > 0) / self.divisor
 
     def change_accumulation(self, accumulation: int) -> None:
         """Run the current window again, in ``accumulation`` micro-batches."""
         self._accumulation = accumulation
         self._loss.forget()
         if not self.counters.items:  # C was estimated from micro-batches of another size
-            self._divisor = None
+            self.divisor = 0.0
 
     def apply(
         self, gradients: list[Tensor], agreed: ReducedTotals, totals: WindowTotals, samples: Callable[[int], str]
@@ -186,7 +181,7 @@ class OptimizerStep:
             self._precision.update()
             if not counters.items:
                 # the first micro-batch, which C was estimated from, may have had few items, or none
-                self._divisor = _power_of_two(agreed.divisor / self._world.size)
+                self.divisor = _power_of_two(agreed.divisor / self._world.size)
         return norm
 
     def _read_rates(self) -> None:
@@ -274,7 +269,7 @@ class OptimizerStep:
             "schedule": schedule_state(self.schedule),
             "follows_plan": self.follows_plan,
             "scaler": self._precision.scaler.state_dict(),
-            "divisor": self._divisor,
+            "divisor": self.divisor or None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -284,7 +279,7 @@ class OptimizerStep:
         self.follows_plan = state["follows_plan"]
         if self._precision.scales and state["scaler"]:  # a run that was in another precision has none
             self._precision.scaler.load_state_dict(state["scaler"])
-        self._divisor = state["divisor"]
+        self.divisor = state["divisor"] or 0.0
 
 
 def _power_of_two(items: float) -> float:

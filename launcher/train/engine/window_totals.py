@@ -7,6 +7,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -17,11 +18,12 @@ from launcher.config.schema import Sync
 from launcher.errors import NotFinite, TaskError
 from launcher.loss import Loss
 from launcher.train.engine.loss_terms import (
-    NO_COUNT,
     LossParts,
-    metrics_of,
+    Sums,
+    explain_bad_items,
     require_items,
     same_parts,
+    sum_of,
     sum_of_means,
     term_names,
 )
@@ -140,30 +142,27 @@ class WindowLoss:
         plain: known to be one term without name and metrics.
         several: several terms, as far as known.
         counted: number of items of each term in the window on all ranks, counted ahead; None if they were not.
+        due: metrics of this window are wanted.
         counted_bytes: that a rank passed to the all-reduce of these.
         averages: averages of the latest window by name, see ``LossParts.averages``.
+        sums: those of the window.
     """
 
     def __init__(self, world: World, device: torch.device, meter: Meter) -> None:
         self._world, self._device, self._meter = world, device, meter
         self.parts: LossParts | None = None
-        self._terms, self._metrics, self.plain, self.several = 1, 0, False, False
+        self.plain, self.several, self.sums = False, False, Sums()
         self.clear()
 
     def clear(self, *, due: bool = True) -> None:
         """Start a window. ``due``: its metrics are wanted; otherwise they are neither kept nor summed."""
-        self._due = due
+        self.due = due
         self.counted: list[float] | None = None
         self.counted_bytes = 0
         self.averages: dict[str, float] = {}
         self._own_counts: list[list[float | Tensor]] = []
-        self._totals: list[list[Tensor]] = []
-        self._items: list[list[float | Tensor]] = []
-        self._pairs: list[Sequence[tuple[float | Tensor, float | Tensor]]] = []
-
-    @property
-    def width(self) -> int:
-        return 2 * (self._terms - 1) + 2 * self._metrics
+        for column in self.sums.columns:
+            column.clear()
 
     def agree(self, losses: Sequence[Loss] | None, samples: int) -> float:
         """Agree on the names of terms and metrics, and return the largest number of items of any rank and term. All
@@ -193,7 +192,8 @@ class WindowLoss:
             parts.require_names()
         self.parts, self.plain = parts, parts is not None and parts.plain
         if math.isfinite(terms):
-            self._terms, self._metrics, self.several = int(terms), int(metrics), terms > 1
+            self.sums.resize(int(terms), int(metrics))
+            self.several = terms > 1
         return items
 
     def forget(self) -> None:
@@ -216,14 +216,14 @@ class WindowLoss:
         Raises:
             TaskError: there are not as many numbers as terms.
         """
-        if not isinstance(items, list | tuple) or len(items) != self._terms:
+        if not isinstance(items, list | tuple) or len(items) != self.sums.terms:
             given = (
                 quantities.count(len(items), "number")
                 if isinstance(items, list | tuple)
                 else f"a {type(items).__name__}"
             )
             raise TaskError(
-                f"items(batch) returned {given} for a loss of {self._terms} terms.\n"
+                f"items(batch) returned {given} for a loss of {self.sums.terms} terms.\n"
                 "  Return a list with the number of items of each term, in the order of the terms."
             )
         for number in items:
@@ -242,9 +242,9 @@ class WindowLoss:
         Raises:
             TaskError: a number of items is not finite, or negative; on all ranks.
         """
-        counts = torch.zeros(self._terms + 1, dtype=torch.float64, device=self._device)
+        counts = torch.zeros(self.sums.terms + 1, dtype=torch.float64, device=self._device)
         counts[-1] = out_of_memory
-        for term in range(0 if out_of_memory else self._terms):
+        for term in range(0 if out_of_memory else self.sums.terms):
             counts[term] = sum_of([items[term] for items in self._own_counts], valid=True)
         if self._world.size > 1:
             self.counted_bytes = counts.nbytes
@@ -254,22 +254,9 @@ class WindowLoss:
         if failed:
             return False
         if not all(map(math.isfinite, items)):
-            raise self._explain_bad_items(self._own_counts)
+            raise explain_bad_items([*zip(*self._own_counts, strict=True)], self.parts, self._world)
         self.counted = items
         return True
-
-    def add(self, losses: Sequence[Loss]) -> None:
-        """Add a micro-batch that has samples."""
-        if self._terms > 1:
-            self._totals.append([loss.total.detach() for loss in losses])
-            self._items.append([loss.items for loss in losses])
-        if self._metrics and self._due:
-            self._pairs.append([(_detached(total), _detached(count)) for total, count in metrics_of(losses)])
-
-    @property
-    def own_totals(self) -> Sequence[Sequence[Tensor]]:
-        """Loss sums of this rank's micro-batches, by term; empty for a loss of one term."""
-        return self._totals
 
     def weighted(self, losses: Sequence[Loss], weight: float, items: Sequence[float]) -> Tensor:
         """Return the scalar of a micro-batch's backward pass.
@@ -285,37 +272,21 @@ class WindowLoss:
         first, *others = (loss.total * factor for loss, factor in zip(losses, factors, strict=True))
         return sum(others, first)
 
-    def contribution(self) -> Sequence[Tensor | float]:
-        numbers: list[Tensor | float] = []
-        for term in range(1, self._terms):
-            numbers.append(sum_of([items[term] for items in self._items], valid=True))
-            numbers.append(sum_of([totals[term] for totals in self._totals]))
-        for metric in range(self._metrics):
-            for place in (0, 1):
-                numbers.append(sum_of([pairs[metric][place] for pairs in self._pairs]))
-        return numbers
-
-    def items_of_terms(self, first: float, sums: Sequence[float]) -> list[float]:
-        """Return the number of items of each term on all ranks. ``first``: that of the first term."""
-        return [first, *sums[: 2 * (self._terms - 1) : 2]]
-
-    def complete(self, first: tuple[float, float], sums: Sequence[float]) -> tuple[tuple[float, float], ...]:
-        """Return (loss_sum, items) of each term over the window and all ranks if there are several, and set
-        ``averages``.
+    def receive(self, sums: Sequence[float]) -> list[tuple[float, float]]:
+        """Return (loss_sum, items) of each term over the window and all ranks, and set ``averages``.
 
         Args:
-            first: those of the first term.
-            sums: of ``contribution``, over the ranks.
+            sums: contributions of ``sums``, added over the ranks.
 
         Raises:
             TaskError: a number of items is not finite, negative, or not the one counted ahead; or a metric's count is
                 not finite, or negative. On all ranks.
         """
-        split = 2 * (self._terms - 1)
-        terms = (first, *zip(sums[1:split:2], sums[:split:2], strict=True))
-        metrics = list(zip(sums[split::2], sums[split + 1 :: 2], strict=True))
-        if not all(math.isfinite(items) for _, items in terms):
-            raise self._explain_bad_items(self._items)
+        terms, metrics = ([(sums[0], sums[1])], []) if self.plain else self.sums.pairs(sums)
+        if not all(map(math.isfinite, sums[1 : 2 * len(terms) : 2])):
+            raise explain_bad_items(self.sums.columns[1 : 2 * len(terms) : 2], self.parts, self._world)
+        if self.plain:
+            return terms
         assert self.parts is not None
         for name, (_, count) in zip(self.parts.metrics, metrics, strict=True):
             if not 0 <= count < math.inf:
@@ -326,7 +297,7 @@ class WindowLoss:
         if self.counted is not None:
             self._require_counted([items for _, items in terms])
         self.averages = self.parts.averages(terms, metrics)
-        return terms if self._terms > 1 else ()
+        return terms
 
     def _require_counted(self, items: Sequence[float]) -> None:
         assert self.parts is not None
@@ -343,62 +314,9 @@ class WindowLoss:
                     "batch.accumulation=1, where nothing is counted ahead."
                 )
 
-    def _explain_bad_items(self, counts: Sequence[Sequence[float | Tensor]]) -> TaskError:
-        return explain_bad_items(counts, [f": {name}" for name in term_names(self.parts)], self._world)
 
-
-def explain_bad_items(counts: Sequence[Sequence[float | Tensor]], names: Sequence[str], world: World) -> TaskError:
-    """Return the error for numbers of items that are not finite, or negative. All ranks call it.
-
-    Args:
-        counts: by micro-batch and term, on this rank.
-        names: text that follows the number of the micro-batch, for each term.
-    """
-    bad = [
-        (number, term, float(count))
-        for number, items in enumerate(counts, 1)
-        for term, count in enumerate(items)
-        if not 0 <= float(count) < math.inf
-    ]
-    where = "; ".join(
-        f"rank {rank}, micro-batch {number}{names[term]} has {count:g}"
-        for rank, bad_of_rank in enumerate(world.of_all(bad))
-        for number, term, count in bad_of_rank
-    )
-    return TaskError(NO_COUNT.format(where))
-
-
-def _detached(value: float | Tensor) -> float | Tensor:
-    return value.detach() if isinstance(value, Tensor) else value
-
-
-def sum_of(values: Sequence[float | Tensor], *, valid: bool = False) -> Tensor | float:
-    """Return the sum of scalars in fp64, on a GPU as a tensor, for which the host does not wait.
-
-    Args:
-        valid: the values are counts; the sum is nan if one of them is not finite, or negative.
-    """
-    numbers: list[float] = []
-    tensors: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor) and value.device.type != "cpu":
-            tensors.append(value.detach())
-            continue
-        number = float(value) if isinstance(value, Tensor) else value
-        if valid and not 0 <= number < math.inf:
-            return math.nan
-        numbers.append(number)
-    own = float(sum(numbers))
-    if not tensors:
-        return own
-    stacked = torch.stack([value.reshape(()).double() for value in tensors])
-    if valid:
-        stacked = stacked.where((stacked >= 0) & stacked.isfinite(), torch.nan)
-    return stacked.sum() + own
-
-
-# positions of the step's own numbers in the all-reduce; those of the observers follow
-_ITEMS, _LOSS, _SAMPLES, _MORE, _STOP, _SAVE_DUE, _OUT_OF_MEMORY, _FLAGS = range(8)
+# positions of the flags in the all-reduce; the numbers of the observers follow, and then those of the loss
+_SAMPLES, _MORE, _STOP, _SAVE_DUE, _OUT_OF_MEMORY, _FLAGS = range(6)
 
 
 class WindowTotals:
@@ -413,7 +331,7 @@ class WindowTotals:
         observers: their numbers are summed too.
 
     Attributes:
-        losses: loss sums of this rank's micro-batches.
+        samples: of this rank's micro-batches so far; the engine counts them.
         sent: from the start of the all-reduce until the next window.
         payload_bytes: that a rank passes to the all-reduce, and to that of the items that are counted ahead.
     """
@@ -430,43 +348,32 @@ class WindowTotals:
     @property
     def _width(self) -> int:
         """Number of all numbers. The ranks agree on that of the loss."""
-        return self._ends[-1] + self._loss.width
+        return self._ends[-1] + len(self._loss.sums.columns)
 
     def clear(self, *, metrics: bool = True) -> None:
         """Start a window. ``metrics``: those of the loss are wanted."""
         self._loss.clear(due=metrics)
-        self.losses: list[Tensor] = []
-        self._items: list[float | Tensor] = []  # numbers of items of this rank's micro-batches
-        self._samples = 0
+        self.samples = 0
         self._shared: Tensor | None = None
         self.sent, self.payload_bytes = False, 0
         self._work: dist.Work | None = None
 
-    def add(self, losses: Sequence[Loss], samples: int) -> None:
-        """Add a micro-batch that has samples."""
-        self._items.append(losses[0].items)
-        self.losses.append(losses[0].total.detach())
-        self._samples += samples
-        if not self._loss.plain:
-            self._loss.add(losses)
-
     def losses_by_term(self) -> Sequence[Sequence[Tensor]]:
         """Return the loss sums of this rank's micro-batches, each by term."""
-        return self._loss.own_totals or [[loss] for loss in self.losses]
+        sums = self._loss.sums
+        return cast("Sequence[Sequence[Tensor]]", [*zip(*sums.columns[: 2 * sums.terms : 2], strict=True)])
 
     def own_part(self) -> tuple[Tensor | float, int]:
         """Return the items and samples of this rank so far; the host does not wait for a GPU."""
-        return sum_of(self._items), self._samples
+        return sum_of(self._loss.sums.columns[1]), self.samples
 
     def send(self, *, more: bool, stop: bool, save_due: bool) -> None:
         """Start the all-reduce. ``more``: this rank has samples for another window."""
         # an invalid number of items makes the sum nan on every rank, which needs neither a separate flag nor the host
-        items, loss_sum = sum_of(self._items, valid=True), sum_of(self.losses)
-        values = [items, loss_sum, self._samples, more, stop, save_due, False]  # of _ITEMS, _LOSS, ...
+        values: list[Tensor | float] = [self.samples, more, stop, save_due, False]  # of _SAMPLES, ...
         for observer in self._observers:
             values += observer.contribution()
-        if not self._loss.plain:
-            values += self._loss.contribution()
+        values += self._loss.sums.contribution()
         if self._device.type == "cpu":
             flags = torch.tensor([*map(float, values)], dtype=torch.float64)
         else:
@@ -494,10 +401,8 @@ class WindowTotals:
     def items_by_term(self) -> list[float]:
         """Wait for the all-reduce, and return each term's number of items in the window on all ranks; 0 for a number
         that is not finite, which ``receive`` reports."""
-        sums = self._arrived()
-        start = self._ends[-1]
-        items = self._loss.items_of_terms(sums[_ITEMS].item(), sums[start:].tolist() if self._loss.several else ())
-        return [whole(number) if math.isfinite(number) else 0 for number in items]
+        terms, _ = self._loss.sums.pairs(self._arrived()[self._ends[-1] :].tolist())
+        return [whole(items) if math.isfinite(items) else 0 for _, items in terms]
 
     def divisor_of_all(self) -> float:
         """Wait for the all-reduce, and return the window's N, see ``ReducedTotals.divisor``."""
@@ -521,15 +426,14 @@ class WindowTotals:
             TaskError: a number of items is not finite, or negative; on all ranks.
         """
         sums = self._arrived().tolist()
-        if not math.isfinite(sums[_ITEMS]):
-            raise explain_bad_items([[items] for items in self._items], [""], self._world)
+        terms = self._loss.receive(sums[self._ends[-1] :])
         for observer, start in zip(self._observers, self._ends, strict=False):
             observer.receive(sums[start : start + observer.width])
-        loss_sum, items = sums[_LOSS], whole(sums[_ITEMS])
+        loss_sum, items = terms[0][0], whole(terms[0][1])
         divisor, loss = items, loss_sum / items if items else math.nan
-        if not self._loss.plain and (terms := self._loss.complete((loss_sum, items), sums[self._ends[-1] :])):
+        if len(terms) > 1:
             loss_sum, loss = sum(total for total, _ in terms), sum_of_means(terms)
-            divisor = max(number for _, number in terms)
+            divisor = whole(max(number for _, number in terms))
         flags = (sums[_MORE] > 0, sums[_STOP] > 0, sums[_SAVE_DUE] > 0)
         return ReducedTotals(items, divisor, loss_sum, loss, round(sums[_SAMPLES]), *flags, grad_norm.item())
 
