@@ -140,7 +140,7 @@ def by_engine(case: Case, plan: RunPlan, directory: Path, *, without: str | None
     if without == "meter":
         engine.parallel.meter = cast("Any", Unmetered())
     if without == "noise":
-        engine._noise.before_backward = lambda *_, **__: None  # so that no norm is ever due
+        engine.noise_scale.before_backward = lambda *_, **__: None  # so that no norm is ever due
     start = time.perf_counter()
     writes = engine.world.rank == 0 and not case.ready  # a loop of the user's own has a record once it calls resume()
     record = Record(directory / "metrics.jsonl", wait_for_space=False) if writes else None
@@ -150,7 +150,8 @@ def by_engine(case: Case, plan: RunPlan, directory: Path, *, without: str | None
         result = engine.step()
         if record:
             counts, total_s = (engine.samples, engine.items), time.perf_counter() - start
-            record.write(result.step, step_metrics(result, plan, counts, total_s, peak_memory_bytes(engine.device)))
+            metrics = step_metrics(result, plan, counts, total_s, peak_memory_bytes(engine.device))
+            record.write(result.step, metrics | engine.metrics())
         yield result.loss
 
 

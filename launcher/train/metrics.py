@@ -29,7 +29,6 @@ from launcher.rundir.fencing import Fence
 from launcher.rundir.files import open_file
 from launcher.train.engine.calibration import Calibrated
 from launcher.train.engine.window_totals import StepResult
-from launcher.train.measure.noise_scale import Noise
 
 Metrics = dict[str, float]
 
@@ -225,7 +224,7 @@ def epochs_done(samples: int, result: StepResult, plan: RunPlan) -> float:
 def step_metrics(
     result: StepResult, plan: RunPlan, seen: tuple[int, float], total_s: float, peak_memory: int
 ) -> Metrics:
-    """Return the metrics of one step.
+    """Return the metrics of one step; those of what is measured beside it are ``Engine.metrics()``.
 
     Args:
         seen: (samples, items) of the run so far.
@@ -266,15 +265,6 @@ def step_metrics(
         metrics["balance/padding_fraction"] = result.padding_fraction
     if result.scale is not None:
         metrics["amp/scale"] = result.scale
-    if result.noise is not None:
-        metrics |= noise_metrics(result.noise)
-    if result.spent is not None:
-        metrics["time/compute_s"] = result.spent.compute_s
-        metrics["time/compute_s_max"] = result.spent.compute_max_s
-        metrics["time/wait_s"] = result.spent.wait_s
-    if result.straggler is not None:
-        metrics["straggler/rank"] = float(result.straggler.rank)
-        metrics["straggler/share"] = result.straggler.share
     for kind, traffic in result.comm.kinds.items():
         metrics[f"comm/{kind.value}/collectives"] = traffic.collectives
         metrics[f"comm/{kind.value}/payload_bytes"] = traffic.payload_bytes
@@ -291,14 +281,6 @@ def calibration_metrics(calibrated: Calibrated, step_s: float, data_s: float, *,
     if (exposed := calibrated.exposed) is not None and (overlap := calibrated.overlap) is not None:
         metrics |= {**exposed.as_record("comm/exposed_s"), "comm/overlap": overlap}
     return metrics | {"comm/calibration_rounds": calibrated.rounds} if metrics else {}
-
-
-def noise_metrics(noise: Noise) -> Metrics:
-    """Return the metrics of ``noise``, without ``noise/scale`` if unknown and ``noise/scale_high`` if infinite."""
-    metrics = {"noise/grad_sq": noise.grad_sq, "noise/variance": noise.variance, "noise/scale_low": noise.low}
-    if math.isfinite(noise.high):
-        metrics["noise/scale_high"] = noise.high
-    return metrics if noise.scale is None else metrics | {"noise/scale": noise.scale}
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -267,6 +267,7 @@ class TrainingLoop:
         engine, totals = self.engine, self.totals
         progress, peak = (engine.samples, engine.items), metrics.peak_memory_bytes(engine.device)
         values = metrics.step_metrics(result, engine.plan, progress, totals.total_s, peak)
+        values |= engine.metrics()
         values |= {f"train/{name}": value for name, value in result.metrics.items()}
         values["batch/empty_windows"] = engine.empty_windows
         if engine.nonfinite_windows:

@@ -20,7 +20,7 @@ from launcher.train.checkpoint.origin import origin_of
 from launcher.train.engine.engine import Engine
 from launcher.train.engine.window_totals import StepResult
 from launcher.train.measure.comm_meter import CommStats, Traffic
-from launcher.train.metrics import calibration_metrics, noise_metrics, peak_memory_bytes
+from launcher.train.metrics import calibration_metrics, peak_memory_bytes
 
 # number of the newest full windows over which the median step time is taken
 SAMPLED_WINDOWS = 1000
@@ -96,7 +96,8 @@ class RunTotals:
             self.seconds.clear()
             self.warm_up_seconds.clear()
         self.typical = result.comm
-        waited_s = result.data_s if result.spent is None else max(result.data_s, result.spent.data_most_s)
+        spent = self.engine.stragglers.spent
+        waited_s = result.data_s if spent is None else max(result.data_s, spent.data_most_s)
         warm = self._windows > WARM_UP_WINDOWS
         (self.seconds if warm else self.warm_up_seconds).append((result.step_s, waited_s))
         self.calibration_due |= warm and len(self.seconds) == SETTLED_WINDOWS
@@ -210,18 +211,10 @@ class RunTotals:
             summary["throughput/samples_per_s"] = summary["batch/global_size"] / together_s
         if self.size in (None, engine.plan.batch.global_size):  # a smaller window of batch.ramp is not predicted
             summary |= predicted_metrics(engine.plan.strategy.forecast, engine.plan.batch.world_size)
-        if (named := engine.stragglers.named) is not None:
-            over = engine.stragglers.straggler is None
-            summary["straggler"] = {
-                "rank": named.rank, "host": named.host, "share": named.share, "of": named.of, "over": over,
-                "steps": engine.stragglers.slow[named.rank], "measured": engine.stragglers.measured,
-            }  # fmt: skip
-        summary |= self.calibration()
+        summary |= engine.stragglers.summary() | self.calibration()
         if (calibrated := engine.calibrated) is not None and calibrated.not_measured:
             summary["comm/not_measured"] = calibrated.not_measured
-        if (noise := engine.noise) is not None:
-            summary |= noise_metrics(noise)
-        return summary
+        return summary | engine.noise_scale.metrics()
 
 
 def _setting(origin: Mapping[str, Any]) -> dict[str, Any]:

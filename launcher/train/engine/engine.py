@@ -142,8 +142,10 @@ class Engine:
         self._stop, self._save_due = stop, save_due if self.world.rank == 0 else bool
         self._windows_ended: Callable[[], object] = bool
         self.stragglers = StragglerDetector(self.world, self.device, plan.train.straggler_share)
-        self._noise = NoiseScale(self.world.size, self.device, self.parallel.local_norm, random=plan.batch.random_parts)
-        self._observers: list[Observer] = [self._noise, self.buffers, self.stragglers, *self.parallel.observers]
+        self.noise_scale = NoiseScale(
+            self.world.size, self.device, self.parallel.local_norm, random=plan.batch.random_parts
+        )
+        self._observers: list[Observer] = [self.noise_scale, self.buffers, self.stragglers, *self.parallel.observers]
         if self.outputs.active:
             self._observers.append(self.outputs)
         self._bytes_of_norm = 8 * (plan.strategy.shard_size > 1)  # a sharded norm is summed
@@ -256,6 +258,10 @@ class Engine:
         """Index of the next window in the run, from 0."""
         return self.position.index
 
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of what is measured beside the step, as of the newest window."""
+        return self.noise_scale.metrics() | self.stragglers.metrics()
+
     @property
     def calibrated(self) -> Calibrated | None:
         """Result of the calibration; None without one."""
@@ -264,7 +270,7 @@ class Engine:
     @property
     def noise(self) -> Noise | None:
         """Gradient noise scale; None before enough windows."""
-        return self._noise.estimate
+        return self.noise_scale.estimate
 
     def _step_and_epoch(self) -> tuple[int, int]:
         return self.steps + (self._current.window is not None), self.position.epoch
@@ -409,7 +415,7 @@ class Engine:
             totals.samples += micro.samples
         first, last = current.handed_out == 1, current.handed_out == count
         if (first or last or self.parallel.local_norm.due) and not (self._loss.several or self.outputs.active):
-            self._noise.before_backward(current.sync, totals.own_part, first=first, last=last)
+            self.noise_scale.before_backward(current.sync, totals.own_part, first=first, last=last)
         if last or self._reduces_each:
             self._trained.require_same()
         if last:
@@ -473,7 +479,6 @@ class Engine:
             samples=agreed.samples, items=agreed.items, grad_norm=norm, lr=step.lr,
             loss=agreed.loss, padding_fraction=window.padding_fraction,
             skipped=skipped, nonfinite=step.nonfinite, scale=scale, sync=current.sync, comm=comm,
-            noise=self._noise.estimate, spent=self.stragglers.spent, straggler=self.stragglers.straggler,
             step_s=step_s, data_s=current.data_s, last=self._finished, stopped=agreed.stop and not over,
             save_due=agreed.save_due, flags_bytes=totals.payload_bytes + self._bytes_of_norm,
             metrics=self._loss.averages,
@@ -593,14 +598,14 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the checkpoint's part that JSON can hold. All ranks call it, between two windows."""
-        if self._noise.waits:
-            self._noise.receive(self._totals.sum_of(self._noise))
+        if self.noise_scale.waits:
+            self.noise_scale.receive(self._totals.sum_of(self.noise_scale))
         return {
             **self._optimizer_step.state_dict(),
             "place": dataclasses.asdict(self.position),
             "calibration": self.calibrated and dataclasses.asdict(self.calibrated),
             "measured_as": self.measured_as(),
-            "noise": self._noise.state_dict(),
+            "noise": self.noise_scale.state_dict(),
             "gathered_by_every": self.parallel.meter.gathered_by_every,
             "changing_buffers": self.buffers.changing,
             "late_buffers": self.buffers.late,
@@ -623,7 +628,7 @@ class Engine:
         if alike:
             self._calibration.result = Calibrated.restored(state["calibration"], self.plan)
             self.parallel.meter.gathered_by_every = state["gathered_by_every"]
-        self._noise.load_state_dict(state["noise"])
+        self.noise_scale.load_state_dict(state["noise"])
         self.buffers.know(state["changing_buffers"])
         if self.world.rank == 0:
             print_other_constants(state.get("constants", {}), self._constants, self.left_out)

@@ -28,9 +28,7 @@ from launcher.train.engine.loss_terms import (
     term_names,
 )
 from launcher.train.measure.comm_meter import CommStats, Meter
-from launcher.train.measure.noise_scale import Noise
 from launcher.train.measure.observer import Observer
-from launcher.train.measure.straggler import Straggler, TimeSplit
 from launcher.train.world import World
 
 
@@ -56,9 +54,6 @@ class StepResult:
         scale: fp16 loss scale of this window; None without scaling.
         sync: the policy of this window.
         comm: traffic of this window on this rank.
-        noise: gradient noise scale from the windows before this one; None before there are enough of them.
-        spent: the ranks' use of time in the previous window.
-        straggler: the rank that delays the others, if there is one.
         step_s: wall seconds of the window.
         data_s: seconds of these that were spent waiting for data.
         last: no window follows.
@@ -84,9 +79,6 @@ class StepResult:
     scale: float | None
     sync: Sync
     comm: CommStats
-    noise: Noise | None
-    spent: TimeSplit | None
-    straggler: Straggler | None
     step_s: float
     data_s: float
     last: bool

@@ -161,6 +161,15 @@ class NoiseScale:
         """Estimates from the windows so far; None before there are enough of them."""
         return self._averages.noise
 
+    def metrics(self) -> dict[str, float]:
+        """Return the estimates for the record, without ``noise/scale`` if unknown, and ``scale_high`` if infinite."""
+        if (noise := self.estimate) is None:
+            return {}
+        metrics = {"noise/grad_sq": noise.grad_sq, "noise/variance": noise.variance, "noise/scale_low": noise.low}
+        if math.isfinite(noise.high):
+            metrics["noise/scale_high"] = noise.high
+        return metrics if noise.scale is None else metrics | {"noise/scale": noise.scale}
+
     @property
     def waits(self) -> bool:
         """True while a measured window is not settled."""

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median_low
+from typing import Any
 
 import torch
 
@@ -131,6 +132,27 @@ class StragglerDetector:
             self.slow[alone.rank] += 1
         if self.measured % LOOK_EVERY == 0:
             self._look(self._share)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the ranks' use of time in the previous window, and the present straggler, for the record."""
+        metrics: dict[str, float] = {}
+        if (spent := self.spent) is not None:
+            metrics["time/compute_s"], metrics["time/compute_s_max"] = spent.compute_s, spent.compute_max_s
+            metrics["time/wait_s"] = spent.wait_s
+        if (straggler := self.straggler) is not None:
+            metrics |= {"straggler/rank": float(straggler.rank), "straggler/share": straggler.share}
+        return metrics
+
+    def summary(self) -> dict[str, Any]:
+        """Return the entry of summary.json on the rank that was reported last; empty if none was."""
+        if (named := self.named) is None:
+            return {}
+        return {
+            "straggler": {
+                "rank": named.rank, "host": named.host, "share": named.share, "of": named.of,
+                "over": self.straggler is None, "steps": self.slow[named.rank], "measured": self.measured,
+            }
+        }  # fmt: skip
 
     def _look(self, share: float) -> None:
         """Search for a straggler. A report starts or ends only after two searches with the same result, because results

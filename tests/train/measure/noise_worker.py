@@ -81,7 +81,7 @@ def run(options: list[str]) -> dict[str, Any]:
             valid = torch.arange(most_items) < numbers[:, None]
             engine.backward(0.5 * (engine.model(vectors)[valid] ** 2).sum(), valid.sum())
         result = engine.step()
-        if result.noise is not None:
+        if engine.noise is not None:
             seen.append(result.window)
         if result.window:  # the first one agrees on a divisor too
             work.add((SMALL_REDUCES[0], BACKWARDS[0] - result.micro_batches))

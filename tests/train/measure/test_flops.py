@@ -177,12 +177,13 @@ def test_what_is_recorded(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             items=0, empty_windows=0, nonfinite_windows=0,
             precision=SimpleNamespace(scales=False), total_s=1.0, calibration_due=False, last=False, since=0,
             best=SimpleNamespace(metrics=dict), cadence=None, fence=None, failed=None, parts={}, commit=None,
-            metrics={},
+            metrics=dict,
         )  # fmt: skip
         for part in ("RunTotals", "Saver", "ReplicaCheck"):
             monkeypatch.setattr(training_loop, part, lambda *_: parts)
         loop = training_loop.TrainingLoop(plan, task, parts, parts, parts, None)
-        return loop.step_metrics(parts)
+        result: Any = SimpleNamespace(metrics={}, last=False)
+        return loop.step_metrics(result)
 
     assert recorded("cuda")["throughput/mfu"] == pytest.approx(10e12 / 140e12)
     on_cpu = recorded("cpu")
