@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import launcher
-from launcher.cli.commands import flags
+from launcher.cli import flags
 from tests.helpers import ROOT
 
 DOCS = ROOT / "docs"

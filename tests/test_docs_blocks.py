@@ -24,7 +24,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import launcher
-from launcher.cli.commands import flags
+from launcher.cli import flags
 from launcher.cli.keys import launch_keys
 from launcher.config.hydra import compose
 from launcher.config.schema import check_values

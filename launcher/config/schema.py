@@ -420,7 +420,7 @@ class SweepConfig:
     name: str | None = key(None, NAME, resume=_NEW, affects="")
     """Name of its directory, and W&B group. Default: the task's name and a digest of the command, so that the same
     command continues the same sweep."""
-    at_once: int | None = key(None, at_least(1), resume=_NEW, affects="")
+    at_once: int | None = key(None, at_least(1), only="cluster=slurm", resume=_NEW, affects="")
     """slurm: cells of one array that run at the same time. Default: no limit."""
     objective: str | None = key(None, resume=_NEW, affects="")
     """Result that a sweeper which learns from results, such as Optuna's, receives for a cell: a number in its

@@ -54,12 +54,6 @@ def require_one_sweep(requested: Sequence[RequestedCell]) -> None:
             value = getattr(getattr(config, group), name)
             if value != getattr(getattr(first, group), name):
                 raise ConfigError(key, value, "must be the same for all cells of a sweep.", "Do not vary it.")
-    config = requested[0].config
-    if config.sweep.at_once is not None and config.cluster.kind == ClusterKind.local:
-        raise ConfigError(
-            "sweep.at_once", config.sweep.at_once, "has no effect with cluster=local.",
-            "Leave it out: on one machine the cells run one after the other.",
-        )  # fmt: skip
 
 
 def require_a_possible_one(requested: Sequence[RequestedCell], wrong: Sequence[UserError | None]) -> None:

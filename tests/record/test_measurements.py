@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher.record.curves import POINTS, Point, thinned
-from launcher.record.measurements import read_run
+from launcher.record.measurements import POINTS, Point, read_run, thinned
 from tests.infra.made_runs import make_run, read_records, write_records
 
 SOLVED = {

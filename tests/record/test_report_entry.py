@@ -130,9 +130,9 @@ def test_an_entry_is_of_the_version_that_computed_it_not_of_one_installed_since(
     package = Path(report_entry.__file__).parents[1]
     shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("__pycache__"))
     upgrade_and_leave = (
-        "import sys; from pathlib import Path; from launcher.record import curves, report_entry\n"
+        "import sys; from pathlib import Path; from launcher.record import measurements, report_entry\n"
         "from launcher.rundir.paths import RunPaths\n"
-        "if sys.argv[2:]: Path(curves.__file__).open('a').write('# another version')\n"
+        "if sys.argv[2:]: Path(measurements.__file__).open('a').write('# another version')\n"
         "if sys.argv[2:]: report_entry.leave_entry(RunPaths(Path(sys.argv[1])))\n"
         "root = Path(sys.argv[1])\n"
         "print(report_entry.__file__, report_entry.read_entry(root, report_entry.identity_of(root)) is None)"

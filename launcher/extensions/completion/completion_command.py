@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from launcher.cli.commands import flags
+from launcher.cli import flags
 from launcher.cli.names import Parser
 from launcher.config.key_docs import class_keys, groups
 from launcher.errors import EXIT_DONE

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.quantities import Interval, first_names
-from launcher.record.curves import SMOOTHED_OVER
-from launcher.record.measurements import COMMIT, RunData
+from launcher.record.measurements import COMMIT, SMOOTHED_OVER, RunData
 from launcher.runs.status import RunState
 
 # (setting, value) pairs that runs on one line of a plot have in common

@@ -15,7 +15,7 @@ from rich.table import Table
 from launcher.extensions.page.answer import Finding
 from launcher.extensions.page.compare import Row, RunComparison
 from launcher.quantities import number_text
-from launcher.record.curves import SMOOTHED_OVER
+from launcher.record.measurements import SMOOTHED_OVER
 from launcher.report.run_list import COLOURS, LISTED
 from launcher.report.tables import tracker_lines
 from launcher.rundir.paths import RunPaths

@@ -12,7 +12,7 @@ from launcher.extensions.page import compare
 from launcher.extensions.page.compare import Key, Row, TaskGroup, agree, natural_sort_key, settings_text
 from launcher.extensions.page.plotly_format import MAX_BARS, NEUTRAL, Plot, axes_layout, bar_layout, escape
 from launcher.quantities import count
-from launcher.record.curves import SMOOTHED_OVER, fewer_points, rounded
+from launcher.record.measurements import SMOOTHED_OVER, fewer_points, rounded
 
 _COLOURS = (
     "#2563eb", "#e8710a", "#16935a", "#c62f4b", "#7c4dcc", "#0e8fa8", "#b8860b", "#d1529b", "#6b4f3a", "#556070",

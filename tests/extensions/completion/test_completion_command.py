@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cli import run
-from launcher.cli.commands import flags
+from launcher.cli import flags, run
 from launcher.cli.overrides import _HYDRA_FLAGS, _OWN_FLAGS
 from launcher.extensions.completion.completion_command import script
 from tests.conftest import Launch
