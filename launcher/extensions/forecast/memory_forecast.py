@@ -140,7 +140,7 @@ class Tracer:
         self._plan = plan
         self.operators = 0
         self.irregular: Exception | None = None
-        self._least, self._regular = SHORTEST_BLOCKS[0], False
+        self._regular = False
         self._until = time.process_time() + LIMIT_S  # CPU time, so that a loaded host decides like an idle one
         self._runs: list[BlockRun] = []
         self._units: list[str] = []
@@ -179,7 +179,7 @@ class Tracer:
 
     def _saves_work(self) -> bool:
         """Return whether the traces of shortened models run fewer blocks than those of the whole model."""
-        policies, shortest = len(POLICIES[self._plan.strategy.kind]), SHORTEST_BLOCKS[0] * len(self._runs)
+        policies, shortest = len(POLICIES[self._plan.strategy.kind]), SHORTEST_BLOCKS * len(self._runs)
         each = shortest + sum(shortest + 1 for _ in self._runs)
         longest = shortest + CHECK_BLOCKS * len(self._runs)
         return each * policies + longest < sum(len(run.names) for run in self._runs) * policies
@@ -243,31 +243,23 @@ class Tracer:
         Raises:
             IrregularModel: it does not follow from them.
         """
-        while True:
-            least = {run: self._least for run in self._runs if len(run.names) > self._least + CHECK_BLOCKS}
-            try:
-                shortest = self._shortened(plan, least)
-                longer = {run: self._shortened(plan, least | {run: self._least + 1}) for run in least}
-                # a model that is regular under one policy is so under all
-                most = dict.fromkeys(least, self._least + CHECK_BLOCKS)
-                longest = None if self._regular else self._shortened(plan, most)
-                trace = extrapolate(least, shortest, longer, longest)
-            except IrregularModel:
-                if self._least == SHORTEST_BLOCKS[-1]:
-                    raise
-                self._least, self._regular = SHORTEST_BLOCKS[-1], False
-            else:
-                self._regular = True
-                return trace
+        least = dict.fromkeys(self._runs, SHORTEST_BLOCKS)
+        shortest = self._shortened(plan, least)
+        longer = {run: self._shortened(plan, least | {run: SHORTEST_BLOCKS + 1}) for run in least}
+        longest = None
+        if not self._regular:  # a model that is regular under one policy is so under all
+            longest = self._shortened(plan, dict.fromkeys(least, SHORTEST_BLOCKS + CHECK_BLOCKS))
+        trace = extrapolate(least, shortest, longer, longest)
+        self._regular = True
+        return trace
 
     def _shortened(self, plan: RunPlan, real: dict[BlockRun, int]) -> BlockTrace:
         fake, log = FakeTensorMode(allow_non_fake_inputs=True), self._log()
-        short = StandIns(self._whole, fake, self._device, real, log)
+        short = StandIns(self._whole, fake, self._device, real)
         compile_units = (lambda _: short.named(self._compiled)) if self._compiled else None
         trace, error = self._trace(plan, short.model, fake, log, lambda _: short.named(self._units), compile_units)
         if error is not None:
             raise error
-        short.check()
         return trace
 
     def _log(self) -> AllocationLog:
@@ -346,9 +338,6 @@ def _redirect(targets: Sequence[tuple[int, int]]) -> None:
         os.dup2(target, number)
 
 
-WINDOWS = 2  # the optimizer's state exists from the second window on
-
-
 def run_fake_windows(
     plan: RunPlan,
     task: Task,
@@ -357,12 +346,11 @@ def run_fake_windows(
     optimizer: torch.optim.Optimizer,
     device: torch.device,
 ) -> dict[Collective, int]:
-    """Run windows of at most two micro-batches, which suffice for the peak: further ones keep nothing more. Return the
-    payload bytes of a full window of the plan."""
+    """Run two windows, because the optimizer's state exists from the second one on, and return the payload bytes of a
+    full window of the plan. Two micro-batches suffice for the peak: further ones keep nothing more."""
     precision = Precision(plan.precision, device)
-    micro_batches = min(2, plan.batch.accumulation)
 
-    def window() -> list[Mapping[Collective, int]]:
+    def window(micro_batches: int) -> list[Mapping[Collective, int]]:
         payloads: list[Mapping[Collective, int]] = []
         for number in range(micro_batches):
             last = number == micro_batches - 1
@@ -382,9 +370,9 @@ def run_fake_windows(
             gc.collect()  # frees what reference cycles of the task and of torch hold
         return payloads
 
-    for _ in range(WINDOWS - 1):
-        window()
-    payloads = window()
+    most = min(2, plan.batch.accumulation)
+    window(1 if plan.strategy.kind in SHARDED else most)  # DDP holds gradients beside its buckets until the first one
+    payloads = window(most)
     return _full_window(payloads[0], payloads[-1], plan.batch.accumulation)
 
 
@@ -456,7 +444,7 @@ class BlockCalls(TorchDispatchMode):
             made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
             run, index = self._order[-1]
             self._calls[run.names[index]][-1].append((func, [(tensor.shape, tensor.dtype) for tensor in made]))
-            if run.names[index] in run.left_out(SHORTEST_BLOCKS[0]):
+            if run.names[index] in run.left_out(SHORTEST_BLOCKS):
                 new = [tensor for tensor in made if all(tensor is not each for each in given)]
                 self._makers.update(dict.fromkeys(map(id, new), call))
                 self._alive += new
@@ -470,7 +458,7 @@ class BlockCalls(TorchDispatchMode):
         for run in self._runs:
             if [index for each, index in self._order if each is run] != list(range(len(run.names))):
                 raise IrregularModel("the model does not call each of its equal blocks once, in their order")
-            inner = [self._calls[name] for name in run.left_out(SHORTEST_BLOCKS[0])]
+            inner = [self._calls[name] for name in run.left_out(SHORTEST_BLOCKS)]
             if any(calls != inner[0] for calls in inner):
                 raise IrregularModel("equal blocks differ in what they do, or in how they are called")
 

@@ -14,7 +14,7 @@ third trace, with two further blocks, must equal the sequence predicted for it, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, islice, pairwise
 from typing import Any, Self
@@ -23,13 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from launcher.extensions.forecast.allocation_log import AllocationLog
 from launcher.train.measure.flops import without_memory
 from launcher.train.parallel.mixed_precision import in_backward
 
-# Real blocks in the shortest trace: the first value is tried first, the second if the model is irregular with it. The
-# first and last blocks differ from those between them: a unit is gathered while its neighbour runs, for example.
-SHORTEST_BLOCKS = (3, 5)
+# Real blocks in the shortest trace. The first and last blocks differ from those between them: a unit is gathered while
+# its neighbour runs, for example.
+SHORTEST_BLOCKS = 3
 CHECK_BLOCKS = 2  # further blocks in the longest trace
 
 
@@ -89,7 +88,7 @@ def block_runs(model: nn.Module) -> list[BlockRun]:
         taken: set[str] = set()
         if isinstance(module, nn.ModuleList | nn.Sequential):
             for names in _equal_runs([(name, child) for name, child in children if not shared(child)]):
-                if len(names) > SHORTEST_BLOCKS[0] + CHECK_BLOCKS:
+                if len(names) > SHORTEST_BLOCKS + CHECK_BLOCKS:
                     runs.append(BlockRun(tuple(prefix + name for name in names)))
                     taken.update(names)
         for name, child in children:
@@ -123,97 +122,64 @@ class StandIns:
         model: the whole model, on fake tensors or the meta device.
         fake: mode of the copy's tensors.
         real: for each run, how many blocks stay.
-        log: log of the trace that the copy is made for.
 
     Attributes:
         model: the copy.
     """
 
-    def __init__(
-        self, model: nn.Module, fake: Any, device: torch.device, real: Mapping[BlockRun, int], log: AllocationLog
-    ) -> None:
+    def __init__(self, model: nn.Module, fake: Any, device: torch.device, real: Mapping[BlockRun, int]) -> None:
         modules = dict(model.named_modules())
-        self._passages = [_Passage(len(run.names), log) for run in real]
+        interfaces = {run: _Interface() for run in real}
         replaced: dict[nn.Module, nn.Module] = {}
-        for (run, number), passage in zip(real.items(), self._passages, strict=True):
+        for run, number in real.items():
             for name in run.left_out(number):
-                replaced[modules[name]] = _stand_in(modules[name], passage, run.names.index(name))
+                replaced[modules[name]] = _stand_in(modules[name], interfaces[run])
         self.model = without_memory(model, fake, device, replaced)
         self.left_out = {name for run, number in real.items() for name in run.left_out(number)}
-        for run, passage in zip(real, self._passages, strict=True):
-            for index, name in enumerate(run.names):
+        for run, interface in interfaces.items():
+            for name in run.names:
                 if name not in self.left_out:
-                    self.model.get_submodule(name).register_forward_hook(passage.recorder(index), with_kwargs=True)
+                    self.model.get_submodule(name).register_forward_hook(interface.record, with_kwargs=True)
 
     def named(self, names: Sequence[str]) -> list[nn.Module]:
         """Return the copies of the whole model's modules ``names``, without stand-ins and what was in them."""
         modules = dict(self.model.named_modules())
         return [modules[name] for name in names if name in modules and name not in self.left_out]
 
-    def check(self) -> None:
-        """Raise IrregularModel unless the blocks of each run were called equally often."""
-        for passage in self._passages:
-            if len(set(passage.calls)) != 1:
-                raise IrregularModel("the model does not call all of its equal blocks equally often")
 
-
-def _stand_in(block: nn.Module, passage: _Passage, index: int) -> nn.Module:
+def _stand_in(block: nn.Module, interface: _Interface) -> nn.Module:
     """Return a module with the class and the settings of ``block``, without its parts, that passes its input on."""
     made = copy.copy(block)
     for name, value in vars(block).items():
         if name in ("_parameters", "_buffers", "_modules") or (name.endswith("_hooks") and hasattr(value, "clear")):
             vars(made)[name] = type(value)()
-    vars(made)["forward"] = passage.stand_in(index)
+    vars(made)["forward"] = interface.forward
     return made
 
 
-class _Passage:
-    """Recorded interface of one run's blocks: which input each output resembles."""
+class _Interface:
+    """Interface of one run's blocks: which input each output resembles. ``BlockCalls`` has checked their calls."""
 
-    def __init__(self, blocks: int, log: AllocationLog) -> None:
-        self.calls = [0] * blocks
-        self._log = log
+    def __init__(self) -> None:
         self._made: tuple[list[Any], Any, list[tuple[Any, ...]]] | None = None
-        self._before: tuple[int, int, list[Any]] | None = None  # the call of the latest stand-in
 
-    def recorder(self, index: int) -> Callable[..., None]:
-        """Return a forward hook for the real block ``index`` of the run."""
+    def record(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Forward hook of the real blocks."""
+        if in_backward():  # recomputes a forward pass; nothing needs one of a stand-in
+            return
+        given, made = tree_flatten((args, kwargs))[0], tree_flatten(output)
+        self._made = [_source(each, given) for each in made[0]], made[1], [_layout(each) for each in made[0]]
 
-        def record(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if in_backward():  # recomputes a forward pass; nothing needs one of a stand-in
-                return
-            self.calls[index] += 1
-            given, made = tree_flatten((args, kwargs))[0], tree_flatten(output)
-            self._made = [_source(each, given) for each in made[0]], made[1], [_layout(each) for each in made[0]]
-
-        return record
-
-    def stand_in(self, index: int) -> Callable[..., Any]:
-        """Return the forward function of the stand-in for block ``index`` of the run."""
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if self._made is None:
-                raise IrregularModel("the model does not call its equal blocks in their order")
-            given = tree_flatten((args, kwargs))[0]
-            sources, shape, layouts = self._made
-            outputs = [given[source] if isinstance(source, int) else None for source in sources]
-            if [_layout(output) for output in outputs] != layouts:
-                raise IrregularModel("the outputs of equal blocks differ in shape")
-            if not in_backward():
-                self.calls[index] += 1
-                self._require_nothing_between(index, outputs)
-            return tree_unflatten(outputs, shape)
-
-        return forward
-
-    def _require_nothing_between(self, index: int, outputs: list[Any]) -> None:
-        """Check that the model does nothing else from one stand-in to the next: it would do so at another time if they
-        were blocks."""
-        now = [(id(each), each._version) for each in outputs if isinstance(each, Tensor)]
-        place = len(self._log.events)
-        if self._before is not None and self._before[0] == index - 1 and self._before[1:] != (place, now):
-            raise IrregularModel("the model has operations of its own between equal blocks")
-        self._before = index, place, now
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward function of the stand-ins."""
+        if self._made is None:
+            raise IrregularModel("the model does not call its equal blocks in their order")
+        given = tree_flatten((args, kwargs))[0]
+        sources, shape, layouts = self._made
+        outputs = [given[source] if isinstance(source, int) else None for source in sources]
+        if [_layout(output) for output in outputs] != layouts:
+            raise IrregularModel("the outputs of equal blocks differ in shape")
+        return tree_unflatten(outputs, shape)
 
 
 def _layout(value: Any) -> tuple[Any, ...]:
