@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.config.schema import StrategyKind
-from launcher.extensions.doctor.link_fit import Sample
 from launcher.plan.sync_policy import Collective, Layout
 from launcher.process import die_with_parent, exit_without_teardown
 from launcher.rundir.files import last_lines, read_json
@@ -43,6 +42,37 @@ _LEAST_TIMES, _MOST_TIMES, _REPEAT_S = 5, 20, 0.1
 _MEASURE_S = 3.0
 _RENDEZVOUS_S = 30
 _WITHIN_S = 180
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One measured collective.
+
+    Attributes:
+        payload_bytes: what one rank hands to it.
+        ranks, hosts: size of the group: all on one host, or one on each host.
+        groups: groups that ran at the same time and share the hosts' links; 1 inside a host.
+        seconds: on the slowest rank.
+    """
+
+    kind: Collective
+    payload_bytes: int
+    ranks: int
+    hosts: int
+    groups: int
+    seconds: float
+
+    def work(self, *, gloo: bool) -> tuple[int, float]:
+        """Return the steps in a row, and the bytes that a rank sends inside its host, or the link of a host carries.
+
+        A ring of W ranks passes an all-gather or a reduce-scatter on in W-1 steps, in which each rank sends (W-1)/W of
+        the payload; an all-reduce is both (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+        workstations", 2009). On CPUs the launcher itself runs all-gathers and reduce-scatters: each rank sends every
+        other rank its part at once (train/parallel/collectives.py).
+        """
+        passes = 2 if self.kind is Collective.all_reduce else 1
+        steps = 1 if gloo and passes == 1 else passes * (self.ranks - 1)
+        return steps, passes * self.groups * self.payload_bytes * (self.ranks - 1) / self.ranks
 
 
 @dataclass(frozen=True)
@@ -132,7 +162,7 @@ def _samples(worker: Worker) -> list[Sample]:
     for groups in group_shapes(worker.world // worker.workers, worker.workers):
         ranks = len(groups[0])
         hosts = len({rank // worker.workers for rank in groups[0]})
-        sharing = worker.workers * hosts // ranks if hosts > 1 else 1
+        sharing = worker.workers if hosts > 1 else 1
         group = _own_group(groups)
         for kind in KINDS:
             collective = _collective(kind, group, device)
@@ -146,16 +176,14 @@ def _samples(worker: Worker) -> list[Sample]:
 
 
 def group_shapes(hosts: int, workers: int) -> list[list[list[int]]]:
-    """Return the ranks of the groups that run at the same time, for each shape: the workers of each host; one worker
-    of each host; and all workers of all hosts."""
+    """Return the ranks of the groups that run at the same time, for each shape: the workers of each host, and one
+    worker of each host."""
     world = hosts * workers
     shapes: list[list[list[int]]] = []
     if workers > 1:
         shapes.append([list(range(first, first + workers)) for first in range(0, world, workers)])
     if hosts > 1:
         shapes.append([list(range(local, world, workers)) for local in range(workers)])
-    if workers > 1 and hosts > 1:
-        shapes.append([list(range(world))])
     return shapes
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from launcher.config.choices import WandbMode
 from launcher.config.schema import Device
-from launcher.extensions.doctor.bandwidth import KINDS
+from launcher.extensions.doctor.bandwidth import KINDS, Sample
 from launcher.extensions.doctor.check import Check, failure, ok, warning
-from launcher.extensions.doctor.link_fit import Level, Sample, fit_levels
 from launcher.extensions.doctor.probe import PACKAGES, Answer
 from launcher.launch.network import GLOO
 from launcher.plan.host import OWN_MEMORY
@@ -274,16 +276,8 @@ def links(answers: dict[int, Answer], device: str, *, hosts: int) -> list[Check]
         if hosts > 1 and measured:
             return [warning(name, "not measured: not all nodes reach each other", "See the lines above.")]
         return [ok(name, "one worker: no collectives")] if measured else []
-    checks: list[Check] = []
-    for level, where in zip(fit_levels(samples, gloo=device == "cpu"), levels, strict=True):
-        of_level = [sample for sample in samples if (sample.hosts == 1) == (where == levels[0])]
-        if of_level and level is None:
-            largest = max(sample.payload_bytes for sample in of_level)
-            found = f"too slow to measure more than {largest / 1024:,.0f} KiB"
-            checks.append(warning(where, found, "Check who else uses the machines, and the link itself (`ethtool`)."))
-        elif level is not None:
-            checks.append(_level(level, of_level, where, device))
-    return checks
+    of_level = [[one for one in samples if (one.hosts == 1) == (where == levels[0])] for where in levels]
+    return [_level(some, where, device) for some, where in zip(of_level, levels, strict=True) if some]
 
 
 def samples_of(answers: dict[int, Answer]) -> list[Sample]:
@@ -292,18 +286,60 @@ def samples_of(answers: dict[int, Answer]) -> list[Sample]:
     return [value_from_json(Sample, sample) for sample in next((samples for samples in found if samples), ())]
 
 
-def _level(level: Level, samples: list[Sample], where: str, device: str) -> Check:
+# payloads that show the latency, and those that show the bandwidth and count for the error
+_SMALL_BYTES, _LARGE_BYTES = 2**14, 2**20
+_LEAST_ERROR = 0.03
+_ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Seconds of one step of a kind of collective, bytes per second, and the relative errors of large ``samples``."""
+
+    latency_s: float
+    bytes_per_s: float
+    errors: tuple[float, ...]
+
+
+def fit_rate(samples: Sequence[Sample], *, gloo: bool) -> Rate | None:
+    """Return the latency and bandwidth of one kind; None if the payloads were all small, or all large.
+
+    Medians of what single measurements give: small payloads the latency, large ones the bandwidth. Unlike least
+    squares, a measurement during which another process had the machine does not move them, nor do payloads between,
+    which buffers on the way may hold.
+    """
+    small = [(*one.work(gloo=gloo), one.seconds) for one in samples if one.payload_bytes <= _SMALL_BYTES]
+    large = [(*one.work(gloo=gloo), one.seconds) for one in samples if one.payload_bytes >= _LARGE_BYTES]
+    if not small or not large:
+        return None
+    latency_s = second_per_byte = 0.0
+    for _ in range(_ROUNDS):  # each needs the other
+        latency_s = max(0.0, median((seconds - moved * second_per_byte) / steps for steps, moved, seconds in small))
+        # if the small ones were measured on a busy machine, at least half of the time is still that of the bytes
+        second_per_byte = median(
+            max(seconds - steps * latency_s, seconds / 2) / moved for steps, moved, seconds in large
+        )
+    errors = (abs(seconds / (steps * latency_s + moved * second_per_byte) - 1) for steps, moved, seconds in large)
+    return Rate(latency_s, 1 / second_per_byte, tuple(errors))
+
+
+def _level(samples: list[Sample], where: str, device: str) -> Check:
     """Return the check of one level: the rates of a rank inside a host, and of a host's link between hosts."""
     library = "NCCL" if device == "cuda" else "gloo"
-    names = [kind.value.replace("_", "-") for kind in KINDS]
-    kinds = [level.for_kind(kind) for kind in KINDS]
-    rates = ", ".join(f"{name} {8e-9 * rate.bytes_per_s:,.3g}" for name, rate in zip(names, kinds, strict=True))
-    latencies = ", ".join(f"{rate.latency_s * 1e3:,.2g}" for rate in kinds)
-    whose = "of a host's link" if samples[0].hosts > 1 else "of a worker"
     largest = max(sample.payload_bytes for sample in samples)
-    found = f"{rates} Gbit/s {whose}; {latencies} ms a step; fits within {level.error:.0%} "
+    fits = [fit_rate([one for one in samples if one.kind is kind], gloo=library == "gloo") for kind in KINDS]
+    if fits[0] is None:
+        found = f"too slow to measure more than {largest / 1024:,.0f} KiB"
+        return warning(where, found, "Check who else uses the machines, and the link itself (`ethtool`).")
+    names, rates = [kind.value.replace("_", "-") for kind in KINDS], [rate or fits[0] for rate in fits]
+    speeds = ", ".join(f"{name} {8e-9 * rate.bytes_per_s:,.3g}" for name, rate in zip(names, rates, strict=True))
+    latencies = ", ".join(f"{rate.latency_s * 1e3:,.2g}" for rate in rates)
+    errors = sorted(error for rate in fits if rate is not None for error in rate.errors)
+    error = max(_LEAST_ERROR, errors[math.ceil(0.9 * len(errors)) - 1])  # 90% of the large samples do not exceed it
+    whose = "of a host's link" if samples[0].hosts > 1 else "of a worker"
+    found = f"{speeds} Gbit/s {whose}; {latencies} ms a step; fits within {error:.0%} "
     found += f"({library}, up to {largest / 2**20:,.3g} MiB)"
-    if level.error > _VARIES:
+    if error > _VARIES:
         remedy = "Run it again while nothing else uses the machines."
         return warning(where, f"{found}: the times vary too much", remedy)
     return ok(where, found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,9 @@ import pytest
 from launcher.config.choices import WandbMode
 from launcher.config.schema import ClusterConfig, Config, Device
 from launcher.extensions.doctor import host_checks, slurm_checks
-from launcher.extensions.doctor.bandwidth import KINDS
+from launcher.extensions.doctor.bandwidth import KINDS, Sample
 from launcher.extensions.doctor.check import Check, CheckState, exit_status, failure, merge, ok, warning
 from launcher.extensions.doctor.examination import judge_hosts
-from launcher.extensions.doctor.link_fit import Level, Links
 from launcher.extensions.doctor.slurm_checks import ProbeJob
 from launcher.launch.slurm.client import SlurmJob
 from launcher.plan.host import Partition
@@ -227,32 +227,29 @@ def measured(world: int, **fields: Any) -> dict[str, Any]:
     return {"bandwidth": {"world": world, "gpus": 0, "samples": [], **fields}}
 
 
-def samples(links: Links, *shapes: tuple[int, int, int]) -> list[dict[str, Any]]:
-    """Return what workers measure on ``links``. ``shapes``: ranks, hosts and groups."""
-    return [
-        {
-            "kind": kind.value, "payload_bytes": size, "ranks": ranks, "hosts": hosts, "groups": groups,
-            "seconds": links.seconds(kind, size, ranks=ranks, hosts=hosts, groups=groups),
-        }
-        for ranks, hosts, groups in shapes for kind in KINDS for size in (2**10, 2**16, 2**22)
-    ]  # fmt: skip
+def samples(latency_s: float, bytes_per_s: float, ranks: int, hosts: int, groups: int = 1) -> list[dict[str, Any]]:
+    """Return what workers measure on links with this latency and bandwidth."""
+    found: list[dict[str, Any]] = []
+    for kind, size in itertools.product(KINDS, (2**10, 2**16, 2**22)):
+        fields = {"payload_bytes": size, "ranks": ranks, "hosts": hosts, "groups": groups}
+        steps, moved = Sample(kind=kind, seconds=0.0, **fields).work(gloo=True)
+        found.append({"kind": kind.value, "seconds": steps * latency_s + moved / bytes_per_s, **fields})
+    return found
 
 
 def test_links() -> None:
-    inside = Level(latency_s=1e-4, bytes_per_s=1e9, error=0.0)
-    between = Level(latency_s=2e-3, bytes_per_s=0.12e9, error=0.0)
-    model = Links(inside=inside, between=between, gloo=True)
-    one = measured(2, samples=samples(model, (2, 2, 1)))
+    inside, between = (1e-4, 1e9), (2e-3, 0.12e9)
+    one = measured(2, samples=samples(*between, 2, 2))
     (check,) = host_checks.links(two(one, one), "cpu", hosts=2)
     has(check, CheckState.ok, "all-reduce 0.96, all-gather 0.96, reduce-scatter 0.96 Gbit/s of a host's link")
     has(check, CheckState.ok, "2, 2, 2 ms a step; fits within 3% (gloo, up to 4 MiB)")
     assert check.name == "between hosts"
-    # groups of all ranks take nine times as long as the levels say
-    busy = [sample | {"ranks": 4, "seconds": 9 * sample["seconds"]} for sample in one["bandwidth"]["samples"]]
-    varying = measured(4, samples=[*one["bandwidth"]["samples"], *busy])
+    # half of the times are nine times as long as the others
+    busy = [sample | {"seconds": 9 * sample["seconds"]} for sample in one["bandwidth"]["samples"]]
+    varying = measured(2, samples=[*one["bandwidth"]["samples"], *busy])
     (check,) = host_checks.links(two(varying, varying), "cpu", hosts=2)
     has(check, CheckState.warning, "the times vary too much", "Run it again")
-    several = measured(4, samples=samples(model, (2, 1, 1), (2, 2, 2), (4, 2, 1)))
+    several = measured(4, samples=[*samples(*inside, 2, 1), *samples(*between, 2, 2, 2)])
     within, across = host_checks.links(two(several, several), "cpu", hosts=2)
     assert (within.name, across.name) == ("inside a host", "between hosts")
     has(
