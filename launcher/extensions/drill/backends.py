@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from functools import partial
-from typing import Protocol
 
 from launcher.errors import EXIT_DONE, EXIT_RESUMABLE, SiteError, UserError
 from launcher.extensions.drill.processes import describe, describe_survivors, kill_all, kill_rank, processes_of
@@ -25,45 +24,6 @@ from launcher.runs import control
 from launcher.runs.status import ACTIVE, RunState
 
 
-class Backend(Protocol):
-    """Backend of a drill, which handles one run at a time.
-
-    Attributes:
-        kinds: interruptions that the backend can make.
-        resumed_by_hand: those after which the run must be resumed by `launch resume`.
-        least_remaining_s: seconds of training that must remain after an interruption, so that it is not too late.
-        queues: a run may wait in a queue, so there is no limit on the time until its next step.
-    """
-
-    kinds: tuple[Interruption, ...]
-    resumed_by_hand: tuple[Interruption, ...]
-    least_remaining_s: float
-    queues: bool
-
-    def start(self, plan: RunPlan, yaml: str) -> None:
-        """Make the run's directory and start the run. ``yaml``: text of its config.yaml."""
-        ...
-
-    def interrupt(self, kind: Interruption) -> str:
-        """Interrupt the run. Return a description of what was done; empty if no process was left."""
-        ...
-
-    def resume(self) -> None: ...
-    def ended(self) -> bool: ...
-
-    def problem(self, kind: Interruption | None) -> str:
-        """Return what is wrong with the end of a run that ``kind``, or None, interrupted; empty if nothing is."""
-        ...
-
-    def leftovers(self) -> list[str]:
-        """Return the processes that a finished run left behind, after some time in which they may end."""
-        ...
-
-    def abandon(self) -> None:
-        """End the run in any state."""
-        ...
-
-
 def _failure(paths: RunPaths, otherwise: str) -> str:
     """Return the error in the run's summary; ``otherwise`` if there is none."""
     failure = (read_json(paths.summary) or {}).get("failure")
@@ -76,7 +36,15 @@ _LEAVES_WITHIN_S = 15
 
 
 class LocalBackend:
-    """Backend for this machine: each start is a `launch resume` process, as a user would type it."""
+    """Backend for this machine, which handles one run at a time: each start is a `launch resume` process, as a user
+    would type it.
+
+    Attributes:
+        kinds: interruptions that the backend can make.
+        resumed_by_hand: those after which the run must be resumed by `launch resume`.
+        least_remaining_s: seconds of training that must remain after an interruption, so that it is not too late.
+        queues: a run may wait in a queue, so there is no limit on the time until its next step.
+    """
 
     kinds: tuple[Interruption, ...] = (Interruption.preempt, Interruption.worker, Interruption.tree)
     resumed_by_hand: tuple[Interruption, ...] = (Interruption.preempt, Interruption.tree)
@@ -84,6 +52,7 @@ class LocalBackend:
     queues = False
 
     def start(self, plan: RunPlan, yaml: str) -> None:
+        """Make the run's directory and start the run. ``yaml``: text of its config.yaml."""
         local.create(plan, yaml)
         self.plan = plan
         self.resume()
@@ -102,6 +71,7 @@ class LocalBackend:
             )
 
     def interrupt(self, kind: Interruption) -> str:
+        """Interrupt the run. Return a description of what was done; empty if no process was left."""
         plan = self.plan
         if kind is Interruption.preempt:
             self._launch.send_signal(signal.SIGUSR2)
@@ -117,6 +87,7 @@ class LocalBackend:
         return self._launch.poll() is not None
 
     def problem(self, kind: Interruption | None) -> str:
+        """Return what is wrong with the end of a run that ``kind``, or None, interrupted; empty if nothing is."""
         expected = EXIT_DONE
         if kind is not None:
             expected = {Interruption.preempt: EXIT_RESUMABLE, Interruption.tree: -signal.SIGKILL}.get(kind, EXIT_DONE)
@@ -127,10 +98,12 @@ class LocalBackend:
         return f"`launch` left with status {status} instead of {expected}: {error}"
 
     def leftovers(self) -> list[str]:
+        """Return the processes that a finished run left behind, after some time in which they may end."""
         wait_until(lambda: not processes_of(self.plan.run.id), _LEAVES_WITHIN_S + self.plan.cluster.grace_s)
         return [describe(process) for process in processes_of(self.plan.run.id)]
 
     def abandon(self) -> None:
+        """End the run in any state."""
         _, left = kill_all(self.plan.run.id)
         if left:  # only print: an exception is propagating already and must not be replaced
             print(f"launch drill: {describe_survivors(left)}", file=sys.stderr)
@@ -227,3 +200,6 @@ class SlurmBackend:
                 control.cancel_runs([run], lambda _: None)
             except UserError:  # it is over, or Slurm does not answer; the propagating exception names the job
                 client.ask("scancel", self._job, check=False)
+
+
+Backend = LocalBackend | SlurmBackend
