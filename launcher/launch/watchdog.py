@@ -24,9 +24,8 @@ from typing import Self
 
 from launcher import heartbeat
 from launcher.launch import hang_verdict
-from launcher.launch.hang_verdict import Hang, RankState
+from launcher.launch.hang_verdict import Hang, RankState, Stacks, request_all_stacks
 from launcher.launch.rendezvous import AgentStore, StoreLost
-from launcher.launch.stacks import Stacks, request_all_stacks
 from launcher.plan.launch_plan import HostPosition
 from launcher.plan.run_plan import RunPlan
 from launcher.process import has_variable, living_children, wait_until

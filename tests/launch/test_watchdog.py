@@ -14,9 +14,8 @@ import pytest
 from launcher import heartbeat
 from launcher.heartbeat import Heartbeat, Phase, Wait
 from launcher.launch import watchdog
-from launcher.launch.hang_verdict import Hang
+from launcher.launch.hang_verdict import Hang, Stacks
 from launcher.launch.rendezvous import ALONE, AgentStore
-from launcher.launch.stacks import Stacks
 from launcher.launch.watchdog import HangWatch
 from launcher.rundir import history
 from tests.helpers import make_plan
