@@ -94,6 +94,8 @@ def _keys(group: str, schema: type[Any], options: Mapping[str, Mapping[str, Any]
         name, hint, meaning = key_of(field), hints[field.name], meanings[field.name]
         of_hint: dict[str, Any] = {"type": type_text(hint), "values": values_of(hint), "meaning": meaning}
         if field.name == "kind":
+            if hint is str:  # packages add kinds
+                of_hint |= {"type": ", ".join(options), "values": tuple(options)}
             yield Key(name=group, default=_selected()[group], options=tuple(options), **of_hint)
         elif name == "*":
             yield Key(name=f"{group}.ARGUMENT", **of_hint)
@@ -268,7 +270,8 @@ def _of_group(group: Group) -> dict[str, Any]:
 
 def _of_key(key: Key, hint: Any) -> dict[str, Any]:
     default = f" Default: {key.default_text}." if key.default_text else ""
-    return {"description": f"{key.meaning}{default}", "anyOf": [*_forms(hint), {"type": "null"}, _INTERPOLATION]}
+    forms = [{"enum": [*key.values]}] if hint is str and key.values else _forms(hint)
+    return {"description": f"{key.meaning}{default}", "anyOf": [*forms, {"type": "null"}, _INTERPOLATION]}
 
 
 def _forms(hint: Any) -> list[dict[str, Any]]:
