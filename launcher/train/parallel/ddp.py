@@ -43,6 +43,7 @@ class Ddp(Parallel):
         self._order = self._first_order()
         self._strategy, self._device = strategy, device
         self._compression = _compression(strategy, model, self.meter)
+        self._keeps_residue = strategy.compress.keeps_residue  # without a call for each bucket
         # blocks that are compiled one by one are reduced one by one without this
         self._compiled, self._reduces = compiled, False
         self._zeroed: list[int] = []  # versions of the gradients when they were set to zero
@@ -74,7 +75,7 @@ class Ddp(Parallel):
 
     def _hook(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # noqa: ARG002
         gradients = bucket.buffer()
-        if not self._strategy.compress.keeps_residue:  # what it sends differs from the ranks' gradients
+        if not self._keeps_residue:  # what it sends differs from the ranks' gradients
             self.local_norm.take([gradients])
         timer = self.meter.start_timer()
         sent, payload, collectives = self._compression.reduce(bucket, self.averaged_over)
