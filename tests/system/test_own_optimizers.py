@@ -11,7 +11,10 @@ from tests.conftest import Launch
 from tests.infra.checkpoints import assert_same_tensors, tensors
 from tests.infra.runs import OWN, records
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("project")]
+pytestmark = [
+    pytest.mark.slow, pytest.mark.usefixtures("project"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),  # checkpoints are read in this process alone
+]  # fmt: skip
 
 
 def test_several_optimizers_are_resumed(launch: Launch, project: Path) -> None:
@@ -94,7 +97,6 @@ def test_what_only_the_workers_find_is_wrong_input_too(project: Path, launch: La
     assert ("wrong.py" in done.stderr) == (task == "Raises"), "the user's frames"
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_arguments_of_a_group_change_on_resume_if_forced(project: Path, launch: Launch) -> None:
     job = (*OWN, "optimizer=sgd", "optimizer.groups=[{match: '0.weight', lr: 0.1}]", "checkpoint.every=1")
     assert launch("train", *job, "train.steps=2").returncode == 0
