@@ -1,0 +1,1 @@
+"""batch.norm=window: BatchNorm over all samples of a window."""
