@@ -54,7 +54,20 @@ Float8Recipe = StrEnum(
 )
 Parameters = StrEnum("Parameters", {"fp32": "fp32", "keep": "keep"})
 ShortWindow = StrEnum("ShortWindow", {"exact": "exact", "drop": "drop"})
-Norm = StrEnum("Norm", {"leave": "leave", "sync": "sync", "freeze": "freeze", "window": "window"})
+
+
+class Norm(StrEnum):
+    leave = "leave"
+    sync = "sync"
+    freeze = "freeze"
+    add_values(vars(), "batch.norm")
+
+    @property
+    def looks_ahead(self) -> bool:
+        """True for one of an installed package: the statistics are those of the window, known before it runs."""
+        return is_added("batch.norm", self)
+
+
 Balance = StrEnum("Balance", {"none": "none", "length": "length"})
 OnOom = StrEnum("OnOom", {"stop": "stop", "shrink": "shrink"})
 OnNonfinite = StrEnum("OnNonfinite", {"stop": "stop", "skip": "skip"})

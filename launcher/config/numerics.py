@@ -2,7 +2,8 @@
 
 An entry point ``KEY.VALUE = "package.module:name"`` adds ``KEY=VALUE``: ``precision.NAME`` a ``FloatFormat``
 (launcher/plan/float_format.py), ``strategy.compress.NAME`` a function that makes a ``Compression``
-(launcher/train/parallel/ddp.py).
+(launcher/train/parallel/ddp.py), ``batch.norm.NAME`` a function that makes a ``Normaliser`` which looks ahead over each
+window (launcher/train/parallel/batchnorm.py).
 """
 
 from __future__ import annotations

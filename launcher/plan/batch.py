@@ -353,10 +353,10 @@ def _nearest_divisors(value: int, target: int) -> list[int]:
     return [*[d for d in divisors if d < target][-1:], *[d for d in divisors if d > target][:1]]
 
 
-def norm_of_window_loss() -> ConfigError:
-    """Return the error for batch.norm=window with accumulation and a task that has ``window_loss``, which both need
-    passes of their own over the window."""
+def norm_of_window_loss(norm: Norm) -> ConfigError:
+    """Return the error for a ``batch.norm`` that looks ahead, with accumulation and a task that has ``window_loss``,
+    which both need passes of their own over the window."""
     return ConfigError(
-        "batch.norm", Norm.window, "does not work with a task that has window_loss and accumulation.",
+        "batch.norm", norm, "does not work with a task that has window_loss and accumulation.",
         "Use batch.norm=sync, or batch.accumulation=1.",
     )  # fmt: skip

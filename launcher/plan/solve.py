@@ -66,9 +66,9 @@ def require_possible(batch: Batch, recompute: Recompute) -> None:
     """Check that recomputed activations do not enter a window's BatchNorm statistics twice.
 
     Raises:
-        ConfigError: batch.norm=window with accumulation and strategy.recompute.
+        ConfigError: passes ahead over a window with strategy.recompute.
     """
-    if batch.norm is Norm.window and batch.accumulation > 1 and recompute is not Recompute.none:
+    if batch.norm.looks_ahead and batch.accumulation > 1 and recompute is not Recompute.none:
         raise ConfigError(
             "batch.norm", batch.norm, f"does not work with strategy.recompute={recompute.value}.",
             "Leave strategy.recompute out, or use batch.norm=sync.",
@@ -85,10 +85,10 @@ def what_norms_do(layers: int, batch: Batch) -> str | None:
     seen = batch.micro_size if batch.norm is Norm.leave else batch.unit
     if seen == batch.global_size:
         return f"{who}: batch.norm={batch.norm.value}, statistics of the whole window, which is one micro-batch."
-    if batch.norm is Norm.window:
+    if batch.norm.looks_ahead:
         return (
-            f"{who}: batch.norm=window, exact statistics of each window: every micro-batch runs at least {2 * layers} "
-            "times more (docs/explanations/batchnorm.md)."
+            f"{who}: batch.norm={batch.norm.value}, exact statistics of each window: every micro-batch runs "
+            f"at least {2 * layers} times more (docs/explanations/batchnorm.md)."
         )
     if batch.norm is Norm.sync and batch.world_size == 1:
         return f"{who}: batch.norm=sync has no effect on one rank; use window (docs/explanations/batchnorm.md)."
@@ -225,8 +225,8 @@ def _on_cluster(
         own_batch, own_strategy = batch.of_site(outer.sites), strategy_of_site(config.strategy, outer)
     strategy = solve_strategy(own_strategy, own_batch, cluster, precision, task)
     require_possible(batch, strategy.recompute)
-    if task.window_loss and batch.norm is Norm.window and batch.accumulation > 1:
-        raise norm_of_window_loss()
+    if task.window_loss and batch.norm.looks_ahead and batch.accumulation > 1:
+        raise norm_of_window_loss(batch.norm)
     if batch.on_oom is OnOom.shrink and batch.micro_size > 1:
         cluster = dataclasses.replace(
             cluster, max_restarts=max(cluster.max_restarts, (batch.micro_size - 1).bit_length())

@@ -179,7 +179,7 @@ def _loss_form(reference: Reference, samples: Sequence[Any]) -> Iterator[Hazard]
 
 def _batch_norm(reference: Reference) -> Iterator[Hazard]:
     description = what_norms_do(len(batch_norms(reference.model)), reference.plan.batch)
-    if description is None or reference.plan.batch.norm in (Norm.freeze, Norm.window):
+    if description is None or (norm := reference.plan.batch.norm) is Norm.freeze or norm.looks_ahead:
         return
     yield Hazard(
         name="BatchNorm",
@@ -221,7 +221,7 @@ def _relative_difference(one: ReferenceWindow, two: ReferenceWindow) -> float:
 
 def _changed_buffers(reference: Reference) -> list[str]:
     buffers = dict(reference.model.named_buffers())
-    if reference.plan.batch.norm is Norm.window:  # the engine's layers count windows; these count micro-batches
+    if reference.plan.batch.norm.looks_ahead:  # the engine's layers count windows; these count micro-batches
         for layer, module in batch_norms(reference.model).items():
             for name, _ in module.named_buffers(layer, recurse=False):
                 buffers.pop(name, None)

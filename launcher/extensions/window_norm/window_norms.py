@@ -17,27 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from launcher.config.schema import Norm, Sync
 from launcher.errors import TaskError
-from launcher.plan.run_plan import RunPlan
 from launcher.train.data.loader import MicroBatch
 from launcher.train.engine.preserved_state import PreservedState
 from launcher.train.parallel.base import Parallel
-from launcher.train.parallel.batchnorm import (
-    Norms,
-    PlainNorms,
-    RankNorms,
-    Ranks,
-    Statistics,
-    batch_norms,
-    freeze,
-    gradient_sums,
-    install,
-    normalise,
-    require_replaceable,
-    sums_of,
-    track,
-)
+from launcher.train.parallel.batchnorm import Ranks, Statistics, gradient_sums, normalise, sums_of, track
 from launcher.train.parallel.mixed_precision import in_backward
 from launcher.train.precision import Precision
 
@@ -221,25 +205,3 @@ class WindowNorms:
         for call in self._calls:
             assert call.statistics is not None
             track(call.layer, call.statistics)
-
-
-def norms_of(plan: RunPlan, parallel: Parallel, precision: Precision, device: torch.device) -> Norms:
-    """Apply ``batch.norm`` to the model's BatchNorm layers, and return their handling.
-
-    Raises:
-        ConfigError, TaskError: it cannot be applied to this model.
-    """
-    module, norm = parallel.module, plan.batch.norm
-    if norm is not Norm.leave:
-        require_replaceable(module, plan)
-    if norm is Norm.freeze:
-        freeze(module)
-    if norm in (Norm.leave, Norm.freeze) or not batch_norms(module):
-        return PlainNorms()
-    ranks = Ranks(parallel.meter, plan.batch.world_size)
-    if norm is Norm.sync or plan.batch.accumulation == 1:  # then a window is one micro-batch of all ranks
-        norms = RankNorms(ranks)
-    else:
-        norms = WindowNorms(ranks, parallel, precision, device, plan.strategy.sync is Sync.gather_once)
-    install(module, norms)
-    return norms

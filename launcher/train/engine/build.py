@@ -20,10 +20,9 @@ from launcher.train.checkpoint.initial import InitialValues
 from launcher.train.data.randomness import random_state, restore_random_state
 from launcher.train.engine.modes import start_training
 from launcher.train.engine.preserved_state import ChangingParameters, PreservedState
-from launcher.train.engine.window_batchnorm import norms_of
 from launcher.train.optimizers import as_one, set_mode
 from launcher.train.parallel.base import Parallel, ShardUnits
-from launcher.train.parallel.batchnorm import Norms
+from launcher.train.parallel.batchnorm import Norms, norms_of
 from launcher.train.parallel.deferred_init import InitialShards, build_for_shards
 from launcher.train.parallel.mixed_precision import set_format
 from launcher.train.parallel.model_check import require_trainable

@@ -47,7 +47,6 @@ from launcher.train.engine.loss_terms import LossWatch
 from launcher.train.engine.loss_trial import LossTrial
 from launcher.train.engine.optimizer_step import Counters, OptimizerStep, TrainedParameters
 from launcher.train.engine.window import CurrentWindow, Forward, Stage, WindowPass
-from launcher.train.engine.window_batchnorm import WindowNorms
 from launcher.train.engine.window_outputs import WindowOutputs
 from launcher.train.engine.window_totals import ReducedTotals, StepResult, WindowLoss, WindowTotals
 from launcher.train.measure.noise_scale import Noise, NoiseScale
@@ -367,7 +366,7 @@ class Engine:
         if not (first_window or due):
             return micro_batches
         trial, current = LossTrial(self._parts), self._current
-        possible = current.forward is not None and not isinstance(self._norms, WindowNorms) and trial.possible
+        possible = current.forward is not None and self._parts.norms.look_ahead is None and trial.possible
         if not possible:
             return micro_batches
         first = next(micro_batches)

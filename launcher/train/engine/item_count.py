@@ -20,7 +20,6 @@ from launcher.train.data.loader import MicroBatch
 from launcher.train.engine.build import EngineParts
 from launcher.train.engine.oom import WindowAbandoned
 from launcher.train.engine.preserved_state import PreservedState
-from launcher.train.engine.window_batchnorm import WindowNorms
 from launcher.train.engine.window_totals import WindowLoss
 
 # batch -> number of items of each term
@@ -55,7 +54,7 @@ class ItemCount:
         a plain loss."""
         if self._loss.plain:
             return None
-        ahead = count > 1 or isinstance(self._norms, WindowNorms)  # whose passes need the terms' weights
+        ahead = count > 1 or self._norms.look_ahead is not None  # whose passes need the terms' weights
         return ahead and self._loss.several and self._loss.counted is None
 
     def save(self, *, possible: bool) -> None:

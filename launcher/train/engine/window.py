@@ -22,7 +22,6 @@ from launcher.train.engine.build import EngineParts
 from launcher.train.engine.item_count import ItemCount, Items
 from launcher.train.engine.optimizer_step import OptimizerStep
 from launcher.train.engine.preserved_state import PreservedState
-from launcher.train.engine.window_batchnorm import WindowNorms
 from launcher.train.engine.window_outputs import WindowOutputs
 from launcher.train.engine.window_totals import WindowTotals
 from launcher.train.parallel.replicas import Buffers
@@ -83,6 +82,7 @@ class CurrentWindow:
     ) -> None:
         plan, self._device = parts.plan, parts.device
         self._parallel, self._precision, self._norms = parts.parallel, parts.precision, parts.norms
+        self._norm = plan.batch.norm
         self._buffers, self._optimizer_step, self._count, self._outputs = buffers, optimizer_step, count, outputs
         self._may_abandon = oom.can_abandon(plan, self._norms) and not outputs.exchanges
         self._saves = self._may_abandon or plan.train.on_nonfinite is OnNonfinite.skip
@@ -123,12 +123,12 @@ class CurrentWindow:
         that windows may need ahead.
 
         Raises:
-            ConfigError: ``batch.norm=window`` without the forward pass.
+            ConfigError: a ``batch.norm`` that looks ahead, without the forward pass.
         """
-        if forward is None and isinstance(self._norms, WindowNorms):
+        if forward is None and self._norms.look_ahead is not None:
             raise ConfigError(
-                "batch.norm", "window", "runs each micro-batch several times, and this loop's own forward pass is not "
-                "known to the engine.",
+                "batch.norm", self._norm, "runs each micro-batch several times, and this loop's own forward pass is "
+                "not known to the engine.",
                 "Give it: engine.windows(..., forward=function of (model, batch) that returns loss_sum and items); or "
                 "use batch.norm=sync.",
             )  # fmt: skip
@@ -138,8 +138,8 @@ class CurrentWindow:
             calibration._replace(prepare=functools.partial(self._calibrate, calibration.prepare)),
             WindowPass(self._count.due, functools.partial(self._count.count, run=self.run_unwrapped)),
         ]
-        if isinstance(self._norms, WindowNorms):
-            self.passes.append(WindowPass(lambda _: True, functools.partial(self._look_ahead, self._norms)))
+        if (look_ahead := self._norms.look_ahead) is not None:
+            self.passes.append(WindowPass(lambda _: True, functools.partial(self._look_ahead, look_ahead)))
         if self._outputs.active:
             rows = functools.partial(self._run_copy, self._outputs.outputs, self._parallel.module)
             self.passes.append(
@@ -178,11 +178,11 @@ class CurrentWindow:
         self.start()
         self.started -= self.data_s
 
-    def _look_ahead(self, norms: WindowNorms, ahead: list[MicroBatch]) -> None:
-        norms.look_ahead(ahead, self._scaled_loss, self._preserve())
+    def _look_ahead(self, look_ahead: Callable[..., None], ahead: list[MicroBatch]) -> None:
+        look_ahead(ahead, self._scaled_loss, self._preserve())
         if self._count.due(len(ahead)):  # the first passes of a process show that the loss has several terms
             self._count.count(ahead, self.run_unwrapped)
-            norms.look_ahead(ahead, self._scaled_loss, self._preserve())
+            look_ahead(ahead, self._scaled_loss, self._preserve())
 
     def fetch(self, micro_batches: Iterator[MicroBatch]) -> MicroBatch:
         """Wait for the next micro-batch, and return it."""

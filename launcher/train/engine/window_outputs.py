@@ -36,7 +36,6 @@ from launcher.train.data.randomness import random_state, restore_random_state
 from launcher.train.engine.build import EngineParts
 from launcher.train.engine.foreign_leaves import leaves_of
 from launcher.train.engine.loss_terms import require_terms
-from launcher.train.engine.window_batchnorm import WindowNorms
 from launcher.train.measure.observer import EndedWindow
 from launcher.train.world import World
 
@@ -84,14 +83,14 @@ class WindowOutputs:
         active: the task has these methods.
 
     Raises:
-        ConfigError: the task has them, and ``batch.norm=window`` needs other passes over the window.
+        ConfigError: the task has them, and ``batch.norm`` needs other passes over the window.
     """
 
     def __init__(self, parts: EngineParts) -> None:
         self._task: Any = parts.owner
         self.active = has_window_loss(self._task)
-        if self.active and isinstance(parts.norms, WindowNorms):
-            raise norm_of_window_loss()
+        if self.active and parts.norms.look_ahead is not None:
+            raise norm_of_window_loss(parts.plan.batch.norm)
         self._parallel, self._precision, self._norms = parts.parallel, parts.precision, parts.norms
         self._preserve = parts.preserve
         self._world, self._device, self._seed = parts.world, parts.device, parts.plan.train.seed

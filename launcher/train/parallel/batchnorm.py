@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,14 +19,17 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from launcher.config.schema import Norm, ShortWindow
+from launcher.config.numerics import added_value
+from launcher.config.schema import Norm, ShortWindow, Sync
 from launcher.errors import ConfigError, TaskError
 from launcher.plan.batch import ways_out_of_one_value
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import Collective
 from launcher.plan.windows import ANY_NUMBER, Windows
 from launcher.train.measure.comm_meter import Meter
+from launcher.train.parallel.base import Parallel
 from launcher.train.parallel.mixed_precision import in_backward
+from launcher.train.precision import Precision
 
 
 @dataclass
@@ -180,6 +183,12 @@ class Ranks:
 class Norms(Protocol):
     """Calls by which the engine announces micro-batches and steps to the handling of BatchNorm."""
 
+    @property
+    def look_ahead(self) -> Callable[[Sequence[Any], Callable[[Any], Tensor], Any], None] | None:
+        """Passes over a whole window before its first micro-batch runs: (micro-batches, function that returns the
+        scalar of a micro-batch's backward pass, state to restore after each pass); None: there are none."""
+        ...
+
     def micro_batch(self, *, counts: bool) -> None:
         """Prepare for the next micro-batch of a window. ``counts``: its samples enter the statistics."""
         ...
@@ -204,6 +213,8 @@ class Normaliser(Norms, Protocol):
 class PlainNorms:
     """Handling of ``leave``, ``freeze``, and models without BatchNorm: nothing depends on other micro-batches."""
 
+    look_ahead = None
+
     def micro_batch(self, *, counts: bool) -> None: ...
     def trial(self, *, alone: bool) -> None: ...
     def track(self) -> None: ...
@@ -212,6 +223,8 @@ class PlainNorms:
 class RankNorms:
     """Handling of ``sync``: each micro-batch is normalised by its statistics over all ranks. torch's SyncBatchNorm does
     the same, but supports neither CPUs nor ranks whose samples do not count."""
+
+    look_ahead = None
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -301,3 +314,27 @@ def require_replaceable(model: nn.Module, plan: RunPlan) -> None:
                 f"batch.norm=freeze: {name} has no running statistics (track_running_stats=False).\n"
                 "  Use another batch.norm, or let the layer track them."
             )
+
+
+def norms_of(plan: RunPlan, parallel: Parallel, precision: Precision, device: torch.device) -> Norms:
+    """Apply ``batch.norm`` to the model's BatchNorm layers, and return their handling.
+
+    Raises:
+        ConfigError, TaskError: it cannot be applied to this model.
+    """
+    module, norm = parallel.module, plan.batch.norm
+    if norm is not Norm.leave:
+        require_replaceable(module, plan)
+    if norm is Norm.freeze:
+        freeze(module)
+    if norm in (Norm.leave, Norm.freeze) or not batch_norms(module):
+        return PlainNorms()
+    ranks = Ranks(parallel.meter, plan.batch.world_size)
+    norms: Normaliser
+    if norm is Norm.sync or plan.batch.accumulation == 1:  # then a window is one micro-batch of all ranks
+        norms = RankNorms(ranks)
+    else:
+        made = added_value("batch.norm", norm)
+        norms = made(ranks, parallel, precision, device, plan.strategy.sync is Sync.gather_once)
+    install(module, norms)
+    return norms

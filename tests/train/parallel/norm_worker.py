@@ -52,7 +52,7 @@ def far(mine: Tensor, wanted: Tensor) -> float:
 
 def groups(plan: RunPlan, indices: list[int]) -> list[list[int]]:
     """The samples of a window that are normalised together."""
-    if plan.batch.norm in (Norm.window, Norm.freeze):
+    if plan.batch.norm is Norm.freeze or plan.batch.norm.looks_ahead:
         return [indices]
     shares = [share_of_window(len(indices), plan.batch, rank) for rank in range(plan.batch.world_size)]
     of_slots = [[[indices[i] for i in share] for share in slot] for slot in zip(*shares, strict=True)]

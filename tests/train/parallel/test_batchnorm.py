@@ -14,14 +14,14 @@ from torch.utils.checkpoint import checkpoint
 
 from launcher.config.schema import Norm
 from launcher.errors import ConfigError, TaskError
+from launcher.extensions.window_norm.window_norms import WindowNorms
 from launcher.loss import Loss
 from launcher.plan.run_plan import RunPlan
 from launcher.train.data.loader import MicroBatch
 from launcher.train.engine.preserved_state import ChangingParameters, PreservedState
-from launcher.train.engine.window_batchnorm import WindowNorms, norms_of
 from launcher.train.inspection.task_probe import probe
 from launcher.train.parallel.base import Parallel
-from launcher.train.parallel.batchnorm import batch_norms, refusal_of_one_value
+from launcher.train.parallel.batchnorm import batch_norms, norms_of, refusal_of_one_value
 from launcher.train.precision import Precision
 from tests.helpers import inspection_of, make_plan, torchrun
 
