@@ -71,7 +71,6 @@ class Norm(StrEnum):
 Balance = StrEnum("Balance", {"none": "none", "length": "length"})
 OnOom = StrEnum("OnOom", {"stop": "stop", "shrink": "shrink"})
 OnNonfinite = StrEnum("OnNonfinite", {"stop": "stop", "skip": "skip"})
-OuterKind = StrEnum("OuterKind", {"none": "none", "diloco": "diloco"})
 OptimizerKind = StrEnum("OptimizerKind", {"adamw": "adamw", "sgd": "sgd", "custom": "custom"})
 LrScaling = StrEnum("LrScaling", {"none": "none", "linear": "linear", "sqrt": "sqrt"})
 ScheduleKind = StrEnum(

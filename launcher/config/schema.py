@@ -27,7 +27,6 @@ from launcher.config.choices import (
     OnNonfinite,
     OnOom,
     OptimizerKind,
-    OuterKind,
     Parameters,
     PrecisionKind,
     Recompute,
@@ -64,8 +63,6 @@ _BATCH = forced("it defines what a step and its learning rate mean")
 _STATE = never("the checkpoint's optimizer state does not fit another one; " + NEW_RUN)
 SCHEDULE_STATE = never("a schedule of your own continues from its saved state; " + NEW_RUN)
 _ORDER = never("it is the order of the samples; " + NEW_RUN)
-_OUTER = forced("it defines what is averaged between sites, and when")
-_SITES = never("the checkpoints of sites differ; " + NEW_RUN)
 _IDENTITY = never("it identifies the run and its files")
 _MIRROR = never("W&B stores the run there")
 _NEW = never("it has no effect on an existing run")
@@ -429,40 +426,6 @@ class SweepConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OuterConfig:
-    """Outer steps between sites that are joined by slow links. Not the gradient of one global batch: see
-    docs/explanations/outer.md."""
-
-    kind: OuterKind = key(OuterKind.none, resume=_SITES, affects=STEP, nullable=False)
-    """none: all ranks take each optimizer step together; diloco: the ranks of a site do, on its share of the global
-    batch, and the sites average their progress every ``every`` steps (DiLoCo)."""
-    group: str | int = key("node", only="outer=diloco", resume=_SITES, affects=STEP)
-    """diloco: the ranks of a site: node: of one host; shard: of one shard group of strategy.shard_size ranks (hsdp,
-    whose sites then compute as fsdp); or their number."""
-    every: int = key(50, at_least(1), only="outer=diloco", resume=_OUTER, affects="learning time")
-    """diloco: optimizer steps between two averages of a parameter."""
-    lr: float = key(0.7, above(0), only="outer=diloco", resume=_OUTER, affects="learning")
-    """diloco: learning rate of the outer step."""
-    momentum: float = key(0.9, between(0, 1), only="outer=diloco", resume=_OUTER, affects="learning")
-    """diloco: Nesterov momentum of the outer step; 0 and lr=1: plain averaging."""
-    fragments: int = key(
-        1,
-        at_least(1),
-        only="outer=diloco",
-        resume=never("averages that are under way are of other parts of the model"),
-        affects=STEP,
-    )
-    """diloco: parts of the model that are averaged in turn, every/fragments steps apart (Streaming DiLoCo)."""
-    delay: int = key(
-        0, at_least(0), only="outer=diloco", resume=never("averages that are under way arrive after it"), affects=STEP
-    )
-    """diloco: optimizer steps for which a part is under way while training continues; below every."""
-    mixing: float | None = key(None, between(0, 1), only="outer=diloco outer.delay", resume=_OUTER, affects="learning")
-    """diloco: share of the site's own parameters, which have changed during the delay, that is kept when an average
-    arrives. Default: 0.5 with a delay; without one 0, and no other value."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class WandbConfig:
     """Weights & Biases, a mirror of metrics.jsonl."""
 
@@ -492,7 +455,6 @@ class Config:
     batch: BatchConfig = field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    outer: OuterConfig = field(default_factory=OuterConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     task: dict[str, Any] = key(
         {}, resume=forced("another task, or other data, would be learned from here on"), affects=STEP + " record"

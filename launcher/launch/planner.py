@@ -305,7 +305,7 @@ def with_predictions(
         starts: whether the job is about to start, and not only shown.
         weighs: whether the plan is to have the memory of each policy in any case.
     """
-    if plan.outer is not None:  # a forecast is of ranks that all communicate with each other
+    if plan.sites is not None:  # a forecast is of ranks that all communicate with each other
         return plan
     choose = plan.strategy.kind in SHARDED and config.strategy.sync is Sync.auto
     if not _requires_forecasts(plan, config, starts=starts, weighs=weighs):

@@ -49,7 +49,7 @@ class Batch:
         norm: statistics that a BatchNorm uses.
         on_oom: reaction to a rank running out of memory.
         balance: division of a window's samples into micro-batches.
-        sites: number of sites, each of which has windows of this size at the same time (``outer=diloco``).
+        sites: number of sites, each of which has windows of this size at the same time (see ``SitesPlan``).
     """
 
     global_size: int

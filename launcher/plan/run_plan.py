@@ -32,9 +32,9 @@ from launcher.config.schema import (
     facts_by_key,
 )
 from launcher.plan.batch import Batch
+from launcher.plan.division import SitesPlan
 from launcher.plan.initial_weights import InitialWeights
 from launcher.plan.launch_plan import LaunchPlan
-from launcher.plan.outer import OuterPlan
 from launcher.plan.windows import StreamInfo
 from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths
@@ -328,7 +328,7 @@ class RunPlan(LaunchPlan):
         forced: config keys that `launch resume --force` has changed.
         fewer: differences of the plan on each smaller number of hosts that the job may use.
         initial: weights that the run starts with; None: those that the task's model() returns.
-        outer: steps between sites, whose ``strategy`` is that of a site; ``batch`` is that of all.
+        sites: groups of ranks that take steps on their own; ``strategy`` is that of one, ``batch`` that of all.
     """
 
     batch: Batch
@@ -347,7 +347,7 @@ class RunPlan(LaunchPlan):
     forced: tuple[str, ...] = ()
     fewer: tuple[FewerHosts, ...] = ()
     initial: InitialWeights | None = None
-    outer: OuterPlan | None = None
+    sites: SitesPlan | None = None
 
     def on(self, nodes: int) -> Self:
         plan = super().on(nodes)

@@ -38,11 +38,11 @@ from launcher.plan.batch import (
 )
 from launcher.plan.callback_plan import callback_notes, solve_callbacks, solve_notify
 from launcher.plan.data_shards import require_second_epoch, solve_data_shards
+from launcher.plan.division import UndividedJob, division_of
 from launcher.plan.float_format import float_format
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import PLAN_FORMAT, ClusterPlan, RunInfo, node_range
 from launcher.plan.optimizer_plan import require_target, solve_optimizer
-from launcher.plan.outer import outer_notes, require_in_step, solve_outer, strategy_of_site
 from launcher.plan.placement import solve_cluster, solve_env
 from launcher.plan.run_plan import (
     EpochPlan,
@@ -219,10 +219,9 @@ def _on_cluster(
     epoch = _epoch(config.batch, batch, task)
     steps = _steps(config.train, epoch, batch, task)
     precision = solve_precision(config.precision, cluster, site.bf16)
-    outer, own_batch, own_strategy = solve_outer(config, batch, cluster), batch, config.strategy
-    if outer is not None:
-        require_in_step(config, task.samples, epoch.short_window)
-        own_batch, own_strategy = batch.of_site(outer.sites), strategy_of_site(config.strategy, outer)
+    division = division_of(UndividedJob(config, batch, cluster, task.samples, epoch.short_window, task.parameters))
+    sites, own_strategy, site_notes = division or (None, config.strategy, [])
+    own_batch = batch if sites is None else batch.of_site(sites.count)
     strategy = solve_strategy(own_strategy, own_batch, cluster, precision, task)
     require_possible(batch, strategy.recompute)
     if task.window_loss and batch.norm.looks_ahead and batch.accumulation > 1:
@@ -259,7 +258,7 @@ def _on_cluster(
             calibrate_s=config.run.calibrate_s,
             data_shards=solve_data_shards(config.train.data_shards, batch, task),
         ),
-        outer=outer,
+        sites=sites,
         checkpoint=solve_checkpoint(config, task),
         wandb=config.wandb,
         callbacks=callbacks,
@@ -267,7 +266,7 @@ def _on_cluster(
         trackers=tuple(config.trackers),
         added=config.added_values(),
         notes=(
-            *outer_notes(outer, task.parameters),
+            *site_notes,
             *_notes(schedule, steps, epoch, batch, optimizer),
             *_unit_notes(strategy, task),
             *_precision_notes(precision, strategy),

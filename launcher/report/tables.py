@@ -34,7 +34,6 @@ from launcher.plan.data_shards import data_shards_text
 from launcher.plan.float_format import float_format
 from launcher.plan.host import without_path
 from launcher.plan.optimizer_plan import MATCH, TARGET
-from launcher.plan.outer import outer_text
 from launcher.plan.run_plan import Forecast, OptimizerPlan, PrecisionPlan, RunPlan, StrategyPlan
 from launcher.plan.strategy import least_note
 from launcher.process import CRASH_MARK
@@ -94,8 +93,8 @@ def _main_lines(plan: RunPlan, forecast: Iterable[tuple[str, str]]) -> list[tupl
         where = "" if cluster.range.fixed else f"on {count(world.cluster.nodes, 'host')}: "
         lines.append(("global batch" if world.batch is plan.batch else "", f"{where}{world.batch.text}"))
     lines += [("precision", precision_text(plan.precision)), ("strategy", _strategy(plan.strategy))]
-    if plan.outer is not None:
-        lines.append(("outer steps", outer_text(plan.outer, plan.batch)))
+    if plan.sites is not None:
+        lines.append(("sites", plan.sites.text))
     return [*lines, *forecast]
 
 

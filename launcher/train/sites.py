@@ -1,19 +1,18 @@
 """Sites of a job: groups of ranks that take optimizer steps on their own. A job has one, unless the plan divides it; an
-extension adds several, by the entry point ``launcher.sites``: NAME = "package.module:function"."""
+extension adds several, see ``launcher.plan.division``."""
 
 from __future__ import annotations
 
 import dataclasses
-from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
 
 from launcher.errors import SiteError
+from launcher.plan.division import imported
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir.paths import RunPaths
 from launcher.train.world import Everyone, World
 
-GROUP = "launcher.sites"
 T = TypeVar("T")
 
 
@@ -70,7 +69,7 @@ class _WholeJob:
 def own_site(plan: RunPlan) -> tuple[World, RunPlan]:
     """Return the world of this process, and the plan of its site: its share of each window, and a directory of its own;
     that of the first site is the run's. The plan of a site is returned as it is."""
-    world = World.here(1 if plan.outer is None else plan.outer.sites)
+    world = World.here(1 if plan.sites is None else plan.sites.count)
     if world.sites == 1 or plan.batch.sites > 1:
         return world, plan
     directory = str(RunPaths(Path(plan.run.dir)).site(world.site))
@@ -82,10 +81,12 @@ def sites_of(world: World, plan: RunPlan) -> OneSite:
     """Return the sites of the job.
 
     Raises:
-        SiteError: the plan has several, and no extension for them is installed here.
+        SiteError: the plan has several, and the extension that divided the job is not installed here.
     """
-    if plan.outer is None:
+    if plan.sites is None:
         return OneSite(world)
-    for point in metadata.entry_points(group=GROUP, name=plan.outer.kind.value):
-        return point.load()(world, plan)
-    raise SiteError(f"outer={plan.outer.kind.value}: no package that is installed here divides a job into sites.")
+    try:
+        connected = imported(plan.sites.connect)
+    except ImportError as error:
+        raise SiteError(f"{plan.sites.key}={plan.sites.value} needs an extension: {error}.") from error
+    return connected(world, plan)

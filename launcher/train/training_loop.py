@@ -177,8 +177,8 @@ class TrainingLoop:
     def finish_step(self, result: StepResult) -> None:
         """Save, evaluate and record what is due. The save comes first: an error in the evaluation must not lose the
         steps so far."""
-        # to read the state of outer steps receives what is under way: only a save may
-        reads_state = self.plan.checkpoint.enabled and self.plan.outer is None
+        # to read the state of exchanges between sites receives what is under way: only a save may
+        reads_state = self.plan.checkpoint.enabled and self.plan.sites is None
         if self.windows == 1 and self.plan.checkpoint.enabled:
             # errors of the first step, not of the first checkpoint
             self.engine.left_out.require_unchanged()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from launcher.config.key_facts import AFFECTED, key
@@ -27,7 +29,10 @@ def test_the_plan_has_a_value_for_each_key_that_affects_it() -> None:
     scaled = ("optimizer.lr_scaling=linear", "optimizer.reference_batch=32")
     plan = make_plan("outer=diloco", "outer.group=1", "batch.short_window=drop", *scaled)
     for name, facts in facts_by_key().items():
-        value: object = plan
+        group = name.partition(".")[0]
+        value: object = (
+            SimpleNamespace(**{group: SimpleNamespace(**plan.added[group])}) if group in plan.added else plan
+        )
         for field in PLACES.get(name, name).split(".") if facts.affects else ():
             value = getattr(value, {"_target_": "target", "*": "arguments"}.get(field, field))
     assert part(plan, "learning")["optimizer.lr"] == 3e-3 != plan.optimizer.lr

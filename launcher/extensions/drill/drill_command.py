@@ -21,7 +21,6 @@ from launcher.cli.overrides import (
     with_config,
 )
 from launcher.cli.train import require_new_name
-from launcher.config.choices import OuterKind
 from launcher.config.schema import ClusterKind, Config
 from launcher.errors import ConfigError, RunError, UserError
 from launcher.extensions.drill.verdict import Difference, DrillOutcome, DrillResult, InterruptedRun
@@ -81,6 +80,8 @@ def _drill(config: Config, yaml: str, windows: int, *, as_json: bool) -> int:
     _require_drillable(config)
     require_new_name(config)
     plan = plan_job(dataclasses.replace(config, trackers=[]))
+    if plan.sites is not None:
+        plan.sites.refuse("`launch drill` compares the checkpoints of one site only.")
     if config.run.name is None:
         directory = Path(plan.run.dir).with_name(f"drill-{plan.run.name}")
         plan = plan.as_run(dataclasses.replace(plan.run, name=directory.name, dir=str(directory)))
@@ -112,10 +113,6 @@ def _require_drillable(config: Config) -> None:
             "cluster", kind, "has no scheduler that restarts a job, so there is nothing to drill.",
             "Drill it with cluster=local on one of the hosts, or with cluster=slurm.",
         )  # fmt: skip
-    if config.outer.kind is not OuterKind.none:
-        raise ConfigError(
-            "outer", config.outer.kind, "`launch drill` compares the checkpoints of one site only.", "Leave it out."
-        )
     if not config.checkpoint.enabled:
         raise ConfigError(
             "checkpoint.enabled", False, "no checkpoint is saved, so no progress survives an interruption.",

@@ -14,8 +14,9 @@ sites once: ranks that hold copies of it send a part each.
 
 from __future__ import annotations
 
+import functools
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launcher.errors import ConfigError, DataError, ReplicasDiffer, TaskError
+from launcher.extensions.outer.outer_keys import OuterConfig
 from launcher.extensions.outer.site_exchange import Gathering, Sites
-from launcher.plan.outer import OuterPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import count, first_names
 from launcher.train.engine.engine import Engine
@@ -39,24 +40,9 @@ MEASURED_S = 5.0
 
 def connected_sites(world: World, plan: RunPlan) -> Sites:
     """Return the sites of a job, which take outer steps."""
-    assert plan.outer is not None
     sites = Sites(world, plan.train.hang_timeout)
-    sites.callbacks.append(OuterSteps(plan.outer, sites))
+    sites.callbacks.append(OuterSteps(plan.extension(OuterConfig), sites))
     return sites
-
-
-@dataclass
-class _UnderWay:
-    """Outer gradients of a fragment that are under way.
-
-    Attributes:
-        own: outer gradients of this site.
-        due: optimizer step after which they are applied.
-    """
-
-    own: Tensor
-    due: int
-    gathering: Gathering
 
 
 class OuterSteps:
@@ -66,17 +52,18 @@ class OuterSteps:
         shared: the parameters that all sites share, by name, sharded as the model's; in fp32 for narrower ones.
     """
 
-    def __init__(self, plan: OuterPlan, sites: Sites) -> None:
+    def __init__(self, plan: OuterConfig, sites: Sites) -> None:
         self._plan, self._sites = plan, sites
+        self._mixing = plan.mixing if plan.mixing is not None else 0.5 if plan.delay else 0.0
         self._restored = False
-        self._under_way: dict[int, _UnderWay] = {}
-        self._arrived: dict[int, int] = {}  # fragments whose mean was received before it is applied, and when that is
+        # by fragment that was sent: the step after which it is applied, and a function that waits for its mean
+        self._sent: dict[int, tuple[int, Callable[[], list[Tensor]]]] = {}
 
     def on_setup(self, engine: Engine) -> None:
         named = {name: p.detach() for name, p in engine.model.named_parameters() if p.requires_grad}
         self.shared = {name: wide_copy(parameter) for name, parameter in named.items()}
         self._momentum = {name: torch.zeros_like(tensor) for name, tensor in self.shared.items()}
-        # means that wait for their step
+        # means that were received before their step, for a checkpoint
         self._means = {name: torch.zeros_like(t) for name, t in self.shared.items()} if self._plan.delay else {}
         self._fragments = _divided({name: p.numel() for name, p in named.items()}, self._plan.fragments)
         self._replicas = engine.parallel.replica_group()
@@ -93,7 +80,7 @@ class OuterSteps:
             tensors = [local(tensor.detach()) for tensor in (*engine.model.parameters(), *engine.model.buffers())]
             for tensor, differs in zip(tensors, self._sites.differing(tensors), strict=True):
                 if differs:
-                    tensor.copy_(self._sites.gather(tensor.cpu()).wait()[0])
+                    tensor.copy_(self._sites.gather(tensor.cpu())()[0])
             for shared, parameter in zip(*self._locals(engine, [*self.shared]), strict=True):
                 shared.copy_(parameter)
         self._require_same(engine)
@@ -125,10 +112,8 @@ class OuterSteps:
                 f"The window of step {step + 1} holds no item at site {self._sites.site}: it cannot take a step that "
                 "the other sites take.\n  Remove samples without items from train_data()."
             )
-        waiting = {number: each.due for number, each in self._under_way.items()} | self._arrived
-        for fragment, due in waiting.items():
-            if step >= due or ends:
-                self._apply(engine, fragment, self._plan.mixing)
+        for fragment in [each for each, (due, _) in self._sent.items() if step >= due or ends]:
+            self._apply(engine, fragment, self._mixing)
         sent = [*range(self._plan.fragments)] if ends else self._plan.fragments_after(step)
         for fragment in sent:
             self._send(engine, fragment, step + self._plan.delay)
@@ -147,14 +132,12 @@ class OuterSteps:
         own = torch.cat([change.flatten() for change in changes])
         padded = torch.nn.functional.pad(own, (0, -own.numel() % self._copies))
         payload = padded.chunk(self._copies)[self._copy].cpu()
-        self._under_way[fragment] = _UnderWay(own, due, self._sites.gather(payload))
+        self._sent[fragment] = due, functools.partial(self._receive, fragment, own, self._sites.gather(payload))
 
-    def _receive(self, fragment: int) -> list[Tensor]:
+    def _receive(self, fragment: int, own: Tensor, gathering: Gathering) -> list[Tensor]:
         """Wait for a fragment's outer gradients, and return their mean for each of its parameters, flattened."""
-        exchange = self._under_way.pop(fragment)
-        own = exchange.own
         total = torch.zeros_like(own)
-        for payload in exchange.gathering.wait():
+        for payload in gathering():
             parts = [payload.to(own.device)]
             if self._copies > 1:
                 parts = [torch.empty_like(parts[0]) for _ in range(self._copies)]
@@ -166,10 +149,9 @@ class OuterSteps:
     def _apply(self, engine: Engine, fragment: int, mixing: float) -> None:
         """Take the outer step of a fragment that was sent."""
         names, plan = self._fragments[fragment], self._plan
-        arrived = self._arrived.pop(fragment, None) is not None
-        means = [local(self._means[name]) for name in names] if arrived else self._receive(fragment)
+        _, receive = self._sent.pop(fragment)
         frozen = {name for name, p in engine.model.named_parameters() if p in engine.parallel.frozen}
-        for name, mean, kept, parameter in zip(names, means, *self._locals(engine, names), strict=True):
+        for name, mean, kept, parameter in zip(names, receive(), *self._locals(engine, names), strict=True):
             momentum, gradient = local(self._momentum[name]), mean.view_as(kept)
             if name in frozen:  # sites average what they have changed before, and nothing follows
                 momentum.zero_()
@@ -188,7 +170,7 @@ class OuterSteps:
         if not changing:
             return
         together = torch.cat([buffer.detach().flatten().double() for buffer in changing]).cpu()
-        mean = torch.stack(self._sites.gather(together).wait()).mean(0)
+        mean = torch.stack(self._sites.gather(together)()).mean(0)
         for buffer, values in zip(changing, mean.split([buffer.numel() for buffer in changing]), strict=True):
             buffer.copy_(values.view_as(buffer))
 
@@ -200,15 +182,17 @@ class OuterSteps:
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Return the state. Exchanges that are under way are received first; their means are saved."""
-        for fragment, exchange in [*self._under_way.items()]:
-            for name, mean in zip(self._fragments[fragment], self._receive(fragment), strict=True):
-                kept = local(self._means[name])
+        for fragment, (due, receive) in self._sent.items():
+            for kept, mean in zip(self._received(fragment), receive(), strict=True):
                 kept.copy_(mean.view_as(kept))
-            self._arrived[fragment] = exchange.due
+            self._sent[fragment] = due, functools.partial(self._received, fragment)
         return {
             "shared": self.shared, "momentum": self._momentum, "means": self._means,
-            "rounds": self._sites.rounds, "arrived": {str(number): due for number, due in self._arrived.items()},
+            "rounds": self._sites.rounds, "arrived": {str(fragment): due for fragment, (due, _) in self._sent.items()},
         }  # fmt: skip
+
+    def _received(self, fragment: int) -> list[Tensor]:
+        return [local(self._means[name]) for name in self._fragments[fragment]]
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -218,7 +202,8 @@ class OuterSteps:
                 if name in tensors:
                     local(tensors[name]).copy_(local(tensor))
         self._sites.rounds = state["rounds"]
-        self._arrived = {int(number): due for number, due in state["arrived"].items()}
+        for number, due in state["arrived"].items():
+            self._sent[int(number)] = due, functools.partial(self._received, int(number))
         self._restored = True
 
 
@@ -233,13 +218,11 @@ def _divided(sizes: dict[str, int], parts: int) -> list[list[str]]:
             "outer.fragments", parts, f"the model has {count(len(sizes), 'trained parameter')} to divide.",
             f"Use outer.fragments={len(sizes)} or less.",
         )  # fmt: skip
-    fragments: list[list[str]] = [[]]
-    total, before = sum(sizes.values()), 0
+    fragments: list[list[str]] = [[] for _ in range(parts)]
+    total, before, latest = sum(sizes.values()), 0, -1
     for position, (name, size) in enumerate(sizes.items()):
-        left = parts - len(fragments)
-        full = before * parts >= total * len(fragments)
-        if fragments[-1] and left and (full or len(sizes) - position == left):
-            fragments.append([])
-        fragments[-1].append(name)
+        # the next fragment at most, and one with so many names left that no later one stays empty
+        latest = max(min(before * parts // total, latest + 1), latest, position + parts - len(sizes))
+        fragments[latest].append(name)
         before += size
     return fragments

@@ -7,7 +7,7 @@ import functools
 import pickle
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +21,7 @@ from launcher.train.sites import OneSite
 from launcher.train.world import World, job_store, patience
 
 T = TypeVar("T")
+Gathering = Callable[[], list[Tensor]]  # waits, and returns the tensors of all sites
 # Windows between a site's request to stop or to save and its effect at all sites. The exchange completes meanwhile, so
 # that no site waits for it.
 FLAGS_DELAY = 2
@@ -43,18 +44,6 @@ def _finish(work: Any) -> None:
         raise SiteError(f"The exchange with the other sites failed: {error}.\n  See the logs of their ranks.") from None
 
 
-class Gathering:
-    """Tensors of all sites that are under way."""
-
-    def __init__(self, tensors: list[Tensor], work: Any) -> None:
-        self._tensors, self._work = tensors, work
-
-    def wait(self) -> list[Tensor]:
-        """Wait for the tensors of all sites, and return them by site."""
-        _finish(self._work)
-        return self._tensors
-
-
 class Sites(OneSite):
     """Several sites.
 
@@ -74,16 +63,22 @@ class Sites(OneSite):
         self._payload_bytes = 0  # since the last record
 
     def gather(self, tensor: Tensor) -> Gathering:
-        """Start to gather a tensor in host memory, of one shape at all sites."""
+        """Start to gather a tensor in host memory, of one shape at all sites. The result waits for all of them."""
         self._payload_bytes += tensor.nbytes
         everyone = [torch.empty_like(tensor) for _ in range(self.count)]
-        return Gathering(everyone, self._group.allgather([everyone], [tensor.contiguous()]))
+        work = self._group.allgather([everyone], [tensor.contiguous()])
+
+        def wait() -> list[Tensor]:
+            _finish(work)
+            return everyone
+
+        return wait
 
     def of_all(self, value: T) -> list[T]:
         """Return the ``value`` of every site, by site. Values are pickled."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        lengths = [int(length) for length in self.gather(torch.tensor([len(data)])).wait()]
-        everyone = self.gather(torch.nn.functional.pad(data, (0, max(lengths) - len(data)))).wait()
+        lengths = [int(length) for length in self.gather(torch.tensor([len(data)]))()]
+        everyone = self.gather(torch.nn.functional.pad(data, (0, max(lengths) - len(data))))()
         return [pickle.loads(each[:n].numpy().tobytes()) for each, n in zip(everyone, lengths, strict=True)]
 
     def differing(self, tensors: Iterable[Tensor]) -> list[bool]:

@@ -16,7 +16,6 @@ from rich.table import Table
 from rich.text import Text
 
 from launcher.cli.overrides import print_result, signals_as_interrupt, take_flag, with_config
-from launcher.config.choices import OuterKind
 from launcher.config.schema import ClusterKind, Config, RunConfig
 from launcher.errors import ConfigError
 from launcher.extensions.verify.certificate import (
@@ -64,12 +63,6 @@ def launch_verify(arguments: list[str]) -> int:
                 "Use cluster=local with cluster.workers_per_node=RANKS, the job's number of ranks or fewer: a window "
                 "is the same in every world size. On a cluster, type that in an allocation.",
             )  # fmt: skip
-        if config.outer.kind is not OuterKind.none:
-            raise ConfigError(
-                "outer", config.outer.kind, "`launch verify` compares the gradient of one window with that of one big "
-                "batch, and a window of outer steps is one of each site.",
-                "Verify the window of a site: leave outer out, with the site's ranks and share of the global batch.",
-            )  # fmt: skip
         directory, keep = Path(tempfile.mkdtemp(prefix="launch-verify-")), False
         try:
             with signals_as_interrupt():  # otherwise SIGTERM would leave the directory behind
@@ -88,6 +81,13 @@ def _verify_plan(config: Config, directory: Path) -> RunPlan:
     weights = initial_weights(config, str(Path.cwd()))  # a name of a run is searched in the run.dir of the job
     checkpoint = dataclasses.replace(config.checkpoint, init_from=weights and weights.path)
     plan = plan_job(dataclasses.replace(config, run=run, trackers=[], checkpoint=checkpoint))
+    if plan.sites is not None:
+        plan.sites.refuse(
+            "`launch verify` compares the gradient of one window with that of one big batch, and each site has windows "
+            "of its own.",
+            f"Verify the window of a site: leave {plan.sites.key} out, with the site's ranks and share of the global "
+            "batch.",
+        )
     return dataclasses.replace(
         plan,
         command=VERIFY_COMMAND,

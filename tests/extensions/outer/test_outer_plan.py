@@ -28,8 +28,8 @@ def outer_plan(*overrides: str) -> RunPlan:
 )
 def test_the_ranks_are_divided_into_sites(overrides: list[str], sites: int, size: int) -> None:
     plan = outer_plan(*overrides)
-    assert plan.outer is not None
-    assert (plan.outer.sites, plan.outer.site_size) == (sites, size)
+    assert plan.sites is not None
+    assert plan.sites.count == sites
     assert plan.batch.world_size == 4, "the plan is that of the whole job"
     part = plan.batch.of_site(sites)
     assert (part.world_size, part.global_size, part.accumulation) == (

@@ -1,0 +1,86 @@
+"""Division of jobs into sites: groups of ranks that take optimizer steps on their own, on equal shares of each window.
+
+The config group of an extension (entry point ``launcher.config``) divides a job if its property ``divides`` names a
+function: (group, job) -> DividedJob. Standard library only.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from launcher.config.schema import Config, StrategyConfig
+from launcher.errors import ConfigError
+from launcher.plan.batch import Batch
+from launcher.plan.launch_plan import ClusterPlan
+
+
+class UndividedJob(NamedTuple):
+    """A job before its division.
+
+    Args:
+        samples: in an epoch; None for a stream.
+        short_window: samples in an epoch's last window, 0 if it is full.
+        parameters: trained parameters; None: not known.
+    """
+
+    config: Config
+    batch: Batch
+    cluster: ClusterPlan
+    samples: int | None
+    short_window: int
+    parameters: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SitesPlan:
+    """Sites of a job, at least 2. The ranks of a site are adjacent.
+
+    Attributes:
+        key, value: config key and its value that divide the job.
+        text: description for the plan.
+        connect: "package.module:function" of (world, plan), which returns the sites as a rank sees them; see
+            ``launcher.train.sites``.
+    """
+
+    key: str
+    value: str
+    count: int
+    text: str
+    connect: str
+
+    def refuse(self, why: str, remedy: str = "Leave it out.") -> None:
+        """Raise ConfigError: what the user wants is not possible with sites."""
+        raise ConfigError(self.key, self.value, why, remedy)
+
+
+class DividedJob(NamedTuple):
+    """How a job is divided.
+
+    Args:
+        strategy: with which the ranks of one site compute.
+        notes: what the user should know.
+    """
+
+    sites: SitesPlan
+    strategy: StrategyConfig
+    notes: list[str]
+
+
+def division_of(job: UndividedJob) -> DividedJob | None:
+    """Return the division of a job by the first extension that divides it; None: all ranks are one site.
+
+    Raises:
+        ConfigError: it is not possible.
+    """
+    for group in job.config.added.values():
+        if path := getattr(group, "divides", ""):
+            return imported(path)(group, job)
+    return None
+
+
+def imported(path: str) -> Any:
+    """Return the function "package.module:function"."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
