@@ -14,11 +14,35 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from launcher.errors import ConfigError, did_you_mean
+from launcher.errors import ConfigError, SiteError, did_you_mean
 from launcher.quantities import first_names
+
+
+@cache
+def _entry_points() -> Any:
+    return metadata.entry_points()
+
+
+def entry_points(group: str) -> list[metadata.EntryPoint]:
+    """Return a group's entry points in all installed packages, by name; they are read once."""
+    return sorted(_entry_points().select(group=group), key=lambda point: point.name)
+
+
+def load_entry_point(point: metadata.EntryPoint, what: str) -> Any:
+    """Return what an entry point names.
+
+    Raises:
+        SiteError: it cannot be imported. The message starts with ``what``.
+    """
+    try:
+        return point.load()
+    except Exception as error:  # any code of another package is possible
+        raise SiteError(f"{what}: {point.value} cannot be imported: {error!r}.") from error
 
 
 def find_target(

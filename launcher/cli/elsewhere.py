@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from launcher.cli.overrides import OnLoginNode
 from launcher.config.added_groups import module_file
 from launcher.errors import EXIT_DONE, UserError
+from launcher.targets import entry_points, load_entry_point
 
 
 class Elsewhere:
@@ -54,5 +54,5 @@ class Elsewhere:
 @cache
 def elsewhere() -> Elsewhere:
     """Return the runs on other machines of the installed package."""
-    points = metadata.entry_points(group="launcher.elsewhere")
-    return next((point.load()() for point in points if module_file(point.module)), Elsewhere())
+    points = [point for point in entry_points("launcher.elsewhere") if module_file(point.module) is not None]
+    return load_entry_point(points[0], points[0].name)() if points else Elsewhere()

@@ -8,15 +8,14 @@ configuration, so it imports nothing but ``launcher.config`` and ``launcher.erro
 
 from __future__ import annotations
 
-import importlib
 from functools import cache
-from importlib import metadata
+from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
 from launcher.config.key_facts import default_of
-from launcher.errors import SiteError
+from launcher.targets import entry_points, load_entry_point
 
 GROUP = "launcher.config"
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -25,14 +24,9 @@ CONF = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / 
 
 
 @cache
-def _places() -> dict[str, tuple[Path, str, str]]:
-    """Return file, module and dataclass of each entry point by its name, but of those whose files are gone."""
-    found: dict[str, tuple[Path, str, str]] = {}
-    for point in sorted(metadata.entry_points(group=GROUP), key=lambda point: point.name):
-        module, _, kind = point.value.partition(":")
-        if (file := module_file(module)) is not None:
-            found[point.name] = file, module, kind
-    return found
+def _points() -> dict[str, EntryPoint]:
+    """Return each entry point by its name, but those whose files are gone."""
+    return {point.name: point for point in entry_points(GROUP) if module_file(point.module) is not None}
 
 
 def module_file(module: str) -> Path | None:
@@ -51,14 +45,8 @@ def added_groups() -> dict[str, type[Any]]:
     Raises:
         SiteError: one cannot be imported.
     """
-    groups: dict[str, type[Any]] = {}
-    for name, (_, module, kind) in _places().items():
-        try:
-            if kind:
-                groups[name] = getattr(importlib.import_module(module), kind)
-        except Exception as error:  # any code of another package is possible
-            raise SiteError(f"The config group {name} of {module}:{kind} cannot be imported: {error!r}.") from error
-    return groups
+    named = {name: point for name, point in _points().items() if point.attr}
+    return {name: load_entry_point(point, f"The config group {name}") for name, point in named.items()}
 
 
 def group_name(kind: type[Any]) -> str:
@@ -75,7 +63,8 @@ def chosen_by_default() -> dict[str, str]:
 
 def conf_dirs() -> tuple[Path, ...]:
     """Return the directories with the files of options, the core's first."""
-    added = dict.fromkeys(file.parent / "conf" for file, _, _ in _places().values())
+    files = [file for point in _points().values() if (file := module_file(point.module)) is not None]
+    added = dict.fromkeys(file.parent / "conf" for file in files)
     return (CONF, *(place for place in added if place.is_dir()))
 
 

@@ -8,20 +8,19 @@ window (launcher/train/parallel/batchnorm.py).
 
 from __future__ import annotations
 
-import importlib
 from functools import cache
-from importlib import metadata
+from importlib.metadata import EntryPoint
 from typing import Any
 
-from launcher.errors import SiteError
+from launcher.targets import entry_points, load_entry_point
 
 GROUP = "launcher.numerics"
 
 
 @cache
-def _installed() -> dict[str, str]:
-    """Return "package.module:name" of each added value, by "KEY.VALUE"."""
-    return {point.name: point.value for point in metadata.entry_points(group=GROUP)}
+def _installed() -> dict[str, EntryPoint]:
+    """Return the entry point of each added value, by "KEY.VALUE"."""
+    return {point.name: point for point in entry_points(GROUP)}
 
 
 def add_values(members: dict[str, Any], key: str) -> None:
@@ -45,11 +44,4 @@ def added_value(key: str, value: str) -> Any:
     Raises:
         SiteError: it cannot be imported.
     """
-    if not is_added(key, value):
-        return None
-    target = _installed()[f"{key}.{value}"]
-    module, _, name = target.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise SiteError(f"{key}={value}: {target} cannot be imported: {error}.") from error
+    return load_entry_point(_installed()[f"{key}.{value}"], f"{key}={value}") if is_added(key, value) else None

@@ -6,13 +6,12 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
 from typing import Any
 
 from launcher.config.added_groups import module_file
-from launcher.errors import ConfigError, SiteError, did_you_mean
+from launcher.errors import ConfigError, did_you_mean
 from launcher.quantities import count
-from launcher.targets import find_target, require_arguments
+from launcher.targets import entry_points, find_target, load_entry_point, require_arguments
 
 # methods that are called in the workers, with the engine as the first argument
 EVENTS = ("on_setup", "on_start", "on_window", "on_step", "on_evaluation", "on_save", "on_end")
@@ -75,14 +74,8 @@ def installed_callbacks() -> dict[str, InstalledCallback]:
     Raises:
         SiteError: one cannot be imported.
     """
-    found: dict[str, InstalledCallback] = {}
-    for point in sorted(metadata.entry_points(group=GROUP), key=lambda point: point.name):
-        try:
-            if module_file(point.module):
-                found[point.name] = point.load()
-        except Exception as error:  # any code of another package is possible
-            raise SiteError(f"The callback {point.name} of {point.value} cannot be imported: {error!r}.") from error
-    return found
+    points = [point for point in entry_points(GROUP) if module_file(point.module) is not None]
+    return {point.name: load_entry_point(point, f"callbacks={point.name}") for point in points}
 
 
 def installed_callback(entry: Entry) -> InstalledCallback | None:

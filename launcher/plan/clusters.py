@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
+from importlib.metadata import EntryPoint
 from typing import Any, ClassVar, TypeVar
 
 from launcher.config.schema import ClusterConfig, ClusterKind
-from launcher.errors import EXIT_FAILED, ConfigError, SiteError, did_you_mean
+from launcher.errors import EXIT_FAILED, ConfigError, did_you_mean
 from launcher.plan.launch_plan import LaunchPlan, NodeRange
+from launcher.targets import entry_points, load_entry_point
 
 GROUP = "launcher.clusters"
 P = TypeVar("P", bound=LaunchPlan)
@@ -140,9 +141,9 @@ _CORE = {ClusterKind.local: _Local, ClusterKind.slurm: _Slurm, ClusterKind.elsew
 
 
 @cache
-def _added() -> dict[str, str]:
-    """Return "package.module:Class" of each kind that an installed package adds; the core's cannot be replaced."""
-    return {point.name: point.value for point in metadata.entry_points(group=GROUP) if point.name not in _CORE}
+def _added() -> dict[str, EntryPoint]:
+    """Return the entry point of each kind that an installed package adds; the core's cannot be replaced."""
+    return {point.name: point for point in entry_points(GROUP) if point.name not in _CORE}
 
 
 def cluster_of(kind: str) -> Cluster:
@@ -160,10 +161,7 @@ def cluster_of(kind: str) -> Cluster:
         raise ConfigError(
             "cluster.kind", kind, "no cluster of this kind is installed.", f"{likely}Installed: {', '.join(names)}."
         )
-    try:
-        return metadata.EntryPoint(kind, _added()[kind], GROUP).load()()
-    except Exception as error:  # any code of another package is possible
-        raise SiteError(f"cluster={kind}: {_added()[kind]} cannot be imported: {error!r}.") from error
+    return load_entry_point(_added()[kind], f"cluster={kind}")()
 
 
 def for_several() -> str:

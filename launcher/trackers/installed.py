@@ -10,7 +10,6 @@ import importlib
 import importlib.util
 from collections.abc import Mapping
 from functools import cache
-from importlib import metadata
 
 from launcher.config.choices import WandbMode
 from launcher.config.schema import Config
@@ -19,6 +18,7 @@ from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths
+from launcher.targets import entry_points
 from launcher.trackers.tracker import Tracker
 
 GROUP = "launcher.trackers"
@@ -28,7 +28,7 @@ _CORE = {"wandb": "launcher.trackers.wandb_tracker:WandbTracker"}
 @cache
 def installed_trackers() -> dict[str, str]:
     """Return "package.module:Class" of each installed tracker by name; W&B's cannot be replaced."""
-    return {point.name: point.value for point in metadata.entry_points(group=GROUP)} | _CORE
+    return {point.name: point.value for point in entry_points(GROUP)} | _CORE
 
 
 def tracker_class(name: str) -> type[Tracker]:
