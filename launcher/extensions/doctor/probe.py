@@ -79,7 +79,7 @@ def directory_facts(path: Path) -> dict[str, Any]:
     """
     facts: dict[str, Any] = {"path": str(path), "problem": "", "kind": "", "mount": "", "free_bytes": None}
     try:
-        with tempfile.NamedTemporaryFile(dir=path, prefix=".launch-doctor-"):
+        with tempfile.TemporaryFile(dir=path, prefix=".launch-doctor-"):  # nameless: a Ctrl-C removes the directory
             pass
     except OSError as error:
         facts["problem"] = error.strerror or str(error)
