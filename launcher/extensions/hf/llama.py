@@ -12,8 +12,8 @@ from typing import Any, Literal
 from launcher.errors import TaskError, did_you_mean
 from launcher.extensions.hf.hf_causal_lm import IGNORED, CausalLM
 from launcher.extensions.hf.hf_model import load_config
+from launcher.extensions.hf.token_file import TokenRows, require_token_file
 from launcher.tasks.bytes_gpt import VOCABULARY, BytesGPT
-from launcher.train.data.token_file import TokenRows, require_token_file
 
 # key of the task -> attribute of transformers' LlamaConfig
 _KEYS = {

@@ -124,15 +124,9 @@ def open_feed(
         require_shards(dataset, plan.train.data_shards)
         require_second_epoch(plan.train.epochs, stream_info(dataset))
         return StreamFeed(
-            dataset,
-            plan,
-            world,
-            device,
-            collate,
-            start,
-            compare=compare and world.size > 1,
-            checkpoint=checkpoint or StreamCheckpoint(),
-        )
+            dataset, plan, world, device, collate, start,
+            compare=compare and world.size > 1, checkpoint=checkpoint or StreamCheckpoint(),
+        )  # fmt: skip
     samples = samples_per_epoch(dataset, plan.train.seed) if is_mapped(dataset) else None
     if samples != plan.task.samples:
         length = "no length" if samples is None else f"{samples} samples"
@@ -297,17 +291,9 @@ class StreamFeed:
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        plan: RunPlan,
-        world: World,
-        device: torch.device,
-        collate: Collate,
-        start: WindowPosition,
-        *,
-        checkpoint: StreamCheckpoint,
-        compare: bool = False,
-    ) -> None:
+        self, dataset: Any, plan: RunPlan, world: World, device: torch.device, collate: Collate, start: WindowPosition,
+        *, checkpoint: StreamCheckpoint, compare: bool = False,
+    ) -> None:  # fmt: skip
         self._dataset, self._plan, self._world, self._device, self._collate = dataset, plan, world, device, collate
         self._position, self._compare = start, compare
         self._division = Division.of(plan)
@@ -328,19 +314,10 @@ class StreamFeed:
             windows = count(past, "window")
             print(f"Without a saved state of the stream, the {windows} of the epoch so far are read again.", flush=True)
         share = StreamShare(
-            self._dataset,
-            blocks_of_windows(batch, rank, division),
-            self._collate,
-            seed,
-            self._position.epoch,
-            division=division,
-            rank=rank,
-            first=index - past,
-            start=index,
-            saves=self._saves,
-            outlined=self._compare,
-            restored=restored,
-        )
+            self._dataset, blocks_of_windows(batch, rank, division), self._collate, seed, self._position.epoch,
+            division=division, rank=rank, first=index - past, start=index,
+            saves=self._saves, outlined=self._compare, restored=restored,
+        )  # fmt: skip
         self._ahead: list[MicroBatch] = []  # received and not used
         self._stand_in: MicroBatch | None = None
         self._outlines: list[Any] = []

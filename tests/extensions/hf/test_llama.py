@@ -16,7 +16,7 @@ from launcher.extensions.hf.llama import SIZES, Llama
 from launcher.train.inspection.built_task import build_inspected
 from launcher.train.measure.flops import flops_per_sample
 from tests.extensions.hf.hf_files import TEXTS, save_lines, save_model, save_tokenizer
-from tests.train.data.test_token_file import write
+from tests.extensions.hf.test_token_file import write
 
 SMALL: dict[str, Any] = {"width": 32, "depth": 2, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 300, "seq_len": 16}
 

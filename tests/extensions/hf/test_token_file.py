@@ -10,7 +10,7 @@ import numpy
 import pytest
 
 from launcher.errors import DataError, TaskError
-from launcher.train.data.token_file import TokenRows
+from launcher.extensions.hf.token_file import TokenRows
 
 LENGTH, VOCAB = 16, 300
 
