@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations
 
 from launcher.config.choices import Float8Recipe
 from launcher.errors import ConfigError
-from launcher.extensions.float8.float8_layers import float8_layers
+from launcher.extensions.float8.float8_format import float8_layers
 from launcher.plan.run_plan import PrecisionPlan
 from launcher.train.parallel.mixed_precision import matmul_parameters, set_format
 from tests.helpers import make_plan
