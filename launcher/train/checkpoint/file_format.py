@@ -12,7 +12,7 @@ import io
 import os
 import pickle
 import zlib
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from importlib import metadata
@@ -21,8 +21,10 @@ from typing import Any, BinaryIO, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from launcher.errors import WrongCheckpoint
@@ -276,6 +278,33 @@ def read_values(state: dict[str, Any], directory: Path, *, no_dist: bool = False
         failures = [failure for failure, _ in error.failures.values()]
         causes = dict.fromkeys(f"{type(each).__name__}: {str(each).partition(chr(10))[0]}" for each in failures)
         raise WrongCheckpoint(f"{directory} cannot be read: {'; '.join(causes)}\n  {_FROM_A_COPY}") from None
+
+
+def entries_under(stored: Metadata, key: str) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield the metadata of each value in the part ``key`` of a checkpoint, after its path in the nested containers."""
+    for name, entry in stored.state_dict_metadata.items():
+        top, *path = (stored.planner_data or {}).get(name, (name,))
+        if top == key:
+            yield tuple(path), entry
+
+
+def empty_values(
+    stored: Metadata, key: str, device: torch.device | None = None, *, but: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return what the part ``key`` of a checkpoint is loaded into, where a fresh engine does not know names and shapes:
+    its containers, with an empty tensor for each tensor, and None for other values. ``but``: names to leave out."""
+    values: dict[str, Any] = {}
+    for path, entry in entries_under(stored, key):
+        if path[0] not in but:
+            set_element(values, path, empty_value(entry, device))
+    return values
+
+
+def empty_value(entry: Any, device: torch.device | None = None) -> Tensor | None:
+    """Return an empty tensor for the stored one with this metadata; None for another value."""
+    if not isinstance(entry, TensorStorageMetadata):
+        return None
+    return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
 
 
 class _Unpickler(pickle.Unpickler):

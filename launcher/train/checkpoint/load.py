@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
@@ -33,7 +32,7 @@ from launcher.rundir.paths import STATE, RunPaths
 from launcher.task import seed_everything, seed_for
 from launcher.train.callback_set import load_tensors
 from launcher.train.checkpoint import contents, file_format
-from launcher.train.checkpoint.file_format import Reader, read_values
+from launcher.train.checkpoint.file_format import Reader, empty_values, entries_under, read_values
 from launcher.train.checkpoint.optimizer_parts import load_optimizers, state_to_load
 from launcher.train.checkpoint.optimizer_state import OptimizerOptions
 from launcher.train.checkpoint.origin import Origin, origin_of, require_same_model, require_same_run
@@ -237,18 +236,22 @@ def load(engine: Engine, directory: Path) -> Restored:
     tensors = contents.checkpoint_tensors(engine, changing, create_optimizer_state=True)
     unknown = [name for name in saved["changing_buffers"] if name not in buffers]
     require_same_model(directory, tensors["model"], stored, unknown)
-    tensors["model"] |= _extra_states(stored, tensors["model"])
+    model = tensors["model"]  # a new one may have other parts of a module's extra state
+    model |= empty_values(stored, "model", but={name for name, value in model.items() if isinstance(value, Tensor)})
 
-    tensors["callbacks"] = load_tensors(engine.callbacks, _entries_under(stored, "callbacks."))
+    tensors["callbacks"] = load_tensors(
+        engine.callbacks,
+        {path[0]: (entry.size, entry.properties.dtype) for path, entry in entries_under(stored, "callbacks")},
+    )
     ranks = _ranks_in(stored)
     same_ranks = ranks == engine.world.size
     compresses = plan.strategy.compress.keeps_residue and engine.world.size > 1
     random_key, strategy_key = contents.random_key(engine), contents.strategy_key(engine)
-    tensors[random_key] = _empty_state(stored, random_key, engine.device)
+    tensors[random_key] = empty_values(stored, random_key, engine.device)
     tensors.pop(contents.stream_key(engine.world.rank))
     stream_keys = [contents.stream_key(rank) for rank in range(ranks)]
-    tensors |= {key: _empty_state(stored, key, engine.device) for key in stream_keys}
-    tensors[strategy_key] = _empty_state(stored, strategy_key, engine.device) if same_ranks and compresses else {}
+    tensors |= {key: empty_values(stored, key, engine.device) for key in stream_keys}
+    tensors[strategy_key] = empty_values(stored, strategy_key, engine.device) if same_ranks and compresses else {}
     training = {name: value.clone() for name, value in tensors.get("training", {}).items()}
     tensors["training"] = {
         name: value for name, value in training.items() if f"training.{name}" in stored.state_dict_metadata
@@ -314,47 +317,10 @@ def _fit_buffers(engine: Engine, saved: Mapping[str, Any], stored: Metadata) -> 
                 buffers[last] = buffer.new_empty(entry.size)
 
 
-def _entries_under(stored: Metadata, prefix: str) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return shape and dtype of each tensor whose name starts with ``prefix``, by the rest of its name."""
-    return {
-        name.removeprefix(prefix): (entry.size, entry.properties.dtype)
-        for name, entry in stored.state_dict_metadata.items()
-        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
-    }
-
-
-def _extra_states(stored: Metadata, model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the extra states of modules as they are stored, with empty tensors, and None for other values. A new model
-    may have other parts. ``model``: its state."""
-    states: dict[str, Any] = {}
-    for name, entry in stored.state_dict_metadata.items():
-        path = (stored.planner_data or {}).get(name, ())
-        if path[:1] == ("model",) and not isinstance(model.get(str(path[1])), Tensor):
-            tensor = isinstance(entry, TensorStorageMetadata)
-            set_element(states, path[1:], torch.empty(entry.size, dtype=entry.properties.dtype) if tensor else None)
-    return states
-
-
 def _ranks_in(stored: Metadata) -> int:
     """Return how many ranks saved the checkpoint, which is the number of random states in it."""
     names = {name.partition(".")[0] for name in stored.state_dict_metadata}
     return sum(name.startswith("random_rank") for name in names)
-
-
-def _empty_state(stored: Metadata, key: str, device: torch.device) -> dict[str, Any]:
-    """Return empty tensors (and None for other values) for the state of one rank under ``key``, by name or by kind and
-    parameter. Names and shapes come from the checkpoint, since a fresh engine does not know them."""
-    state: dict[str, Any] = {}
-    for name, entry in stored.state_dict_metadata.items():
-        if name.startswith(f"{key}."):
-            kind, _, parameter = name.removeprefix(f"{key}.").partition(".")
-            tensor = isinstance(entry, TensorStorageMetadata)
-            value = torch.empty(entry.size, dtype=entry.properties.dtype, device=device) if tensor else None
-            if parameter:
-                state.setdefault(kind, {})[parameter] = value
-            else:
-                state[kind] = value
-    return state
 
 
 def _combined_strategy_state(engine: Engine, directory: Path, stored: Metadata, ranks: int) -> dict[str, Any]:
@@ -363,7 +329,7 @@ def _combined_strategy_state(engine: Engine, directory: Path, stored: Metadata, 
     combined: dict[str, Any] = {}
     for rank in range(ranks):
         key = f"strategy_rank{rank}"
-        one = {key: _empty_state(stored, key, engine.device)}
+        one = {key: empty_values(stored, key, engine.device)}
         if not one[key]:
             return {}
         read_values(one, directory)

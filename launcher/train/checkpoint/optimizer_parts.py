@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map_with_path
 
 from launcher.errors import TaskError, WrongCheckpoint
 from launcher.quantities import first_names
+from launcher.train.checkpoint.file_format import empty_value, entries_under
 from launcher.train.engine.engine import Engine
 from launcher.train.optimizers import members_of
 
@@ -95,12 +96,11 @@ def state_to_load(engine: Engine, directory: Path, stored: Metadata, classes: Se
     same = classes is None or list(classes) == class_names(engine)
     found: State = {_STATE: {}, _GROUPS: [dict(group) for group in fresh[_GROUPS]]}
     left: list[str] = []
-    for name, entry in stored.state_dict_metadata.items():
-        _, kind, *path = (stored.planner_data or {}).get(name, ("", "")) if name.startswith("optimizer.") else ("", "")
+    for (kind, *path), entry in entries_under(stored, "optimizer"):
         if kind == _GROUPS:
             own = found[_GROUPS][path[0]].get(path[1])
             found[_GROUPS][path[0]].setdefault(path[1], _empty(entry, None, own))
-        elif kind:
+        else:
             parameter = parameters.get(str(path[0])) if path else None
             own = fresh[_STATE].get(path[0], {}).get(path[1]) if kind == _STATE else None
             set_element(found, (kind, *path), _empty(entry, parameter, own))
@@ -202,8 +202,7 @@ def _empty(entry: object, parameter: Tensor | None, own: object) -> Any:
         return own
     if isinstance(parameter, DTensor) and parameter.shape == entry.size:
         return torch.empty_like(parameter.detach(), dtype=entry.properties.dtype)
-    on = parameter.device if parameter is not None and entry.size else None
-    return torch.empty(entry.size, dtype=entry.properties.dtype, device=on)
+    return empty_value(entry, parameter.device if parameter is not None and entry.size else None)
 
 
 class _Packed:

@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 from launcher.config.schema import LrScaling
 from launcher.errors import WrongCheckpoint
 from launcher.quantities import count, first_names
+from launcher.train.checkpoint.file_format import entries_under
 from launcher.train.engine.engine import Engine
 from launcher.train.optimizers import members_of
 from launcher.train.schedules import PlanSchedule, base_rates
 
 # options that choose an optimizer's implementation, not its results: the present machine's are kept
 _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
-_GROUPS = "optimizer.param_groups."
 # arguments that schedules other than the plan's may set at each step
 _CYCLED = ("lr", "momentum", "betas")
 
@@ -41,8 +41,7 @@ class OptimizerOptions:
         self._planned = [dict(group) for group in engine.optimizer.param_groups]
         self._rates = [_plain(rate) for rate in base_rates(engine.schedule)]
         self._members = [set(group["params"]) for group in groups]
-        names = (name for name in stored.state_dict_metadata if name.startswith(_GROUPS))
-        saved = len({name.removeprefix(_GROUPS).partition(".")[0] for name in names})
+        saved = len({path[1] for path, _ in entries_under(stored, "optimizer") if path[0] == "param_groups"})
         if saved != len(groups):
             raise WrongCheckpoint(
                 f"{directory} has {count(saved, 'parameter group')}, and the optimizer has {len(groups)}.\n"
