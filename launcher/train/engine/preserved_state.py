@@ -132,21 +132,18 @@ class SavedTensor:
         self._version = tensor._version
         self.copy = self._memory.to(device or self._memory.device, copy=True) if copies else None
 
-    def restore(self) -> bool:
-        """Restore the tensor, and return whether its memory was replaced."""
-        replaced = self._restore_memory()
+    def restore(self) -> None:
+        if self._is_replaced and not isinstance(self.tensor, DTensor):
+            self.tensor.data = self._memory
         if self.copy is not None:
             self._memory.copy_(self.copy)
-        return replaced
+            self._version = self.tensor._version
 
     def restore_if_changed(self) -> bool:
         """Restore the tensor, and return whether it has changed. One that has not is not written to: its memory may be
         read-only."""
-        changed = self.changed
-        self._restore_memory()
-        if changed and self.copy is not None:
-            self._memory.copy_(self.copy)
-            self._version = self.tensor._version
+        if changed := self.changed:
+            self.restore()
         return changed
 
     @property
@@ -161,12 +158,6 @@ class SavedTensor:
         return (now.shape, now.stride()) != (saved.shape, saved.stride()) or (
             now.layout is torch.strided and now.data_ptr() != saved.data_ptr()
         )
-
-    def _restore_memory(self) -> bool:
-        replaced = self._is_replaced and not isinstance(self.tensor, DTensor)
-        if replaced:
-            self.tensor.data = self._memory
-        return replaced
 
 
 class ChangingParameters:
@@ -380,19 +371,12 @@ class SavedAttributes:
             )
         if not followed:
             return parts
-        attributes = {name: held for name, held in attributes_of(value).items() if name not in hidden}
-        for name, held in attributes.items():
-            if is_iterator(held):
-                attributes[name] = self._rewindable(held)
-                object.__setattr__(value, name, attributes[name])
 
-        def restore(saved: Mapping[str, Any]) -> None:
-            for name in attributes_of(value).keys() - saved.keys() - hidden:
-                object.__delattr__(value, name)
-            for name, held in saved.items():
-                object.__setattr__(value, name, held)
+        def now() -> dict[str, Any]:
+            return {name: held for name, held in attributes_of(value).items() if name not in hidden}
 
-        self._keep(restore, attributes)
+        put, drop = (functools.partial(way, value) for way in (object.__setattr__, object.__delattr__))
+        attributes = self._keep_names(now, put, drop)
         return [*attributes.values(), *parts, *self._save_classes(type(value))]
 
     def _save_classes(self, kind: type) -> list[object]:
@@ -402,18 +386,13 @@ class SavedAttributes:
             if id(each) in self._seen or not self._is_users(_package(each)):
                 continue
             self._seen[id(each)] = each
-            held = {name: value for name, value in vars(each).items() if not _is_bound(name, value)}
+
+            def now(each: type = each) -> dict[str, Any]:
+                return {name: value for name, value in vars(each).items() if not _is_bound(name, value)}
+
+            put, drop = (functools.partial(way, each) for way in (setattr, delattr))
+            held = self._keep_names(now, put, drop)
             self.variables |= {f"{each.__name__}.{name}": (each, name) for name in held}
-
-            def restore(saved: Mapping[str, Any], each: type = each) -> None:
-                now = {name: value for name, value in vars(each).items() if not _is_bound(name, value)}
-                for name in now.keys() - saved.keys():
-                    delattr(each, name)
-                for name, value in saved.items():
-                    if now.get(name, restore) is not value:
-                        setattr(each, name, value)
-
-            self._keep(restore, held)
             found += [*held.values(), *(_function(value) for name, value in vars(each).items() if name not in _OF_DATA)]
         return found
 
@@ -439,23 +418,37 @@ class SavedAttributes:
         done = self._names.setdefault(id(scope), set())
         new = names - done
         done |= new
-        saved = {name: scope[name] for name in new if name in scope}
-        for name, held in saved.items():
-            self.variables[f"{scope['__name__']}.{name}"] = sys.modules.get(scope["__name__"]), name
-            if is_iterator(held):
-                saved[name] = scope[name] = self._rewindable(held)
 
-        def restore(saved: Mapping[str, Any]) -> None:
-            for name in new:
-                if name not in saved:
-                    scope.pop(name, None)
-                elif scope.get(name, restore) is not saved[name]:
-                    scope[name] = saved[name]
+        def now() -> dict[str, Any]:
+            return {name: scope[name] for name in new if name in scope}
 
-        self._keep(restore, saved)
+        saved = self._keep_names(now, scope.__setitem__, scope.__delitem__)
+        module = scope.get("__name__", "")
+        self.variables |= {f"{module}.{name}": (sys.modules.get(module), name) for name in saved}
         modules = [held for held in saved.values() if isinstance(held, ModuleType) and self._is_users(held.__name__)]
         inner = [held for module in modules for held in self._save_variables(vars(module), names)]
         return [*saved.values(), *inner]
+
+    def _keep_names(
+        self, now: Callable[[], dict[str, Any]], put: Callable[[str, Any], object], drop: Callable[[str], object]
+    ) -> dict[str, Any]:
+        """Save the values by name that ``now`` returns, and return them. Iterators are replaced first."""
+        saved = now()
+        for name, held in saved.items():
+            if is_iterator(held):
+                saved[name] = self._rewindable(held)
+                put(name, saved[name])
+
+        def restore(saved: Mapping[str, Any]) -> None:
+            current = now()
+            for name in current.keys() - saved.keys():
+                drop(name)
+            for name, held in saved.items():
+                if current.get(name, restore) is not held:
+                    put(name, held)
+
+        self._keep(restore, saved)
+        return saved
 
     def _rewindable(self, held: Iterator[Any]) -> Rewindable:
         """Save the position of an iterator, and return what takes its place, the same one everywhere."""

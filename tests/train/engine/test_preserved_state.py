@@ -12,7 +12,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -55,6 +55,7 @@ class Task:
     meta: Any
     system: Any
     complex: Any
+    shared: ClassVar[Any]
 
     def __init__(self) -> None:
         self.calls, self.part, self.itself = 0, Part(), self
@@ -113,7 +114,7 @@ def test_iterators_go_back_and_stay_what_they_are() -> None:
 
     task.samples = loaded = iter(torch.utils.data.DataLoader(data, batch_size=2))
     task.data, task.space, task.mapped = iter(data), rows(), zip(data, data, strict=True)
-    task.same = task.data
+    task.same, Task.shared = task.data, itertools.count()
     next(task.space)
     for _ in range(2):
         saved = SavedAttributes(task)
@@ -121,6 +122,7 @@ def test_iterators_go_back_and_stay_what_they_are() -> None:
         for _ in range(2):
             taken = [next(task.data), next(task.same), next(task.mapped)[0]]
             assert taken == [0, 1, 0]
+            assert next(Task.shared) == 0
             assert next(task.samples).tolist() == [0, 1]
             assert next(task.space) == 1
             saved.restore()
