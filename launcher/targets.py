@@ -22,10 +22,7 @@ from typing import Any, Literal, cast
 from launcher.errors import ConfigError, SiteError, did_you_mean
 from launcher.quantities import first_names
 
-
-@cache
-def _entry_points() -> Any:
-    return metadata.entry_points()
+_entry_points = cache(metadata.entry_points)
 
 
 def entry_points(group: str) -> list[metadata.EntryPoint]:

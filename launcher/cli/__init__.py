@@ -23,6 +23,7 @@ from launcher.cli.overrides import OnLoginNode, discard_output, print_disk_error
 from launcher.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, LauncherError, UserError, did_you_mean
 from launcher.process import ENDS_WITH_INPUT, interrupt_at_end_of_input
 from launcher.rundir.files import Unreadable
+from launcher.targets import entry_points
 
 GROUP = "launcher.commands"
 _OVERRIDES = ("--help", "--cfg", "--config-dir", "--config-name")
@@ -80,7 +81,7 @@ class AddedCommand:
 
 def added_commands() -> dict[str, AddedCommand]:
     """Return the commands of installed packages by their verbs; a verb of the core cannot be replaced."""
-    points = sorted(metadata.entry_points(group=GROUP), key=lambda point: point.name)
+    points = entry_points(GROUP)
     return {point.name: AddedCommand(point.name, point.value) for point in points if point.name not in _CORE}
 
 

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from importlib import metadata
 from typing import Any, Protocol, Self, cast
 
 from launcher.config.numerics import is_added
@@ -38,6 +37,7 @@ from launcher.plan.run_plan import Forecast, PrecisionPlan, RunPlan, TaskPlan, p
 from launcher.plan.strategy import excess_notes, least_bytes, least_note, with_memory
 from launcher.plan.sync_policy import SHARDED
 from launcher.rundir.files import value_from_json
+from launcher.targets import entry_points
 from launcher.task import load_task
 
 # tasks whose description is arithmetic
@@ -355,7 +355,7 @@ def weigh_memory(plan: RunPlan, inspection: Inspection | None = None, *, choose:
     Raises:
         TaskError: the job would fail at its first step.
     """
-    installed = sorted(metadata.entry_points(group=FORECASTS), key=lambda point: point.name)
+    installed = entry_points(FORECASTS)
     answer: dict[str, Any] | None = {"problem": f"no forecast of activations is installed (entry point {FORECASTS})"}
     if installed:
         build = plan.task.target, plan.task.params, plan.cluster.import_from, plan.train.seed
@@ -383,11 +383,10 @@ def weigh_memory(plan: RunPlan, inspection: Inspection | None = None, *, choose:
         plan = plan.with_notes([COMPILED_NOTE])
     if not forecasts:
         return plan
+    strategy = replace(plan.strategy, memory_bytes=memory, forecasts=tuple(forecasts))
     if choose and memory is not None:
-        plan = replace(plan, strategy=with_memory(plan.strategy, forecasts, memory))
-    else:
-        strategy = replace(plan.strategy, memory_bytes=memory, forecasts=tuple(forecasts))
-        plan = replace(plan, strategy=strategy)
+        strategy = with_memory(plan.strategy, forecasts, memory)
+    plan = replace(plan, strategy=strategy)
     return plan.with_notes(excess_notes(plan))
 
 

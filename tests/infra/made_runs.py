@@ -32,7 +32,8 @@ def make_run(
     task = TaskPlan(target=target, params={}, samples=10**6, parameters=1, gradient_bytes=4000, unit_parameters=1)
     plan = solve(config, Site(gpus=0, cores=2, cwd=str(root)), task, run)
     plan.save()
-    paths.config.write_text(json.dumps(dataclasses.asdict(config)))  # which is YAML too
+    values = dataclasses.asdict(config)
+    paths.config.write_text(json.dumps({**values.pop("added"), **values}))  # which is YAML too
     write_records(paths, records(plan, steps, step_s, loss, metrics))
     if verdict is not None:
         write_json(paths.summary, {"verdict": verdict, "failure": {"rank": 1, "error": "out of luck"}})

@@ -357,6 +357,8 @@ def _run(program: Program) -> int:
     install()
     sys.path[:0] = [*([] if safe else [program.cwd]), *program.library]
     importlib.invalidate_caches()
+    if program.library:  # packages may be installed there
+        sys.modules["launcher.targets"]._entry_points.cache_clear()
     tempfile.tempdir = None  # TMPDIR may be another one
     torch, numpy = sys.modules["torch"], sys.modules["numpy"]
     torch.set_num_threads(int(program.env.get("OMP_NUM_THREADS") or os.cpu_count() or 1))

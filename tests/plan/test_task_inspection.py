@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -163,7 +162,7 @@ def test_an_inspection_that_ends_early_leaves_the_memory_unknown(monkeypatch: py
 @pytest.mark.parametrize("entry_point", ["", "launcher.no_such_module:forecast"])
 def test_without_a_forecast_the_choice_is_by_what_is_known(entry_point: str, monkeypatch: pytest.MonkeyPatch) -> None:
     points = [EntryPoint("windows", entry_point, task_inspection.FORECASTS)] if entry_point else []
-    monkeypatch.setattr(task_inspection, "metadata", SimpleNamespace(entry_points=lambda **_: points))
+    monkeypatch.setattr(task_inspection, "entry_points", lambda _: points)
 
     def chosen(strategy: str, width: int) -> RunPlan:
         size = (f"task.width={width}", "task.depth=32", "precision=bf16", "batch.accumulation=4")

@@ -10,7 +10,7 @@ import functools
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,11 @@ from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import Collective
 from launcher.plan.windows import ANY_NUMBER, Windows
 from launcher.train.measure.comm_meter import Meter
-from launcher.train.parallel.base import Parallel
 from launcher.train.parallel.mixed_precision import in_backward
 from launcher.train.precision import Precision
+
+if TYPE_CHECKING:
+    from launcher.train.parallel.base import Parallel  # imports torch's compiler, and an inspection this module
 
 
 @dataclass
