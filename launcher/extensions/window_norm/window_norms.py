@@ -21,7 +21,7 @@ from launcher.errors import TaskError
 from launcher.train.data.loader import MicroBatch
 from launcher.train.engine.preserved_state import PreservedState
 from launcher.train.parallel.base import Parallel
-from launcher.train.parallel.batchnorm import Ranks, Statistics, gradient_sums, normalise, sums_of, track
+from launcher.train.parallel.batchnorm import Normaliser, Ranks, Statistics, gradient_sums, normalise, sums_of, track
 from launcher.train.parallel.mixed_precision import in_backward
 from launcher.train.precision import Precision
 
@@ -53,7 +53,7 @@ class Pass(Enum):
     whole = auto()
 
 
-class WindowNorms:
+class WindowNorms(Normaliser):
     """Handling of ``window``: progress of the passes over a window, and their results.
 
     Args:

@@ -53,7 +53,6 @@ from launcher.train.measure.noise_scale import Noise, NoiseScale
 from launcher.train.measure.observer import EndedWindow, Observer
 from launcher.train.measure.straggler import StragglerDetector
 from launcher.train.parallel.base import ShardUnits
-from launcher.train.parallel.batchnorm import PlainNorms
 from launcher.train.parallel.replicas import Buffers
 from launcher.train.schedules import MakeSchedule
 from launcher.train.sites import own_site, sites_of
@@ -122,7 +121,7 @@ class Engine:
         parts = build_parts(model, optimizer, plan, self.device, shard_units, self.world, owner, values)
         self._parts, self.parallel, self.optimizer = parts, parts.parallel, parts.optimizer
         self.precision, self._reduces_each = parts.precision, reduces(plan.strategy.sync, last=False)
-        self._norms = None if isinstance(parts.norms, PlainNorms) else parts.norms
+        self._norms = None if parts.norms.plain else parts.norms
         self._trained = TrainedParameters(self.parallel)
         self.buffers = Buffers(self.parallel.module, self.world, self.device)
         self.left_out = LeftOut(self.parallel.module)

@@ -17,7 +17,7 @@ from launcher.plan.batch import Batch
 from launcher.plan.run_plan import RunPlan, part
 from launcher.plan.sync_policy import SHARDED
 from launcher.rundir.files import read_json, write_json
-from launcher.train.parallel.batchnorm import Norms, PlainNorms
+from launcher.train.parallel.batchnorm import Norms
 from launcher.train.world import World
 
 # messages of libraries that raise no exception class of their own: CUDA's of memory that torch's allocator does not
@@ -69,7 +69,7 @@ def can_abandon(plan: RunPlan, norms: Norms) -> bool:
     """Return whether the ranks can give up a window together: its small all-reduce must be its first collective."""
     batch, strategy = plan.batch, plan.strategy
     silent = batch.world_size == 1 or strategy.sync is not Sync.every
-    return batch.on_oom is OnOom.shrink and strategy.kind not in SHARDED and silent and isinstance(norms, PlainNorms)
+    return batch.on_oom is OnOom.shrink and strategy.kind not in SHARDED and silent and norms.plain
 
 
 def apply_stored_micro_size(plan: RunPlan, world: World) -> RunPlan:

@@ -31,7 +31,6 @@ from launcher.train.engine.oom import is_out_of_memory
 from launcher.train.engine.window_totals import ReducedTotals, WindowLoss, WindowTotals, explain_bad_loss
 from launcher.train.optimizers import members_of, trained_parameters
 from launcher.train.parallel.base import Parallel, local
-from launcher.train.parallel.batchnorm import PlainNorms
 from launcher.train.schedules import (
     MakeSchedule,
     build_schedule,
@@ -87,7 +86,7 @@ class OptimizerStep:
         plan = parts.plan
         self._plan, self._world, self._device = plan, parts.world, parts.device
         self._parallel, self._precision = parts.parallel, parts.precision
-        self._norms = None if isinstance(parts.norms, PlainNorms) else parts.norms
+        self._norms = None if parts.norms.plain else parts.norms
         self._optimizer = optimizer = parts.optimizer
         self._loss = loss
         self._accumulation = plan.batch.accumulation

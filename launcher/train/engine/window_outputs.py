@@ -36,7 +36,7 @@ from launcher.train.data.randomness import random_state, restore_random_state
 from launcher.train.engine.build import EngineParts
 from launcher.train.engine.foreign_leaves import leaves_of
 from launcher.train.engine.loss_terms import require_terms
-from launcher.train.measure.observer import EndedWindow
+from launcher.train.measure.observer import Observer
 from launcher.train.world import World
 
 # relative difference of the rows in the two passes: of rounding at most, which a compiled model may do in another way
@@ -74,7 +74,7 @@ class _Share:
     rows: list[Tensor]
 
 
-class WindowOutputs:
+class WindowOutputs(Observer):
     """Loss of the window's rows on one rank, and observer of the differences between the two passes.
 
     Without the task's methods ``outputs`` and ``window_loss`` this object has no effect.
@@ -249,22 +249,14 @@ class WindowOutputs:
         items = int(items) if items.is_integer() else items
         return Loss(loss.total.detach().double(), items, loss.metrics, loss.name), gradients
 
-    @property
-    def width(self) -> int:
-        return int(self.active)
-
     def contribution(self) -> Sequence[Tensor | float]:
         """Return the number of tensors that differ between the passes."""
-        if not self.active:
-            return ()
         return [torch.stack(self._differences).sum().double() if self._differences else 0.0]
 
     def receive(self, sums: Sequence[float]) -> None:
         """Raise TaskError if rows differ between the passes, on all ranks."""
-        if sums and sums[0]:
+        if sums[0]:
             raise TaskError(_difference("others"))
-
-    def window_ended(self, window: EndedWindow) -> None: ...
 
 
 def _difference(what: str) -> str:

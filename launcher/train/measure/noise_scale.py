@@ -27,7 +27,7 @@ from torch import Tensor
 
 from launcher.config.schema import Sync
 from launcher.plan.sync_policy import REDUCING
-from launcher.train.measure.observer import EndedWindow
+from launcher.train.measure.observer import EndedWindow, Observer
 
 # decay of the averages per window: they cover about a hundred windows, over which the scale changes little
 SMOOTHING = 0.99
@@ -98,7 +98,7 @@ class LocalGradNorm:
         return torch.stack(norms).detach().to(device, torch.float64).square().sum()
 
 
-class NoiseScale:
+class NoiseScale(Observer):
     """Averages over the windows of a run, the same on all ranks, and this rank's contribution of the last window.
 
     Args:
@@ -106,8 +106,6 @@ class NoiseScale:
         random: a rank's part of a window is drawn at random. If not, it says nothing about the noise of one sample's
             gradient, and nothing is measured.
     """
-
-    width = 1
 
     def __init__(self, ranks: int, device: torch.device, gradient: LocalGradNorm, *, random: bool = True) -> None:
         self._ranks, self._device, self._gradient, self._random = ranks, device, gradient, random

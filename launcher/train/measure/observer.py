@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -41,25 +40,22 @@ class EndedWindow:
     wait_s: float
 
 
-class Observer(Protocol):
+class Observer:
     """Something measured in each window.
 
     Args:
         width: how many numbers it contributes.
     """
 
-    @property
-    def width(self) -> int: ...
+    width = 1
 
     def contribution(self) -> Sequence[Tensor | float]:
         """Return this rank's numbers, to be summed over the ranks. Tensors are scalars; the host does not wait for
         them."""
-        ...
+        raise NotImplementedError
 
     def receive(self, sums: Sequence[float]) -> None:
         """Take the sums over all ranks, before the optimizer step."""
-        ...
 
     def window_ended(self, window: EndedWindow) -> None:
         """Take note of a window; called after its optimizer step."""
-        ...

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from launcher.train.measure.observer import EndedWindow
+from launcher.train.measure.observer import EndedWindow, Observer
 from launcher.train.world import World
 
 # windows over which medians are taken, and windows between two searches for a straggler
@@ -77,7 +77,7 @@ class Straggler:
         )
 
 
-class StragglerDetector:
+class StragglerDetector(Observer):
     """Detector of the rank that slows the others down: the same state on all ranks, except for the own measurement.
 
     Args:

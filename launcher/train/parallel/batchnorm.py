@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -182,51 +182,42 @@ class Ranks:
         return sums
 
 
-class Norms(Protocol):
-    """Calls by which the engine announces micro-batches and steps to the handling of BatchNorm."""
+class Norms:
+    """Handling of BatchNorm, to which the engine announces micro-batches and steps; this one is that of ``leave``,
+    ``freeze``, and models without BatchNorm, where nothing depends on other micro-batches.
 
-    @property
-    def look_ahead(self) -> Callable[[Sequence[Any], Callable[[Any], Tensor], Any], None] | None:
-        """Passes over a whole window before its first micro-batch runs: (micro-batches, function that returns the
-        scalar of a micro-batch's backward pass, state to restore after each pass); None: there are none."""
-        ...
+    Attributes:
+        plain: this one.
+        look_ahead: passes over a whole window before its first micro-batch runs: (micro-batches, function that returns
+            the scalar of a micro-batch's backward pass, state to restore after each pass); None: there are none.
+    """
+
+    plain = True
+    look_ahead: Any = None
 
     def micro_batch(self, *, counts: bool) -> None:
         """Prepare for the next micro-batch of a window. ``counts``: its samples enter the statistics."""
-        ...
 
     def trial(self, *, alone: bool) -> None:
         """Prepare for a micro-batch whose results are discarded. ``alone``: no collective may run."""
-        ...
 
     def track(self) -> None:
         """Update running statistics after the window's gradient was applied."""
-        ...
 
 
-class Normaliser(Norms, Protocol):
+class Normaliser(Norms):
     """Handling of BatchNorm that replaces the layers' normalisation."""
+
+    plain = False
 
     def normalised(self, layer: _BatchNorm, x: Tensor) -> Tensor:
         """Return ``x``, [samples, channels, ...], normalised, without the layer's scale and shift."""
-        ...
+        raise NotImplementedError
 
 
-class PlainNorms:
-    """Handling of ``leave``, ``freeze``, and models without BatchNorm: nothing depends on other micro-batches."""
-
-    look_ahead = None
-
-    def micro_batch(self, *, counts: bool) -> None: ...
-    def trial(self, *, alone: bool) -> None: ...
-    def track(self) -> None: ...
-
-
-class RankNorms:
+class RankNorms(Normaliser):
     """Handling of ``sync``: each micro-batch is normalised by its statistics over all ranks. torch's SyncBatchNorm does
     the same, but supports neither CPUs nor ranks whose samples do not count."""
-
-    look_ahead = None
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -251,8 +242,6 @@ class RankNorms:
             return mean if counts else torch.zeros_like(mean)
 
         return normalise(layer, x, statistics, means)
-
-    def track(self) -> None: ...
 
 
 def install(model: nn.Module, norms: Normaliser) -> None:
@@ -330,7 +319,7 @@ def norms_of(plan: RunPlan, parallel: Parallel, precision: Precision, device: to
     if norm is Norm.freeze:
         freeze(module)
     if norm in (Norm.leave, Norm.freeze) or not batch_norms(module):
-        return PlainNorms()
+        return Norms()
     ranks = Ranks(parallel.meter, plan.batch.world_size)
     norms: Normaliser
     if norm is Norm.sync or plan.batch.accumulation == 1:  # then a window is one micro-batch of all ranks

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from launcher.config.schema import StrategyKind
 from launcher.errors import TaskError
 from launcher.quantities import first_names
-from launcher.train.measure.observer import EndedWindow
+from launcher.train.measure.observer import Observer
 from launcher.train.parallel.checksum import checksum
 from launcher.train.parallel.mixed_precision import groups_of
 from launcher.train.parallel.replicas import differs
@@ -32,15 +32,13 @@ if TYPE_CHECKING:
 FIRST_WINDOWS = 3  # the values of which are compared, and those of every later one whose number is a power of two
 
 
-class LostWrites:
+class LostWrites(Observer):
     """Observer of the writes to the parameters of a sharded model.
 
     Args:
         modules: the sharded modules, the root first.
         model: the root.
     """
-
-    width = 1
 
     def __init__(self, modules: Sequence[FSDPModule], model: nn.Module, kind: StrategyKind) -> None:
         self._model, self._kind = model, kind
@@ -131,8 +129,6 @@ class LostWrites:
     def require_none(self) -> None:
         """Raise TaskError if this rank has found a write."""
         self._require_none(self._names())
-
-    def window_ended(self, window: EndedWindow) -> None: ...
 
     def _names(self) -> list[str]:
         found, self._found = self._found, []

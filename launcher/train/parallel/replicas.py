@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from launcher.errors import TaskError
 from launcher.plan.sync_policy import Collective
 from launcher.train.measure.comm_meter import Meter
-from launcher.train.measure.observer import EndedWindow
+from launcher.train.measure.observer import EndedWindow, Observer
 from launcher.train.world import Everyone, World
 
 
@@ -115,12 +115,10 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 Form = tuple[tuple[int, ...], torch.dtype]
 
 
-class Buffers:
+class Buffers(Observer):
     """Observer of the buffers of ``module``, which is wrapped already: finds those that training changes, and makes
     them equal on all ranks. It refers to them by name, since a forward pass may replace the tensors.
     """
-
-    width = 1
 
     def __init__(self, module: nn.Module, world: World, device: torch.device) -> None:
         self._module, self._world, self._device = module, world, device

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from launcher.config.schema import StrategyKind
 from launcher.errors import TaskError
-from launcher.train.measure.observer import EndedWindow
+from launcher.train.measure.observer import Observer
 
 _PRIME = 1_048_573  # its square, times 8,192 ranks, is a whole number in fp64
 _DEADLOCK_S = 15.0  # all ranks of a group have waited for so long, each for the same message
@@ -28,7 +28,7 @@ _POLL_S = 1.0
 _counts = itertools.count()  # engines are made in the same order on all ranks
 
 
-class UnitOrder:
+class UnitOrder(Observer):
     """Observer of the calls of shard units.
 
     Args:
@@ -108,8 +108,6 @@ class UnitOrder:
         if (deadlock or diverged) and (text := self._difference(calls)) is not None:
             time.sleep(2 * _POLL_S)  # the others come to the same result before this process ends
             raise TaskError(text)
-
-    def window_ended(self, window: EndedWindow) -> None: ...
 
     def _difference(self, calls: Mapping[int, Sequence[int]]) -> str | None:
         """Return the message for the first call that differs between ranks; None if all are the same."""
