@@ -14,7 +14,7 @@ import secrets
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import orjson
 import torch
@@ -33,16 +33,8 @@ from launcher.train.engine.window_totals import StepResult
 Metrics = dict[str, float]
 
 
-class Sink(Protocol):
-    """Destination of metrics records."""
-
-    def write(self, step: int, metrics: Metrics) -> None: ...
-    def sync(self) -> None: ...
-    def close(self) -> None: ...
-
-
 class NoRecord:
-    """Null sink, for every rank but 0."""
+    """Stand-in for the record, on every rank but 0."""
 
     def write(self, step: int, metrics: Metrics) -> None: ...
     def sync(self) -> None: ...

@@ -35,7 +35,7 @@ from launcher.train.engine.replica_check import ReplicaCheck
 from launcher.train.engine.window_totals import StepResult
 from launcher.train.evaluation import Evaluation
 from launcher.train.measure.flops import peak_flops
-from launcher.train.metrics import Metrics, NoRecord, Sink
+from launcher.train.metrics import Metrics, NoRecord, Record
 from launcher.train.parallel.batchnorm import refusal_of_one_value
 from launcher.train.parallel.shard_units import direct_use, is_direct_use
 
@@ -93,7 +93,7 @@ class TrainingLoop:
         self.replicas = [ReplicaCheck(each) for each in (engine, *saves.parts.values())]
         self.windows = 0  # of this process
         self.extra: dict[str, Any] | None = None  # JSON data of the user's own loop, for the next checkpoint
-        self.record: Sink = NoRecord()
+        self.record: Record | NoRecord = NoRecord()
         self.recorded: int | None = None  # step of the newest record
         # one record states the prediction: the first of the run, and the first after a change of what is predicted
         self.prediction_due = restored is None or not restored.comparable

@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -51,28 +51,16 @@ class StoredTensor(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-class Weights(Protocol):
-    """Tensors in files.
-
-    Attributes:
-        tensors: by name.
-        others: names of values that are no tensors.
-    """
-
-    tensors: dict[str, StoredTensor]
-    others: list[str]
-
-    def read(self, name: str, region: Region | None = None) -> Tensor:
-        """Return a tensor on the CPU, or a region of it."""
-        ...
-
-
 class CheckpointWeights:
     """Tensors of a checkpoint, of any strategy and number of ranks.
 
     Args:
         directory: the checkpoint.
         prefix: start of the names that are meant; those of ``tensors`` lack it.
+
+    Attributes:
+        tensors: by name.
+        others: names of values that are no tensors.
     """
 
     def __init__(self, directory: Path, prefix: str = "model.") -> None:
@@ -93,6 +81,7 @@ class CheckpointWeights:
         self._places = {(index.fqn, tuple(index.offset or ())): info for index, info in stored.storage_data.items()}
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
+        """Return a tensor on the CPU, or a region of it."""
         shape, dtype = self.tensors[name]
         region = region or tuple(slice(0, size) for size in shape)
         sizes = [part.stop - part.start for part in region]
@@ -163,6 +152,9 @@ class SafetensorsWeights:
 def _opened(path: Path) -> Iterator[Any]:
     with safe_open(path, framework="pt", device="cpu") as file:
         yield file
+
+
+Weights = CheckpointWeights | SafetensorsWeights
 
 
 def open_weights(path: Path) -> Weights:

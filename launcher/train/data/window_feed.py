@@ -11,7 +11,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
@@ -63,26 +63,6 @@ class Window:
     count: int
     micro_batches: Iterator[MicroBatch]
     padding_fraction: float | None = None
-
-
-class Feed(Protocol):
-    """Source of windows."""
-
-    def windows(self) -> Iterator[Window]: ...
-
-    def has_next(self) -> bool:
-        """Return whether this rank has a sample for the window after the current one."""
-        ...
-
-    def advance(self, anyone_has_next: bool) -> WindowPosition:
-        """Return the position of the next window. ``anyone_has_next``: the result of ``has_next`` on any rank."""
-        ...
-
-    def samples_text(self, note: Any) -> str:
-        """Return a text on the samples of the micro-batch with this note; empty if they are not known."""
-        ...
-
-    def close(self) -> None: ...
 
 
 def open_feed(
@@ -201,13 +181,16 @@ class MapFeed:
             yield Window(index, span.epoch, count, itertools.islice(self._source, count), padding)
 
     def has_next(self) -> bool:
+        """Return whether this rank has a sample for the window after the current one."""
         return True
 
     def advance(self, anyone_has_next: bool) -> WindowPosition:  # noqa: ARG002 (every rank can count)
+        """Return the position of the next window. ``anyone_has_next``: the result of ``has_next`` on any rank."""
         following = self._spans.at(self._index + 1)
         return WindowPosition(self._index + 1, following.epoch, following.window)
 
     def samples_text(self, note: _Spec | None) -> str:
+        """Return a text on the samples of the micro-batch with this note; empty if they are not known."""
         if note is None:
             return ""
         indices = self._order.take(note.epoch, note.first, note.size)
@@ -402,3 +385,6 @@ class StreamFeed:
 
     def close(self) -> None:
         self._source.close()
+
+
+Feed = MapFeed | StreamFeed

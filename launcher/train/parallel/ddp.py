@@ -7,7 +7,7 @@ its own classes, so they must be evaluated.
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -274,43 +274,18 @@ class Ddp(Parallel):
         self._compression.load_state_dict(state)
 
 
-class Compression(Protocol):
-    """Reduction of DDP's gradient buckets. One of an installed package is made from model, ``StrategyPlan`` and
-    meter; its state has the parts "residue" and "factors", tensors by the names of parameters."""
-
-    can_sum: bool  # gradients may be summed instead of averaged
-
-    def reduce(self, bucket: dist.GradBucket, divisor: int) -> tuple[Future[Any], int, int]:
-        """Start to sum a bucket over the ranks and to divide it by ``divisor``.
-
-        Returns:
-            The future of the reduced tensor (or of a list with it), the payload bytes, the number of collectives.
-        """
-        ...
-
-    def before_reduction(self, items: Callable[[], float]) -> None: ...
-
-    def begin_trial(self) -> None:
-        """Compress from now on, even if the run's first windows are sent uncompressed."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-def _compression(strategy: StrategyPlan, model: nn.Module, meter: Meter) -> Compression:
-    if strategy.compress.keeps_residue:
-        return added_value("strategy.compress", strategy.compress)(model, strategy, meter)
-    return _Cast(None if strategy.compress is Compress.none else torch.bfloat16)
-
-
-class _Cast:
-    """Reduction of gradients in their own dtype, or rounded to bf16.
+class Compression:
+    """Reduction of DDP's gradient buckets; this one in their own dtype, or rounded to bf16. One of an installed package
+    is made from model, ``StrategyPlan`` and meter; its state has the parts "residue" and "factors", tensors by the
+    names of parameters.
 
     bf16 has the exponent range of fp32, so that small gradients survive. A ring of W ranks rounds each number when it
     is converted, when it is divided by W (in a mean, and unless W is a power of two), and in each of W-1 sums, by up to
     2^-8 relative (half a unit in the last place). To first order the error is at most (W+1) 2^-8 of the mean magnitude,
     sum(|g|)/W; relative to the mean gradient it is larger if the ranks' gradients cancel.
+
+    Attributes:
+        can_sum: gradients may be summed instead of averaged.
     """
 
     can_sum = True
@@ -319,6 +294,11 @@ class _Cast:
         self._dtype = dtype
 
     def reduce(self, bucket: dist.GradBucket, divisor: int) -> tuple[Future[Any], int, int]:
+        """Start to sum a bucket over the ranks and to divide it by ``divisor``.
+
+        Returns:
+            The future of the reduced tensor (or of a list with it), the payload bytes, the number of collectives.
+        """
         gradients = bucket.buffer()
         sent = gradients.to(self._dtype or gradients.dtype)
         if divisor > 1:
@@ -331,8 +311,17 @@ class _Cast:
         return done, sent.nbytes, 1
 
     def before_reduction(self, items: Callable[[], float]) -> None: ...
-    def begin_trial(self) -> None: ...
+
+    def begin_trial(self) -> None:
+        """Compress from now on, even if the run's first windows are sent uncompressed."""
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def _compression(strategy: StrategyPlan, model: nn.Module, meter: Meter) -> Compression:
+    if strategy.compress.keeps_residue:
+        return added_value("strategy.compress", strategy.compress)(model, strategy, meter)
+    return Compression(None if strategy.compress is Compress.none else torch.bfloat16)
