@@ -18,7 +18,9 @@ from launcher.plan.batch import Batch, RampStage
 from launcher.plan.resumable import Change, changes, refusals, rule
 from launcher.plan.run_plan import RunPlan, part
 from launcher.quantities import first_lines
-from launcher.train.checkpoint.file_format import CHECKPOINT_FORMAT
+from launcher.train.checkpoint.file_format import CHECKPOINT_FORMAT, entries_under
+from launcher.train.checkpoint.initial import ModelState, misfits
+from launcher.train.checkpoint.weights import StoredTensor
 
 Origin = dict[str, Any]
 _MAX_SHOWN = 4
@@ -119,27 +121,20 @@ def require_same_model(directory: Path, model: Mapping[str, Any], stored: Metada
     Raises:
         WrongCheckpoint: the names or shapes of parameters and buffers differ.
     """
-    shapes: dict[str, Any] = {}
-    for name, entry in stored.state_dict_metadata.items():
-        _, *path = (stored.planner_data or {}).get(name, (name,))
-        if not name.startswith("model."):
-            continue
-        if len(path) > 1:  # a part of a module's extra state
-            shapes[path[0]] = "of no tensor"
-        else:
-            is_tensor = isinstance(entry, TensorStorageMetadata)
-            shapes[name.removeprefix("model.")] = list(entry.size) if is_tensor else "of no tensor"
-    problems: list[str] = []
-    for name, value in model.items():
-        shape = list(value.shape) if isinstance(value, Tensor) else "of no tensor"
-        if name not in shapes:
-            problems.append(f"{name} is not in the checkpoint")
-        elif shapes[name] != shape:
-            problems.append(f"{name} has the shape {shape} here, and {shapes[name]} in the checkpoint")
-    problems += [
-        f"{name} is in the checkpoint only" for name in dict.fromkeys([*shapes, *unknown]) if name not in model
-    ]
+    tensors, others = dict[str, StoredTensor](), set[str]()
+    for path, entry in entries_under(stored, "model"):
+        if isinstance(entry, TensorStorageMetadata) and len(path) == 1:
+            tensors[path[0]] = StoredTensor(tuple(entry.size), entry.properties.dtype)
+        else:  # a module's extra state, or a part of it
+            others.add(path[0])
+    own = {name: value for name, value in model.items() if isinstance(value, Tensor)}
+    extra = [name for name in model if name not in own]
+    problems = misfits(ModelState([([name], value) for name, value in own.items()], extra, []), tensors, others)
+    changed = [*(others & own.keys()), *(name for name in extra if name in tensors)]
+    gone = [name for name in dict.fromkeys([*others, *unknown]) if name not in model]
+    problems += first_lines([f"{name} is a tensor on one side only" for name in changed], _MAX_SHOWN)
+    problems += first_lines([f"{name} is not in the model" for name in gone], _MAX_SHOWN)
     if problems:
-        head = f"{directory} was saved from another model:"
+        head = f"{directory} was saved from another model, whose parameters and buffers differ:"
         remedy = "Resume with the model that the run had, or start a new run: launch train."
-        raise WrongCheckpoint("\n  ".join([head, *first_lines(problems, _MAX_SHOWN), remedy]))
+        raise WrongCheckpoint("\n  ".join([head, *problems, remedy]))

@@ -38,11 +38,11 @@ WRONG: dict[str, tuple[list[str], list[str], dict[str, Any], list[str]]] = {
     "shape": (
         ["task.width"], [], {"width": 24},
         [
-            "layers.0.weight has the shape [24, 12] here, and [20, 12] in the checkpoint",
-            "layers.1.weight has the shape [12, 24] here", "was saved from another model",
+            "layers.0.weight has the shape [20, 12] there, and [24, 12] in the model",
+            "layers.1.weight has the shape [12, 20] there, and [12, 24] in the model", "was saved from another model",
         ],
     ),
-    "extra": (["task.extra"], [], {"extra": True}, ["extra.weight is not in the checkpoint", "extra.bias is not"]),
+    "extra": (["task.extra"], [], {"extra": True}, ["extra.weight is not among them", "extra.bias is not among them"]),
 }  # fmt: skip
 
 
