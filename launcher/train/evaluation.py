@@ -25,7 +25,7 @@ from launcher.train.data.stream import StreamShare, blocks_in_turn, is_sharded
 from launcher.train.data.window_feed import Samples
 from launcher.train.engine.engine import Engine
 from launcher.train.engine.loss_terms import HeldOutSums, terms_of_forward
-from launcher.train.engine.modes import SavedModes
+from launcher.train.engine.modes import kept_modes
 from launcher.train.engine.preserved_state import SavedState
 from launcher.train.engine.window import Forward
 from launcher.train.engine.window_outputs import Rows, gathered, joined, same_random_numbers
@@ -230,14 +230,14 @@ def eval_mode(engine: Engine, name: str) -> Iterator[nn.Module]:
     Random state, buffers and each module's mode are restored at the end.
     """
     module = engine.parallel.module
-    kept, modes = SavedState(module, engine.device), SavedModes(engine.parallel)
+    kept = SavedState(module, engine.device)
     seed_everything(seed_for(engine.plan.train.seed, f"evaluation on rank {engine.world.rank}"))
     engine.share_buffers(watch=False)
-    engine.parallel.set_mode(module, False)
     try:
-        with torch.no_grad(), engine.parallel.evaluation(), engine.context.evaluation(name or None):
-            yield module
-        modes.restore()
+        with kept_modes(engine.parallel):
+            engine.parallel.set_mode(module, False)
+            with torch.no_grad(), engine.parallel.evaluation(), engine.context.evaluation(name or None):
+                yield module
     finally:
         kept.restore()
 

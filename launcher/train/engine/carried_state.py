@@ -180,7 +180,7 @@ class CarriedState:
         finally:
             kept.undo()
         if found is None and self._parts.plan.strategy.kind in SHARDED:
-            return  # see LossTrial
+            return  # see try_loss in loss_trial.py
         everyone = [each for each in world.of_all(found) if each is not None]
         divided, evaluated, lost = iterators if micro_batches * world.size > 1 else [], list[str](), [*iterators]
         reads = names_read(self._code) if names else None

@@ -44,7 +44,7 @@ from launcher.train.engine.gradient_watch import GradientWatch
 from launcher.train.engine.item_count import ItemCount, Items
 from launcher.train.engine.loss_collectives import LossCollectives
 from launcher.train.engine.loss_terms import LossWatch
-from launcher.train.engine.loss_trial import LossTrial
+from launcher.train.engine.loss_trial import can_try_loss, try_loss
 from launcher.train.engine.optimizer_step import Counters, OptimizerStep, TrainedParameters
 from launcher.train.engine.window import CurrentWindow, Forward, Stage, WindowPass
 from launcher.train.engine.window_outputs import WindowOutputs
@@ -87,7 +87,7 @@ class Engine:
         context: source of ``launcher.current()``; its ``take_scalars()`` returns what was logged there.
         position: position of the next window in the data, the same on all ranks.
         stream: state of a stream, for checkpoints.
-        tries_loss: the next window starts with a trial of the loss, see ``LossTrial``.
+        tries_loss: the next window starts with a trial of the loss, see ``try_loss``.
         schedule: learning rate schedule; the engine steps it.
         lacks_values: the run has a checkpoint, so that checkpoint.init_from was not read, and it was not loaded yet.
         preserve: function that copies the state that forward and backward passes change; see ``PreservedState``.
@@ -364,15 +364,14 @@ class Engine:
             self._carried.note_first_step()
         if not (first_window or due):
             return micro_batches
-        trial, current = LossTrial(self._parts), self._current
-        possible = current.forward is not None and self._parts.norms.look_ahead is None and trial.possible
-        if not possible:
+        current = self._current
+        if current.forward is None or self._parts.norms.look_ahead is not None or not can_try_loss(self._parts):
             return micro_batches
         first = next(micro_batches)
         if self._carried is not None:
             self._carried.examine(current.run_unwrapped, first, window.count)
         else:
-            trial.require_sum(current.run_unwrapped, first, window.count)
+            try_loss(self._parts, current.run_unwrapped, first, window.count)
         self._carried = CarriedState(self._parts, self.schedule, self.callbacks) if first_window else None
         self.context.take_scalars()  # the window itself logs them again
         current.start()

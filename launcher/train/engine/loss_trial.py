@@ -17,8 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -41,12 +40,7 @@ MEAN_TOLERANCE = 0.02
 SMALLEST_PART, AGREEMENT = {True: 5e-5, False: 0.03}, 0.05
 
 
-class KindOfTotal(Enum):
-    """Kind of a term's total."""
-
-    sum = "a sum"
-    mean = "a mean"
-    part = "a sum and a part that is none"
+TotalKind = Literal["sum", "mean", "part"]  # of a total: a sum, a mean, a sum and a part that is none
 
 
 @dataclass(frozen=True)
@@ -63,93 +57,89 @@ class TriedTerm:
     wide: bool = True
 
 
-class LossTrial:
-    """Trial of the loss of one micro-batch on each rank. All ranks run the same passes."""
+def can_try_loss(parts: EngineParts) -> bool:
+    """Return False if the model is compiled: each new size would be compiled, and later ones as a size that varies."""
+    return not parts.plan.train.compile and not any(
+        module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+        for module in parts.parallel.module.modules()
+    )
 
-    def __init__(self, parts: EngineParts) -> None:
-        self._parts = parts
 
-    @property
-    def possible(self) -> bool:
-        """True unless the model is compiled: each new size would be compiled, and later ones as a size that varies."""
-        return not self._parts.plan.train.compile and not any(
-            module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
-            for module in self._parts.parallel.module.modules()
+def try_loss(
+    parts: EngineParts, run: Callable[[MicroBatch], list[Loss]], micro: MicroBatch, micro_batches: int
+) -> None:
+    """Run the trial of the loss of one micro-batch on each rank, and restore what it can change. All ranks call it.
+
+    Args:
+        run: the forward pass of a copy of a micro-batch through the unwrapped model.
+        micro_batches: number in the window of this rank.
+
+    Raises:
+        TaskError: the total of a term is a mean, or has a part that is no sum; on all ranks.
+    """
+    values = _values(parts, run, micro)
+    if values is None and parts.plan.strategy.kind in SHARDED:
+        return  # an error of this rank alone shows in the window; the others wait in this pass until then
+    found = _verdicts(parts, values or [], several=micro_batches * parts.world.size > 1)
+    of_ranks = parts.world.of_all(found)
+    for term in range(max(map(len, of_ranks))):
+        of_term = [found for verdicts in of_ranks if term < len(verdicts) and (found := verdicts[term]) is not None]
+        if len({kind for kind, _ in of_term}) == 1 and of_term[0][0] != "sum":
+            raise TaskError(of_term[0][1])
+
+
+def _values(parts: EngineParts, run: Callable[[MicroBatch], list[Loss]], micro: MicroBatch) -> list[TriedTerm] | None:
+    """Return the values of each term, none if the batch cannot be divided; None if a pass fails."""
+    kept, half = parts.preserve(), micro.samples // 2
+    one, other = (range(half), range(half, micro.samples)) if half else (range(1), range(1))
+    losses: list[list[Loss]] = []
+    changed = ""
+    try:
+        repeated = [[*half] * times for half in (one, other) for times in (2, 3)]
+        for number, chosen in enumerate([one, one, one, other, [*one, *other], *repeated]):
+            try:  # ranks without samples run the passes, too
+                data = taken(micro.data, chosen, micro.samples)
+                part = MicroBatch(data, len(chosen))
+            except NotDivisible:
+                part = micro
+            losses.append(forward_pass(parts, run, part))
+            if part is micro:
+                losses[-1] = []
+            if number:  # the second pass continues with the state and the random numbers of the first one
+                changed = kept.undo()
+    except Exception:  # training shows the error, unless it is due to the size
+        return None
+    finally:
+        changed = kept.undo() or changed
+        if changed:
+            print(f"The trial of the loss before the first step changed {changed}.", flush=True)
+    if len({len(terms) for terms in losses}) > 1:
+        return []
+    columns = zip(*losses, strict=True)
+    return [
+        TriedTerm(
+            [float(t.total) for t in terms],
+            [float(t.items) for t in terms],
+            wide=all(torch.as_tensor(t.total).dtype.itemsize >= 4 for t in terms),
         )
-
-    def require_sum(self, run: Callable[[MicroBatch], list[Loss]], micro: MicroBatch, micro_batches: int) -> None:
-        """Run the trial, and restore what it can change.
-
-        Args:
-            run: the forward pass of a copy of a micro-batch through the unwrapped model.
-            micro_batches: number in the window of this rank.
-
-        Raises:
-            TaskError: the total of a term is a mean, or has a part that is no sum; on all ranks.
-        """
-        parts = self._parts
-        values = self._values(run, micro)
-        if values is None and parts.plan.strategy.kind in SHARDED:
-            return  # an error of this rank alone shows in the window; the others wait in this pass until then
-        found = self._verdicts(values or [], several=micro_batches * parts.world.size > 1)
-        of_ranks = parts.world.of_all(found)
-        for term in range(max(map(len, of_ranks))):
-            of_term = [found for verdicts in of_ranks if term < len(verdicts) and (found := verdicts[term]) is not None]
-            if len({kind for kind, _ in of_term}) == 1 and of_term[0][0] != KindOfTotal.sum.name:
-                raise TaskError(of_term[0][1])
-
-    def _values(self, run: Callable[[MicroBatch], list[Loss]], micro: MicroBatch) -> list[TriedTerm] | None:
-        """Return the values of each term, none if the batch cannot be divided; None if a pass fails."""
-        parts, kept = self._parts, self._parts.preserve()
-        half = micro.samples // 2
-        one, other = (range(half), range(half, micro.samples)) if half else (range(1), range(1))
-        losses: list[list[Loss]] = []
-        changed = ""
-        try:
-            repeated = [[*half] * times for half in (one, other) for times in (2, 3)]
-            for number, chosen in enumerate([one, one, one, other, [*one, *other], *repeated]):
-                try:  # ranks without samples run the passes, too
-                    data = taken(micro.data, chosen, micro.samples)
-                    part = MicroBatch(data, len(chosen))
-                except NotDivisible:
-                    part = micro
-                losses.append(forward_pass(parts, run, part))
-                if part is micro:
-                    losses[-1] = []
-                if number:  # the second pass continues with the state and the random numbers of the first one
-                    changed = kept.undo()
-        except Exception:  # training shows the error, unless it is due to the size
-            return None
-        finally:
-            changed = kept.undo() or changed
-            if changed:
-                print(f"The trial of the loss before the first step changed {changed}.", flush=True)
-        if len({len(terms) for terms in losses}) > 1:
-            return []
-        columns = zip(*losses, strict=True)
-        return [
-            TriedTerm(
-                [float(t.total) for t in terms],
-                [float(t.items) for t in terms],
-                wide=all(torch.as_tensor(t.total).dtype.itemsize >= 4 for t in terms),
-            )
-            for terms in columns
-        ]
-
-    def _verdicts(self, terms: Sequence[TriedTerm], *, several: bool) -> list[tuple[str, str] | None]:
-        precision = self._parts.plan.precision
-        exact = precision.kind is PrecisionKind.fp32 and not precision.tf32
-        found: list[tuple[str, str] | None] = []
-        for number, values in enumerate(terms, 1):
-            verdict = kind_of_total(values, exact=exact and values.wide)
-            if verdict is KindOfTotal.part and not several:  # the whole loss of each step is in one micro-batch
-                verdict = None
-            which = f"term {number} of the loss" if len(terms) > 1 else "the loss"
-            found.append(verdict and (verdict.name, _message(verdict, which, values)))
-        return found
+        for terms in columns
+    ]
 
 
-def kind_of_total(values: TriedTerm, *, exact: bool) -> KindOfTotal | None:
+def _verdicts(parts: EngineParts, terms: Sequence[TriedTerm], *, several: bool) -> list[tuple[TotalKind, str] | None]:
+    precision = parts.plan.precision
+    exact = precision.kind is PrecisionKind.fp32 and not precision.tf32
+    found: list[tuple[TotalKind, str] | None] = []
+    for number, values in enumerate(terms, 1):
+        verdict = kind_of_total(values, exact=exact and values.wide)
+        if verdict == "part" and not several:  # the whole loss of each step is in one micro-batch
+            verdict = None
+        which = f"term {number} of the loss" if len(terms) > 1 else "the loss"
+        found.append(verdict and (verdict, _message(verdict, which, values)))
+    return found
+
+
+def kind_of_total(values: TriedTerm, *, exact: bool) -> TotalKind | None:
     """Return the kind of a term's total; None if no kind fits.
 
     Args:
@@ -171,7 +161,7 @@ def kind_of_total(values: TriedTerm, *, exact: bool) -> KindOfTotal | None:
     mean = (n_p * p + n_r * r) / n_a
     tolerance = MEAN_TOLERANCE + 2 * noise
     if max(abs(pp - p) / abs(p), abs(rr - r) / abs(r), abs(a - mean) / scale) <= tolerance:
-        return KindOfTotal.mean
+        return "mean"
     if noise > SAME:
         return None
     # parts that do not double, in each half, and in both for a constant and for a mean
@@ -179,15 +169,15 @@ def kind_of_total(values: TriedTerm, *, exact: bool) -> KindOfTotal | None:
     c_a = (n_p * c_p + n_r * c_r) / n_a
     unexplained, smallest = abs(p + r - a - (c_p + c_r - c_a)), SMALLEST_PART[exact] * scale
     if max(abs(c_p), abs(c_r), unexplained) < smallest:
-        return KindOfTotal.sum
+        return "sum"
     is_part = min(abs(c_p), abs(c_r)) >= smallest and unexplained <= max(abs(c_p), abs(c_r))
     agree = all(abs(c - (3 * f - fff) / 2) <= AGREEMENT * abs(c) for f, fff, c in ((p, ppp, c_p), (r, rrr, c_r)))
-    return KindOfTotal.part if is_part and agree else None
+    return "part" if is_part and agree else None
 
 
-def _message(verdict: KindOfTotal, which: str, values: TriedTerm) -> str:
+def _message(verdict: TotalKind, which: str, values: TriedTerm) -> str:
     p, _, _, r, a, pp, *_ = values.totals
-    if verdict is KindOfTotal.mean:
+    if verdict == "mean":
         return (
             f"Loss(total, items): the total of {which} is a mean over the micro-batch, and must be a sum: halves of a "
             f"micro-batch have {p:.6g}\n  and {r:.6g}, and together {a:.6g}. It is divided by the items of the window "

@@ -41,19 +41,14 @@ def start_training(model: nn.Module) -> None:
     _restore([(part, training and part.training) for part, training in before], lambda part, mode: part.train(mode))
 
 
-class SavedModes:
-    """Saved mode of each of a model's modules."""
-
-    def __init__(self, parallel: Parallel) -> None:
-        self._parallel = parallel
-        self._modes = [(part, part.training) for part in parallel.module.modules()]
-
-    def restore(self) -> None:
-        """Put the model back into its mode, and then the modules that had another one into theirs. All ranks call it,
-        between two windows."""
-        model, training = self._modes[0]
-        self._parallel.set_mode(model, training)
-        _restore(self._modes, self._parallel.set_mode)
+@contextmanager
+def kept_modes(parallel: Parallel) -> Iterator[None]:
+    """Put the model back into its mode after the body, unless that raises, and then the modules that had another one
+    into theirs. All ranks call it, between two windows."""
+    modes = [(part, part.training) for part in parallel.module.modules()]
+    yield
+    parallel.set_mode(*modes[0])
+    _restore(modes, parallel.set_mode)
 
 
 def _restore(modes: Sequence[tuple[nn.Module, bool]], set_mode: Callable[[nn.Module, bool], object]) -> None:
