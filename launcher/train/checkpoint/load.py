@@ -33,8 +33,7 @@ from launcher.task import seed_everything, seed_for
 from launcher.train.callback_set import load_tensors
 from launcher.train.checkpoint import contents, file_format
 from launcher.train.checkpoint.file_format import Reader, empty_values, entries_under, read_values
-from launcher.train.checkpoint.optimizer_parts import load_optimizers, state_to_load
-from launcher.train.checkpoint.optimizer_state import OptimizerOptions
+from launcher.train.checkpoint.optimizer_parts import OptimizerOptions, load_optimizers, state_to_load
 from launcher.train.checkpoint.origin import Origin, origin_of, require_same_model, require_same_run
 from launcher.train.data.randomness import restore_random_state
 from launcher.train.data.stream import is_sharded
