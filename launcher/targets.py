@@ -42,6 +42,11 @@ def load_entry_point(point: metadata.EntryPoint, what: str) -> Any:
         raise SiteError(f"{what}: {point.value} cannot be imported: {error!r}.") from error
 
 
+def load_named(value: str, what: str) -> Any:
+    """Return "package.module:name"; raises like ``load_entry_point``."""
+    return load_entry_point(metadata.EntryPoint(value, value, ""), what)
+
+
 def find_target(
     key: str, target: str, search_path: Sequence[str] = (), kind: Literal["class", "function"] = "class"
 ) -> Callable[..., Any]:

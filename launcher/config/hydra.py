@@ -18,7 +18,7 @@ from launcher.config import config_errors
 from launcher.config.added_groups import CONF, chosen_by_default, conf_dirs, groups_with_options, option_files
 from launcher.config.key_facts import facts_of, key_of
 from launcher.config.schema import WITH_TARGET, Config, group_kinds
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, SiteError
 from launcher.process import environment
 
 if TYPE_CHECKING:
@@ -54,10 +54,14 @@ def compose_with_yaml(overrides: Sequence[str] = ()) -> tuple[Config, str]:
 
 
 def recompose(kept: str, overrides: Sequence[str]) -> tuple[Config, str]:
-    """Return a run's config from its stored YAML with ``overrides`` applied, and the new YAML. Raises like ``compose``.
+    """Return a run's config from its stored YAML with ``overrides`` applied, and the new YAML.
 
     If an override chooses another option of a group (strategy=fsdp), the group starts with that option's values,
     because the run's values belonged to the old option.
+
+    Raises:
+        ConfigError: as ``compose``.
+        SiteError: the run uses a group of a package that is no longer installed.
     """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
@@ -66,6 +70,13 @@ def recompose(kept: str, overrides: Sequence[str]) -> tuple[Config, str]:
 
     _register_schema()
     saved: Any = OmegaConf.to_container(OmegaConf.create(kept))
+    for group in [name for name in saved if name not in group_kinds()]:
+        values = saved.pop(group)
+        if values.get("kind", "none") != "none" or ("kind" not in values and any(values.values())):
+            raise SiteError(
+                f"{group}: the run's config has values of this group, which no installed package adds.\n"
+                "  Install the package that added it."
+            )
     overrides = _open_free_keys(overrides)
     defaults: list[Any] = [_SCHEMA]
     for group in groups_with_options():

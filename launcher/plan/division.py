@@ -6,14 +6,14 @@ function: (group, job) -> DividedJob. Standard library only.
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from launcher.config.schema import Config, StrategyConfig
 from launcher.errors import ConfigError
 from launcher.plan.batch import Batch
 from launcher.plan.launch_plan import ClusterPlan
+from launcher.targets import load_named
 
 
 class UndividedJob(NamedTuple):
@@ -76,11 +76,5 @@ def division_of(job: UndividedJob) -> DividedJob | None:
     """
     for group in job.config.added.values():
         if path := getattr(group, "divides", ""):
-            return imported(path)(group, job)
+            return load_named(path, path)(group, job)
     return None
-
-
-def imported(path: str) -> Any:
-    """Return the function "package.module:function"."""
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
-from launcher.config.added_groups import group_name
+from launcher.config.added_groups import added_groups, group_name
 from launcher.config.schema import ContainerRuntime, Device
-from launcher.errors import ConfigError, UserError
+from launcher.errors import ConfigError, SiteError, UserError
 from launcher.rundir.files import read_bytes, value_from_json, write_text
 from launcher.rundir.paths import RunPaths
 
@@ -196,8 +196,18 @@ class LaunchPlan:
     added: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
 
     def extension(self, kind: type[Kind]) -> Kind:
-        """Return the keys of the added config group with the dataclass ``kind``; its defaults if the plan has none."""
-        return value_from_json(kind, self.added.get(group_name(kind), {}))
+        """Return the keys of the added config group with the dataclass ``kind``; its defaults if the plan has none.
+
+        Raises:
+            SiteError: the plan has groups that are not installed here, perhaps this one.
+        """
+        name, lost = group_name(kind), sorted(self.added.keys() - added_groups().keys())
+        if lost and not name:
+            raise SiteError(
+                f"{kind.__module__}: no package installed here adds its config group; the plan has {', '.join(lost)}.\n"
+                "  Install the package that adds it on every node; after a change of its entry points, anew."
+            )
+        return value_from_json(kind, self.added.get(name, {}))
 
     @property
     def paths(self) -> RunPaths:
@@ -244,7 +254,8 @@ class LaunchPlan:
         """Return the plan in ``text``.
 
         Raises:
-            UserError: not a plan, a plan of another format, or an incomplete one.
+            UserError: not a plan, a plan of another format, an incomplete one, or one with a value that no package
+                installed here adds.
         """
         fields = json.loads(text)
         if not isinstance(fields, dict) or fields.get("format") != PLAN_FORMAT:  # pyright: ignore[reportUnknownMemberType]
@@ -258,6 +269,11 @@ class LaunchPlan:
             raise UserError(
                 f"plan.json lacks the key {error}, which every plan of format {PLAN_FORMAT} has: the file was "
                 "changed.\n  Restore it."
+            ) from None
+        except ValueError as error:  # from an enumeration
+            raise SiteError(
+                f"plan.json: {error}, as no package installed here adds it.\n  Install the package that does, as "
+                "where the run was planned, on every node."
             ) from None
 
     def save(self) -> None:

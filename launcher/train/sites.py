@@ -7,10 +7,9 @@ import dataclasses
 from pathlib import Path
 from typing import TypeVar
 
-from launcher.errors import SiteError
-from launcher.plan.division import imported
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir.paths import RunPaths
+from launcher.targets import load_named
 from launcher.train.world import Everyone, World
 
 T = TypeVar("T")
@@ -85,8 +84,5 @@ def sites_of(world: World, plan: RunPlan) -> OneSite:
     """
     if plan.sites is None:
         return OneSite(world)
-    try:
-        connected = imported(plan.sites.connect)
-    except ImportError as error:
-        raise SiteError(f"{plan.sites.key}={plan.sites.value} needs an extension: {error}.") from error
-    return connected(world, plan)
+    what = f"{plan.sites.key}={plan.sites.value} needs an extension (install it on every node)"
+    return load_named(plan.sites.connect, what)(world, plan)

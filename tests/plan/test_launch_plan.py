@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher.config.hydra import compose, compose_with_yaml
+from launcher.config.hydra import compose, compose_with_yaml, recompose
 from launcher.config.schema import BatchConfig, Config, OnOom
-from launcher.errors import ConfigError, UserError
+from launcher.errors import ConfigError, SiteError, UserError
 from launcher.extensions.doctor.slurm_checks import probe_options
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import LaunchPlan, node_range
@@ -152,3 +153,35 @@ def test_a_script_may_have_a_range_too() -> None:
 
 def test_the_doctor_looks_at_as_many_nodes_as_the_job_needs_to_begin() -> None:
     assert probe_options(compose(["cluster=slurm", "cluster.nodes=2:4"]).cluster, None).nodes == 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Gone:
+    """Config group of a package that is not installed here."""
+
+    every: int = 50
+
+
+def test_a_group_that_is_not_installed_here_has_no_silent_defaults() -> None:
+    plan = make_plan()
+    assert plan.extension(Gone).every == 50, "planned without it"
+    plan = dataclasses.replace(plan, added={**plan.added, "gone": {"every": 20}})
+    with pytest.raises(SiteError, match=r"the plan has gone\.\n +Install the package .* on every node"):
+        plan.extension(Gone)
+
+
+@pytest.mark.parametrize(("group", "key"), [("precision", "kind"), ("strategy", "compress"), ("batch", "norm")])
+def test_a_value_that_is_not_installed_here_is_named(group: str, key: str) -> None:
+    fields = json.loads(make_plan().to_json())
+    fields[group][key] = "gone"
+    with pytest.raises(SiteError, match=r"'gone' is not a valid .*\n +Install the package"):
+        RunPlan.from_json(json.dumps(fields))
+
+
+def test_a_run_resumes_without_a_group_that_it_does_not_use() -> None:
+    config, yaml = compose_with_yaml()
+    unused = "gone:\n  kind: none\n  every: 50\nempty:\n  place: null\n"
+    assert recompose(unused + yaml, []) == (config, yaml)
+    for used in ("gone:\n  kind: some\n", "gone:\n  every: 50\n"):
+        with pytest.raises(SiteError, match=r"gone: the run's config has .*\n +Install the package"):
+            recompose(used + yaml, [])
