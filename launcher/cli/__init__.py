@@ -23,7 +23,7 @@ from launcher.cli.overrides import OnLoginNode, discard_output, print_disk_error
 from launcher.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, LauncherError, UserError, did_you_mean
 from launcher.process import ENDS_WITH_INPUT, interrupt_at_end_of_input
 from launcher.rundir.files import Unreadable
-from launcher.targets import entry_points
+from launcher.targets import entry_points, load_entry_point
 
 GROUP = "launcher.commands"
 _OVERRIDES = ("--help", "--cfg", "--config-dir", "--config-name")
@@ -81,8 +81,7 @@ class AddedCommand:
 
 def added_commands() -> dict[str, AddedCommand]:
     """Return the commands of installed packages by their verbs; a verb of the core cannot be replaced."""
-    points = entry_points(GROUP)
-    return {point.name: AddedCommand(point.name, point.value) for point in points if point.name not in _CORE}
+    return {each.name: AddedCommand(each.name, each.value) for each in entry_points(GROUP) if each.name not in _CORE}
 
 
 def flags() -> dict[str, tuple[str, ...]]:
@@ -105,11 +104,7 @@ def command_function(verb: str) -> Callable[[list[str]], int]:
         raise UserError(
             f"launch {verb}: there is no such command.\n  {did_you_mean(verb, verbs)}Commands: {', '.join(verbs)}."
         )
-    module, _, function = added[verb].target.partition(":")
-    try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"launch {verb}: {added[verb].target} cannot be imported: {error}.") from error
+    return load_entry_point(metadata.EntryPoint(verb, added[verb].target, GROUP), f"launch {verb}")
 
 
 _HELP = """\

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from launcher.config.key_facts import default_of
+from launcher.errors import SiteError
 from launcher.targets import entry_points, load_entry_point
 
 GROUP = "launcher.config"
@@ -55,10 +56,21 @@ def group_name(kind: type[Any]) -> str:
 
 
 def chosen_by_default() -> dict[str, str]:
-    """Return the default option of each added group that has options."""
-    kinds = {name: kind for name, kind in added_groups().items() if option_files(name)}
-    defaults = {name: default_of(cast("Any", kind).__dataclass_fields__["kind"]) for name, kind in kinds.items()}
-    return {name: default.value for name, default in defaults.items()}
+    """Return the default option of each added group that has options.
+
+    Raises:
+        SiteError: a group has no key ``kind`` whose default is one of its options.
+    """
+    chosen: dict[str, str] = {}
+    for name, kind in added_groups().items():
+        if options := option_files(name):
+            field = cast("Any", kind).__dataclass_fields__.get("kind")
+            default = default_of(field) if field else None
+            chosen[name] = str(getattr(default, "value", default))
+            if chosen[name] not in options:
+                wanted = f"{_points()[name].value} needs a key kind with one of its options as the default"
+                raise SiteError(f"The config group {name}: {wanted}: {', '.join(options)}.")
+    return chosen
 
 
 def conf_dirs() -> tuple[Path, ...]:

@@ -50,6 +50,7 @@ class InstalledCallback:
 
     Attributes:
         target: its class by dotted path.
+        defined: the same class by the module that defines it, if ``target`` only imports it from there.
         notes: called with the entries of this class, the run's steps (None: not known) and ranks; returns notes of the
             plan, and raises ConfigError.
         require: called with an entry, the environment where the run's outcome is reported, and whether that has only
@@ -60,6 +61,7 @@ class InstalledCallback:
     """
 
     target: str
+    defined: str = ""
     notes: Callable[[Sequence[Keyed], int | None, int], list[str]] = lambda _entries, _steps, _ranks: []
     require: Callable[[Keyed, Mapping[str, str], bool], None] = lambda _entry, _env, _passed_on: None
     notifier: Callable[[str], Entry] | None = None
@@ -97,23 +99,15 @@ def solve_callbacks(entries: Sequence[Entry]) -> tuple[Entry, ...]:
                 f"callbacks[{number}]", entry, "has no key _target_.",
                 "Name the callback's class: {_target_: Ema, decay: 0.999}.",
             )  # fmt: skip
-        known, short = installed_callbacks(), name.removeprefix(f"{GROUP}.")
+        known = installed_callbacks()
+        targets = {word: each.target for short, each in known.items() for word in (short, each.defined)}
+        short = name.removeprefix(f"{GROUP}.")
         if short != name or (name not in known and "." not in name):
             remedy = f"{did_you_mean(name, [*known])}Installed: {', '.join(known)}. A class of your own: MODULE.CLASS."
             remedy = f"Write {{{TARGET}: {short}}}." if short in known else _REMOVED.get(short, remedy)
             raise ConfigError(f"callbacks[{number}].{TARGET}", name, "no callback of this name is installed.", remedy)
-        solved.append({**entry, TARGET: known[name].target if name in known else name})
+        solved.append({**entry, TARGET: targets.get(name, name)})
     return tuple(solved)
-
-
-def solve_notify(words: Sequence[str]) -> tuple[str, ...]:
-    """Return the entries of ``notify``.
-
-    Raises:
-        ConfigError: one has no known form.
-    """
-    notify_entries(words)
-    return tuple(words)
 
 
 def notify_entries(words: Sequence[str]) -> tuple[Entry, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from launcher.config.schema import ClusterConfig, ClusterKind, Config, Device, StrategyKind, check_values
 from launcher.errors import ConfigError
-from launcher.plan.callback_plan import solve_notify
+from launcher.plan.callback_plan import notify_entries
 from launcher.plan.clusters import cluster_of, require_effect
 from launcher.plan.gpus import find_gpu
 from launcher.plan.host import ALLOWED_ENV, Site, shares_gpus
@@ -18,13 +18,14 @@ SCRIPT_COMMAND = ("-P", "-m", "launcher.launch.script_worker")
 def solve_script(config: Config, site: Site, run: RunInfo, arguments: list[str]) -> LaunchPlan:
     """Return the plan of `launch run`: the user's torchrun script with the cluster options, without the engine."""
     cluster = solve_cluster(config.cluster, site, run.name)
+    notify_entries(config.notify)  # raises for what has no known form
     return LaunchPlan(
         format=PLAN_FORMAT,
         run=run,
         cluster=cluster,
         env=solve_env(config.cluster, cluster, site),
         command=(*SCRIPT_COMMAND, *arguments),
-        notify=solve_notify(config.notify),
+        notify=tuple(config.notify),
         added=config.added_values(),
     )
 

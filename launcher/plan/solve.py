@@ -36,7 +36,7 @@ from launcher.plan.batch import (
     solve_smaller,
     ways_out_of_one_value,
 )
-from launcher.plan.callback_plan import callback_notes, solve_callbacks, solve_notify
+from launcher.plan.callback_plan import callback_notes, notify_entries, solve_callbacks
 from launcher.plan.data_shards import require_second_epoch, solve_data_shards
 from launcher.plan.division import UndividedJob, division_of
 from launcher.plan.float_format import float_format
@@ -238,6 +238,7 @@ def _on_cluster(
             "has no effect on an optimizer or a schedule of your own, which sets the rates itself.", "Leave it out.",
         )  # fmt: skip
     callbacks = solve_callbacks(config.callbacks)
+    notify_entries(config.notify)  # raises for what has no known form
     return RunPlan(
         format=PLAN_FORMAT,
         run=run,
@@ -262,7 +263,7 @@ def _on_cluster(
         checkpoint=solve_checkpoint(config, task),
         wandb=config.wandb,
         callbacks=callbacks,
-        notify=solve_notify(config.notify),
+        notify=tuple(config.notify),
         trackers=tuple(config.trackers),
         added=config.added_values(),
         notes=(

@@ -355,7 +355,8 @@ def weigh_memory(plan: RunPlan, inspection: Inspection | None = None, *, choose:
     Raises:
         TaskError: the job would fail at its first step.
     """
-    installed = entry_points(FORECASTS)
+    # another package's replaces the launcher's own
+    installed = sorted(entry_points(FORECASTS), key=lambda point: getattr(point.dist, "name", "") == "launcher")
     answer: dict[str, Any] | None = {"problem": f"no forecast of activations is installed (entry point {FORECASTS})"}
     if installed:
         build = plan.task.target, plan.task.params, plan.cluster.import_from, plan.train.seed

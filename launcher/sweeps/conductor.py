@@ -227,7 +227,7 @@ class Conductor:
                 refused = self._submit(paths, sweep, of_slurm)
                 statuses += [EXIT_USER] * len(refused)
                 sweep.with_cells(tuple(_refused(cell, refused) for cell in sweep.cells)).save(paths)
-            statuses += self._run([cell for cell in new.values() if cell.plan.cluster.kind == ClusterKind.local])
+            statuses += self._run([cell for cell in new.values() if cell.plan.cluster.kind != ClusterKind.slurm])
         return [run for run in run_of.values() if is_run(run.root)], statuses
 
     def _opened(self, paths: SweepPaths, requested: Sequence[RequestedCell]) -> Sweep:

@@ -6,19 +6,19 @@ NAME = "package.module:Class", a subclass of ``launcher.trackers.tracker.Tracker
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Mapping
 from functools import cache
+from importlib.metadata import EntryPoint
 
 from launcher.config.choices import WandbMode
 from launcher.config.schema import Config
-from launcher.errors import ConfigError, SiteError, UserError, did_you_mean
+from launcher.errors import ConfigError, UserError, did_you_mean
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths
-from launcher.targets import entry_points
+from launcher.targets import entry_points, load_entry_point
 from launcher.trackers.tracker import Tracker
 
 GROUP = "launcher.trackers"
@@ -45,11 +45,7 @@ def tracker_class(name: str) -> type[Tracker]:
         raise ConfigError(
             "trackers", name, "no tracker of this name is installed.", f"{likely}Installed: {', '.join(names)}."
         )
-    module, _, class_name = target.partition(":")
-    try:
-        return getattr(importlib.import_module(module), class_name)
-    except Exception as error:  # any code of another package is possible
-        raise SiteError(f"trackers={name}: {target} cannot be imported: {error!r}.") from error
+    return load_entry_point(EntryPoint(name, target, GROUP), f"trackers={name}")
 
 
 def described_tracker(name: str) -> type[Tracker]:

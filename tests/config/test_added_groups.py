@@ -6,8 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
+import pytest
+
+from launcher.config import added_groups
+from launcher.errors import SiteError
 from tests.helpers import patience
 from tests.infra.installed_package import install
 
@@ -111,3 +116,25 @@ def test_keys_and_options_of_another_package(tmp_path: Path) -> None:
         "plan": 3, "part": 3, "time": False, "none": "none", "forced": ["example.size"], "schema": ["kind", "size"],
         "task": "launcher.tasks.digits.Digits",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("kind: str = 'some'", None), ("size: int = 1", "needs a key kind"), ("kind: str = 'other'", "needs a key kind")],
+)
+def test_the_default_option_is_that_of_the_key_kind(
+    kind: str, words: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kind_keys.py").write_text(f"from dataclasses import dataclass\n@dataclass\nclass Keys:\n    {kind}\n")
+    (tmp_path / "conf/own").mkdir(parents=True)
+    (tmp_path / "conf/own/some.yaml").write_text("{}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "kind_keys", raising=False)
+    points = {"own": EntryPoint("own", "kind_keys:Keys", added_groups.GROUP)}
+    monkeypatch.setattr(added_groups, "_points", lambda: points)
+    monkeypatch.setattr(added_groups, "added_groups", added_groups.added_groups.__wrapped__)
+    if words is None:
+        assert added_groups.chosen_by_default() == {"own": "some"}
+        return
+    with pytest.raises(SiteError, match=f"own: kind_keys:Keys {words} with one of its options as the default: some"):
+        added_groups.chosen_by_default()

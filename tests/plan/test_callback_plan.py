@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from launcher.errors import ConfigError, UserError
-from launcher.plan.callback_plan import name_of, require_callbacks, require_environment, solve_callbacks
+from launcher.plan.callback_plan import (
+    installed_callback,
+    installed_callbacks,
+    name_of,
+    require_callbacks,
+    require_environment,
+    solve_callbacks,
+)
+from launcher.targets import find_target
 from tests.conftest import Launch
 from tests.helpers import make_plan
 from tests.infra.runs import OWN
@@ -105,6 +113,15 @@ def test_what_is_right() -> None:
     plan = make_plan("callbacks=[{_target_: a.B, size: 3}]")
     assert type(plan).from_json(plan.to_json()).callbacks == ({"_target_": "a.B", "size": 3},)
     assert make_plan().callbacks == ()
+
+
+@pytest.mark.parametrize("name", installed_callbacks())
+def test_an_installed_callback_has_a_short_name_and_two_paths(name: str) -> None:
+    known = installed_callbacks()[name]
+    assert find_target("", known.defined) is find_target("", known.target)
+    for word in (name, known.target, known.defined):
+        (entry,) = solve_callbacks([{"_target_": word}])
+        assert installed_callback(entry) is known
 
 
 PROFILE = "callbacks=[{_target_: Profile, %s}]"

@@ -6,11 +6,13 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable
+from importlib import metadata
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
+from launcher import targets
 from launcher.config.hydra import compose
 from launcher.config.schema import Config
 from launcher.errors import ConfigError, TaskError
@@ -19,6 +21,7 @@ from launcher.plan import task_inspection
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.task_inspection import InspectionRequest
 from tests.helpers import inspection_of, make_plan
+from tests.infra.installed_package import install
 
 COUNTING = """
 import os, random, time
@@ -179,6 +182,17 @@ def test_without_a_forecast_the_choice_is_by_what_is_known(entry_point: str, mon
         (note,) = [note for note in plan.notes if note.startswith("The memory of each sync policy is unknown")]
         assert ("is installed" if not entry_point else "No module named 'launcher.no_such_module'") in note
         assert "A rank needs at least" in note
+
+
+def test_the_forecast_of_another_package_replaces_the_launchers_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, "other", {task_inspection.FORECASTS: {"zebra": "launcher.no_such_module:forecast"}})
+    (other,) = (each for each in metadata.distributions(path=[str(tmp_path)]))
+    points = [*targets.entry_points(task_inspection.FORECASTS), *other.entry_points]
+    monkeypatch.setattr(task_inspection, "entry_points", lambda _: points)
+    plan = make_plan("strategy=fsdp", "cluster.workers_per_node=2")
+    assert "launcher.no_such_module" in task_inspection.weigh_memory(plan, choose=True).notes[-1]
 
 
 def test_a_trace_of_all_policies_serves_each_of_them() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from importlib.metadata import EntryPoint
 from itertools import product
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from launcher.config.hydra import compose_with_yaml
 from launcher.config.multirun import RequestedCell, Result
 from launcher.errors import EXIT_DONE, EXIT_RESUMABLE, ConfigError, RunError, UserError
 from launcher.launch import planner
+from launcher.plan import clusters
 from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.rundir import history
 from launcher.rundir.files import write_json
@@ -73,6 +75,13 @@ def test_a_sweep_that_was_stopped_goes_on_where_it_was(machine: Machine) -> None
     assert len(machine.ran) == 3
     begin(machine, "sweep.name=s", seeds=(1, 2))
     assert len(machine.ran) == 3, "both are done"
+
+
+def test_cells_of_an_added_kind_of_cluster_run(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("own", "launcher.plan.clusters:Cluster", clusters.GROUP)
+    monkeypatch.setattr(clusters, "_added", lambda: {"own": point})
+    begin(machine, "sweep.name=s", "cluster.kind=own", seeds=(1, 2))
+    assert len(machine.ran) == 2
 
 
 def test_a_name_belongs_to_one_sweep(machine: Machine) -> None:

@@ -9,20 +9,20 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_HOMES = {
+HOMES = {
     "Ema": "launcher.extensions.callbacks.ema",
     "MemorySnapshot": "launcher.extensions.callbacks.diagnostics",
     "Profile": "launcher.extensions.callbacks.diagnostics",
     "GeneratedSamples": "launcher.extensions.callbacks.samples",
     "Webhook": "launcher.extensions.callbacks.notifications",
 }
-__all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = list(HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in HOMES:
         raise AttributeError(f"module 'launcher.extensions.callbacks' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

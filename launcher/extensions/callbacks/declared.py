@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Any, cast
 
 from launcher.errors import ConfigError
+from launcher.extensions.callbacks import HOMES
 from launcher.plan.callback_plan import REQUEUED, TARGET, Entry, InstalledCallback, Keyed
 from launcher.quantities import count, first_names
 
@@ -118,8 +119,12 @@ def _is_of_apprise(address: str) -> bool:
     return not address.startswith("http") and apprise.Apprise.instantiate(address) is not None
 
 
-EMA = InstalledCallback(target=f"{_PACKAGE}.Ema", notes=require_one_evaluated, averages=True)
-PROFILE = InstalledCallback(target=f"{_PACKAGE}.Profile", notes=profile_notes)
-MEMORY_SNAPSHOT = InstalledCallback(target=f"{_PACKAGE}.MemorySnapshot")
-GENERATED_SAMPLES = InstalledCallback(target=f"{_PACKAGE}.GeneratedSamples")
-WEBHOOK = InstalledCallback(target=f"{_PACKAGE}.Webhook", require=require_address, notifier=notifier, reports=True)
+def _own(name: str, **facts: Any) -> InstalledCallback:
+    return InstalledCallback(target=f"{_PACKAGE}.{name}", defined=f"{HOMES[name]}.{name}", **facts)
+
+
+EMA = _own("Ema", notes=require_one_evaluated, averages=True)
+PROFILE = _own("Profile", notes=profile_notes)
+MEMORY_SNAPSHOT = _own("MemorySnapshot")
+GENERATED_SAMPLES = _own("GeneratedSamples")
+WEBHOOK = _own("Webhook", require=require_address, notifier=notifier, reports=True)

@@ -27,7 +27,6 @@ from launcher.plan.callback_plan import (
     notify_entries,
     require_environment,
     solve_callbacks,
-    solve_notify,
     without_reports,
 )
 from launcher.plan.host import without_path
@@ -137,7 +136,7 @@ def test_an_email_without_apprise(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("words", [["me@example.org"], ["smtp://h:25/me@example.org"]])
 def test_what_replaces_the_mailer_is_named(words: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"An e-mail: notify=\[env:NAME\]"):
-        solve_notify(words)
+        notify_entries(words)
     with pytest.raises(ConfigError, match=r"callbacks\[0\]\._target_=Email.*\n.*mailtos://"):
         solve_callbacks([{"_target_": "Email", "to": words}])
 
@@ -171,13 +170,13 @@ def test_notify_is_made_of_the_callbacks() -> None:
 )
 def test_an_entry_of_notify_that_has_no_known_form(word: str) -> None:
     with pytest.raises(ConfigError, match="must be bell, an https:// address"):
-        solve_notify(["bell", word])
+        notify_entries(["bell", word])
 
 
 @pytest.mark.parametrize("word", ["https://me:geheim@x.org/a", "https://me:ge/heim@x.org", "mailto://me:geheim@h"])
 def test_a_password_in_an_address_is_refused_and_not_printed(word: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        solve_notify([word])
+        notify_entries([word])
     assert "heim" not in str(refused.value)
     assert "me:" not in without_path("https://x.org/a?me:geheim")
 
