@@ -20,9 +20,8 @@ from launcher.plan.initial_weights import KEY, InitialWeights
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir.paths import MANIFEST
 from launcher.train.checkpoint.file_format import damages
-from launcher.train.checkpoint.weights import READ_ERRORS, Region, StoredTensor, Weights, open_weights
-from launcher.train.parallel.base import local
-from launcher.train.parallel.deferred_init import own_shard
+from launcher.train.checkpoint.weights import READ_ERRORS, StoredTensor, Weights, open_weights
+from launcher.train.parallel.base import local, own_region
 from launcher.train.world import World
 
 _MAX_SHOWN = 4
@@ -131,7 +130,7 @@ class InitialValues:
         """Replace the values of one parameter or buffer. Return a message if its names have different ones, or if they
         are too large."""
         assert self._weights is not None
-        region = region_of(target)
+        region = own_region(target) if isinstance(target, DTensor) else None
         value, own = self._weights.read(names[0], region), local(target).detach()
         converted = value.to(own.dtype)
         if overflows(value, converted):
@@ -302,18 +301,3 @@ def plain_name(name: str) -> str:
 
 def _by_plain_name(names: Iterable[str]) -> dict[str, str]:
     return {plain_name(name): name for name in names}
-
-
-def region_of(target: Tensor) -> Region | None:
-    """Return the region of a sharded tensor that this rank has; None for any other tensor."""
-    if not isinstance(target, DTensor):
-        return None
-    whole = torch.empty(target.shape, device="meta")
-    part = own_shard(whole, target)
-    if not part.numel():
-        return tuple(slice(0, size) for size in part.shape)
-    at, region = int(part.storage_offset()), list[slice]()
-    for stride, size in zip(whole.stride(), part.shape, strict=True):
-        start, at = divmod(at, stride)
-        region.append(slice(start, start + size))
-    return tuple(region)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.utils import get_total_norm
 
 from launcher.config.schema import Compress, Sync
@@ -265,6 +266,12 @@ def times_written(tensor: Tensor) -> int:
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a sharded tensor; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_region(of: DTensor) -> tuple[slice, ...]:
+    """Return the region of the whole tensor that this rank holds; it may be empty."""
+    sizes, offsets = compute_local_shape_and_global_offset(of.shape, of.device_mesh, of.placements)
+    return tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
 
 
 def wide_copy(tensor: Tensor) -> Tensor:

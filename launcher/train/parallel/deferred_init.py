@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from launcher.train.data.randomness import random_state, restore_random_state
+from launcher.train.parallel.base import own_region
 from launcher.train.parallel.replicas import share_values, structure_digest
 from launcher.train.world import World
 
@@ -62,7 +63,7 @@ class InitialShards:
                 continue
             share_values([value], self._world)
             if isinstance(target, DTensor):
-                value, target = own_shard(value, target), target.to_local()
+                value, target = value[own_region(target)], target.to_local()
             target.copy_(value)
 
 
@@ -207,17 +208,3 @@ def _named(model: nn.Module) -> list[tuple[tuple[str, ...], Tensor]]:
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
         by_id.setdefault(id(tensor), ([], tensor))[0].append(name)
     return [(tuple(names), tensor) for names, tensor in by_id.values()]
-
-
-def own_shard(value: Tensor, of: DTensor) -> Tensor:
-    """Return the view of the whole tensor ``value`` that this rank holds of ``of``; it may be empty.
-
-    Sharding splits like ``torch.chunk``, whose last chunks are smaller or missing, one dimension of the mesh after the
-    other (documentation of ``torch.distributed.tensor.Shard``).
-    """
-    mesh = of.device_mesh
-    for dim, placement in enumerate(of.placements):
-        if isinstance(placement, Shard):
-            chunks, own = value.chunk(mesh.size(dim), placement.dim), mesh.get_local_rank(dim)
-            value = chunks[own] if own < len(chunks) else value.narrow(placement.dim, 0, 0)
-    return value

@@ -16,8 +16,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from launcher.errors import ConfigError, UserError
 from launcher.plan.initial_weights import InitialWeights
-from launcher.train.checkpoint.initial import InitialValues, initial_values, region_of, require_fit
+from launcher.train.checkpoint.initial import InitialValues, initial_values, require_fit
 from launcher.train.checkpoint.weights import Region, StoredTensor
+from launcher.train.parallel.base import own_region
 from launcher.train.world import World
 
 SOURCE = InitialWeights(path="/weights", run=None, step=None, digest="")
@@ -53,7 +54,7 @@ def test_a_rank_reads_only_its_part(rank: int) -> None:  # noqa: ARG001
         layouts = [(flat, [Shard(0)]), (pairs, [Replicate(), Shard(0)]), (flat, [Shard(len(shape) - 1)])]
         for mesh, placements in layouts:
             part = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-            assert whole[region_of(part)].equal(part.to_local())
+            assert whole[own_region(part)].equal(part.to_local())
 
             model: Any = nn.Module()
             empty = distribute_tensor(torch.zeros(shape), mesh, placements, src_data_rank=None)

@@ -20,7 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from launcher.tasks.bytes_model import GPT
-from launcher.train.parallel.deferred_init import build_for_shards, own_shard
+from launcher.train.parallel.base import own_region
+from launcher.train.parallel.deferred_init import build_for_shards
 from launcher.train.world import World
 from tests.train.parallel.deferred_models import FULL, MODELS, Make, instructed
 
@@ -147,7 +148,7 @@ def shards() -> bool:
             (grid, Shard(1), Replicate()), (grid, Shard(0), Shard(1)), (grid, Shard(0), Shard(0)),
         ):  # fmt: skip
             target = distribute_tensor(value, mesh, placements)
-            if not torch.equal(own_shard(value, target), target.to_local()):
+            if not torch.equal(value[own_region(target)], target.to_local()):
                 return False
     return True
 
