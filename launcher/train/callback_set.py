@@ -1,7 +1,7 @@
 """Callbacks of a run: their events, and their state in checkpoints.
 
-A callback is an object with any of the methods in ``EVENTS``. Its events run on every rank, in the order in which the
-callbacks are listed. An exception in one of them ends the run, on all ranks.
+A callback is an object with any of the methods in docs/guides/callbacks.md. Its events run on every rank, in the order
+in which the callbacks are listed. An exception in one of them ends the run, on all ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,23 +31,6 @@ TASK = "task"
 _STATE = ("state_dict", "load_state_dict")
 # between the parts of a tensor's path in a callback's state; parameter names contain dots, and no slashes
 _SLASH = "/"
-
-
-class Callback(Protocol):
-    """Protocol of the classes that ``callbacks`` names. All methods are optional, except that there must be one.
-
-    ``on_setup(engine)``: the engine has been made; a checkpoint is not loaded yet. State is created here.
-    ``on_start(engine)``: before the first window of this start of the run, after a checkpoint was loaded.
-    ``on_window(engine)``: before the first micro-batch of a window; again if batch.on_oom=shrink repeats the window.
-    ``on_step(engine, result)``: after each window, skipped ones included (``result.skipped``).
-    ``around_evaluation(engine)``: returns a context manager for the evaluation and for ``on_evaluation``.
-    ``on_evaluation(engine, metrics)``: after an evaluation of all sets, with its metrics by name.
-    ``on_save(engine, directory)``: after a checkpoint's content was taken; it may still be written in the background.
-    ``on_end(engine, verdict)``: the run is done or stopped; not after an error.
-    ``on_outcome(outcome)``: a process of its own on the first host, after the workers have ended, however they ended.
-    ``state_dict()``, ``load_state_dict(state)``: state in checkpoints, nested dicts of tensors and JSON values. Tensors
-        are the same on all ranks, or sharded (DTensor).
-    """
 
 
 class CallbackSet:

@@ -78,7 +78,7 @@ class Engine:
             ``compile_units(model)``, if it has one, names the modules that train.compile compiles. Its
             ``state_dict()`` and ``load_state_dict(state)`` are its state in checkpoints.
         schedule: (optimizer, steps) -> learning rate schedule, instead of the plan's.
-        callbacks: objects with the methods of ``Callback`` in launcher/train/callback_set.py. Default: the plan's.
+        callbacks: objects with methods of those in docs/guides/callbacks.md. Default: the plan's.
 
     Attributes:
         callbacks: the callbacks, and their state.

@@ -12,6 +12,7 @@ it is gathered in fp32 at that moment, and from then on.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -138,55 +139,45 @@ def narrow(
     """
     for group in groups_of(module):
         narrowed = {p for p in group.fsdp_params if (p._module_info.module, p._module_info.param_name) in places}
-        group._init_mp_dtypes = _Formats(group, narrowed, dtype, reduce_dtype)
+        group._init_mp_dtypes = functools.partial(_set_formats, group, narrowed, dtype, reduce_dtype)
         for parameter in narrowed:
-            parameter.init_unsharded_param = _Unsharded(parameter, narrowed, dtype, gather)
+            _gather_narrow(parameter, narrowed, dtype, gather)
 
 
-class _Formats:
-    """Replacement for ``_init_mp_dtypes`` of torch, which has one dtype for all parameters of a group."""
-
-    def __init__(self, group: Any, narrowed: set[Any], dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
-        self._group, self._narrowed, self._dtype, self._reduce_dtype = group, narrowed, dtype, reduce_dtype
-
-    def __call__(self) -> None:
-        for parameter in self._group.fsdp_params:
-            parameter.orig_dtype = parameter.sharded_param.dtype
-            parameter.param_dtype = self._dtype if parameter in self._narrowed else None
-            parameter.reduce_dtype = torch.float32  # the dtype in which gradients are accumulated
-        trained = [p.orig_dtype for p in self._group.fsdp_params if p.sharded_param.requires_grad]
-        self._group._orig_dtype = trained[0] if trained else None
-        self._group._reduce_dtype = self._reduce_dtype if trained else None
+def _set_formats(group: Any, narrowed: set[Any], dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
+    """Replace ``_init_mp_dtypes`` of torch, which has one dtype for all parameters of a group."""
+    for parameter in group.fsdp_params:
+        parameter.orig_dtype = parameter.sharded_param.dtype
+        parameter.param_dtype = dtype if parameter in narrowed else None
+        parameter.reduce_dtype = torch.float32  # the dtype in which gradients are accumulated
+    trained = [p.orig_dtype for p in group.fsdp_params if p.sharded_param.requires_grad]
+    group._orig_dtype = trained[0] if trained else None
+    group._reduce_dtype = reduce_dtype if trained else None
 
 
-class _Unsharded:
-    """Wrapper of ``init_unsharded_param`` of torch, which creates the gathered parameter at the first gather.
+def _gather_narrow(parameter: Any, narrowed: set[Any], dtype: torch.dtype, gather: GatherWide | None) -> None:
+    """Wrap ``init_unsharded_param`` of torch, which creates the gathered parameter at the first gather.
 
     torch requires all gradients of a group to have one dtype, so a narrow one is added to an fp32 sum at once.
     """
+    of_torch = parameter.init_unsharded_param
 
-    def __init__(self, parameter: Any, narrowed: set[Any], dtype: torch.dtype, gather: GatherWide | None) -> None:
-        self._parameter, self._narrowed, self._dtype, self._gather = parameter, narrowed, dtype, gather
-        self._of_torch = parameter.init_unsharded_param
-
-    def __call__(self) -> None:
-        parameter = self._parameter
+    def init() -> None:
         fresh = not hasattr(parameter, "_unsharded_param")
-        self._of_torch()
-        if not fresh or parameter not in self._narrowed:
+        of_torch()
+        if not fresh or parameter not in narrowed:
             return
         made = parameter._unsharded_param
-        if self._gather is not None and type(made) is nn.Parameter:  # not a fake tensor
+        if gather is not None and type(made) is nn.Parameter:  # not a fake tensor
             made = parameter._unsharded_param = torch.Tensor._make_subclass(Narrowed, made.detach(), made.requires_grad)
-            made.widen = self._widen
+            made.widen = widen
         trained = made.requires_grad
         made.requires_grad_(True)  # needed to register the hook, also for a parameter that is trained only later
-        made.register_post_accumulate_grad_hook(self._accumulate)
+        made.register_post_accumulate_grad_hook(accumulate)
         made.requires_grad_(trained)
 
-    def _accumulate(self, made: Tensor) -> None:
-        parameter, gradient = self._parameter, made.grad
-        made.grad = None
+    def accumulate(made: Tensor) -> None:
+        gradient, made.grad = made.grad, None
         if gradient is None:
             return
         if parameter.unsharded_accumulated_grad is None:
@@ -194,19 +185,20 @@ class _Unsharded:
         else:
             parameter.unsharded_accumulated_grad += gradient
 
-    def _widen(self) -> Tensor:
-        parameter = self._parameter
-        if parameter in self._narrowed and parameter.sharded_state.name == "UNSHARDED":
-            assert self._gather is not None
+    def widen() -> Tensor:
+        if parameter in narrowed and parameter.sharded_state.name == "UNSHARDED":
+            assert gather is not None
             with torch.inference_mode(False), torch.no_grad():
-                whole = self._gather(parameter, self._dtype)
-            self._narrowed.discard(parameter)
+                whole = gather(parameter, dtype)
+            narrowed.discard(parameter)
             parameter.param_dtype = None
             parameter.all_gather_outputs = [whole]  # autograd keeps the narrow one as long as it needs it
             del parameter._unsharded_param
             parameter.init_unsharded_param()
             parameter._setattr_on_modules(parameter._unsharded_param)
         return parameter._unsharded_param
+
+    parameter.init_unsharded_param = init
 
 
 def groups_of(module: FSDPModule) -> Iterator[Any]:
