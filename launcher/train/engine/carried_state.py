@@ -46,7 +46,7 @@ from launcher.train.engine.preserved_state import (
     attributes_of,
     generator_state,
     is_iterator,
-    is_users_package,
+    is_users_module,
     packages_of,
 )
 from launcher.train.engine.read_names import names_read
@@ -440,7 +440,7 @@ class CarriedState:
         return tuple(numbers)
 
     def _follows(self, kind: type) -> bool:
-        return is_users_package(kind.__module__.partition(".")[0], self._packages)
+        return is_users_module(kind.__module__, self._packages)
 
 
 class LeftOut:

@@ -39,8 +39,7 @@ MEAN_TOLERANCE = 0.02
 # smallest part that is no sum, far beyond rounding, in fp32 and in narrower formats; and how well two sizes agree on it
 SMALLEST_PART, AGREEMENT = {True: 5e-5, False: 0.03}, 0.05
 
-
-TotalKind = Literal["sum", "mean", "part"]  # of a total: a sum, a mean, a sum and a part that is none
+TotalKind = Literal["sum", "mean", "part"]  # a sum, a mean, a sum and a part that is none
 
 
 @dataclass(frozen=True)

@@ -366,9 +366,8 @@ class SavedAttributes:
                 parts = [*parts, *value._parameters.values(), *value._buffers.values()]
             followed = not type(value).__module__.startswith("torch._")  # torch.compile's own
         else:
-            followed = isinstance(value, SimpleNamespace) or (
-                not isinstance(value, Dataset) and self._is_users(_package(type(value)))
-            )
+            users = not isinstance(value, Dataset) and self._is_users(type(value).__module__)
+            followed = users or isinstance(value, SimpleNamespace)
         if not followed:
             return parts
 
@@ -383,7 +382,7 @@ class SavedAttributes:
         """Save the attributes of a class and its bases, and return what their methods and attributes refer to."""
         found: list[object] = []
         for each in kind.__mro__:
-            if id(each) in self._seen or not self._is_users(_package(each)):
+            if id(each) in self._seen or not self._is_users(each.__module__):
                 continue
             self._seen[id(each)] = each
 
@@ -397,7 +396,7 @@ class SavedAttributes:
         return found
 
     def _save_function(self, value: FunctionType) -> Collection[object]:
-        if not self._is_users((value.__module__ or "").partition(".")[0]):
+        if not self._is_users(value.__module__ or ""):
             return ()
         self.names_read |= _names_of(value.__code__)
         found = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), value.__dict__]
@@ -486,8 +485,8 @@ class SavedAttributes:
 
         self._undo.append(undo)
 
-    def _is_users(self, package: str) -> bool:
-        return is_users_package(package.partition(".")[0], self._packages)
+    def _is_users(self, module: str) -> bool:
+        return is_users_module(module, self._packages)
 
 
 def _detached(tensor: Tensor) -> Tensor:
@@ -573,16 +572,13 @@ def _names_of(code: CodeType) -> frozenset[str]:
 
 def packages_of(roots: Iterable[object]) -> set[str]:
     """Return the packages of the user's objects, which may be installed."""
-    return {_package(type(root)) for root in roots} - FOREIGN
+    return {type(root).__module__.partition(".")[0] for root in roots} - FOREIGN
 
 
-def is_users_package(package: str, packages: Collection[str]) -> bool:
-    """Return whether the code of ``package`` is the user's. ``packages``: those of the user's objects."""
+def is_users_module(module: str, packages: Collection[str]) -> bool:
+    """Return whether the code of ``module`` is the user's. ``packages``: those of the user's objects."""
+    package = module.partition(".")[0]
     return package in packages or not _is_installed(package)
-
-
-def _package(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
 
 
 @functools.cache
