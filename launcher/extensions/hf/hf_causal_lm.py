@@ -192,7 +192,7 @@ class CausalLM(HfTask):
     def model(self) -> nn.Module:
         from transformers import AutoModelForCausalLM
 
-        from launcher.tasks.chunked_loss import ChunkedHead
+        from launcher.extensions.hf.chunked_loss import ChunkedHead
 
         self._require_causal()
         model = self._build(AutoModelForCausalLM, new_head=False)
@@ -249,7 +249,7 @@ class CausalLM(HfTask):
         import torch
         from torch.nn import functional
 
-        from launcher.tasks.chunked_loss import ChunkedHead
+        from launcher.extensions.hf.chunked_loss import ChunkedHead
         from launcher.train.data.packing import document_mask
 
         # without shared rows no mask is needed: a token sees what precedes it, and the unused end comes last

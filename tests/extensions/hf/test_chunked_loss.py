@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from launcher.extensions.forecast.allocation_log import AllocationLog
+from launcher.extensions.hf.chunked_loss import ChunkedHead, linear_cross_entropy
 from launcher.extensions.hf.llama import Llama
-from launcher.tasks.chunked_loss import ChunkedHead, linear_cross_entropy
 from launcher.train.engine.build import compile_forward, recompute
 from tests.extensions.hf.hf_files import configuration
+from tests.helpers import torchrun
 
 
 def distance(actual: Tensor, expected: Tensor) -> float:
@@ -200,3 +203,15 @@ def test_recompute_and_compile_leave_the_gradient_unchanged(documents: bool, mon
         assert distance(other.grad, parameter.grad) <= 1e-6, name
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 2, "one compilation serves all layers, and one the loss"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "cases"), [(1, 4), (4, 14)])
+def test_a_head_that_is_the_embedding_under_every_strategy(ranks: int, cases: int, tmp_path: Path) -> None:
+    worker = Path(__file__).parent / "chunked_loss_worker.py"
+    seen = json.loads(torchrun(worker, [str(ranks)], ranks, tmp_path).splitlines()[-1])
+    assert len(seen) == cases
+    for name, found in seen.items():
+        assert found["error"] < 2 * found["at once"], (name, found)
+        if "fsdp" in name and ranks > 1:  # of two units and the root, in two micro-batches: each once
+            assert found["collectives"]["reduce_scatter"] == (6 if "sync=every" in name else 3), (name, found)
