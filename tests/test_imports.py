@@ -138,6 +138,14 @@ def test_imports_point_downwards() -> None:
             assert theirs[0] < mine[0] or theirs == mine, f"{module} imports {other}"
 
 
+def test_tests_of_the_core_import_no_extension() -> None:
+    """An extension goes with the folder of its tests. Jobs as their users start them are run as installed."""
+    tests, beside = Path(__file__).parent, {"extensions", "system", "gpu", "equivalence"}
+    files = [file for file in tests.rglob("*.py") if file.relative_to(tests).parts[0] not in beside]
+    wrong = [(str(file), name) for file in files for name in imports(file) if name.startswith("launcher.extensions")]
+    assert wrong == []
+
+
 def test_there_is_no_cycle() -> None:
     """Lazily or for types neither."""
     imported = {module: own_imports(module) for module in CODE}

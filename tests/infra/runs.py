@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from launcher.extensions.drill.processes import workers_of
+from launcher.process import AGENT_PID, RUN_ID
 from tests.helpers import launch_command, patience
 from tests.infra import warm
 
@@ -48,7 +49,13 @@ def processes_of(run: Path) -> list[str]:
 def worker_of(run: Path, rank: int) -> psutil.Process:
     """The worker of a rank. Its parent is the agent."""
     run_id: str = json.loads((run / "plan.json").read_text())["run"]["id"]
-    return workers_of(run_id)[rank]
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended
+            environment = process.environ()
+            own = environment.get(RUN_ID) == run_id and environment.get("RANK") == str(rank)
+            if own and environment.get(AGENT_PID) == str(process.ppid()):
+                return process
+    raise KeyError(rank)
 
 
 def wait_for(condition: Any, what: str, seconds: float = 60, every_s: float = 0.05) -> None:

@@ -8,7 +8,6 @@ from launcher.errors import ConfigError, SiteError
 from launcher.launch import network
 from launcher.launch.network import Interface, Route, endpoint, find_route, interface_env
 from tests.helpers import make_plan
-from tests.infra.meeting import LO
 
 
 @pytest.mark.parametrize(("text", "expected"), [("a.b:1", ("a.b", 1)), ("10.0.0.1:65535", ("10.0.0.1", 65535))])
@@ -38,6 +37,9 @@ def test_keys_of_several_hosts_on_one(overrides: list[str], message: str) -> Non
     with pytest.raises(ConfigError) as caught:
         make_plan(*overrides)
     assert message in str(caught.value)
+
+
+LO = Interface("lo", "127.0.0.1")
 
 
 def present(monkeypatch: pytest.MonkeyPatch, *found: Interface) -> None:

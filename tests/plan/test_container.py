@@ -11,11 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config.schema import ClusterConfig, Config, ContainerRuntime
+from launcher.config.schema import ContainerRuntime
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, ConfigError, SiteError
-from launcher.extensions.doctor import slurm_checks
-from launcher.extensions.doctor.check import CheckState, exit_status
-from launcher.extensions.doctor.examination import judge_hosts
 from launcher.launch.slurm import client, node, outcome, submit
 from launcher.launch.slurm.client import SlurmTask
 from launcher.plan import host
@@ -23,7 +20,6 @@ from launcher.plan.container import srun_options, task_command
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir import fencing, history
 from launcher.rundir.files import write_json
-from tests.extensions.doctor.test_host_checks import facts, two
 from tests.helpers import make_plan, patience
 from tests.infra.runs import wait_for
 from tests.launch.slurm.test_node import PEER_GONE, STOPPED, Situation, broken
@@ -199,28 +195,6 @@ def test_an_image_that_is_not_there_is_refused_if_this_host_can_tell(tmp_path: P
     submit.require_container(make_plan("cluster=slurm", "cluster.container=oras://me.example/no:1"))
 
 
-def test_the_doctor_warns_if_this_host_has_no_pyxis(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "setting", lambda _: "proctrack/cgroup")
-    for options, state in (
-        ("  --comment=name   arbitrary comment", CheckState.warning),
-        ("  --container-image=[USER@][REGISTRY#]IMAGE[:TAG]|PATH", CheckState.ok),
-    ):
-        monkeypatch.setattr(client, "ask", lambda *_, text=options: text)
-        submit.require_container(planned())  # the nodes may have it
-        assert [check.state for check in slurm_checks.container(planned())] == [state]
-
-
-def test_signals_to_all_processes_would_end_the_mount_of_the_image(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "own.sif").touch()
-    plan = make_plan("cluster=slurm", f"cluster.container={tmp_path}/own.sif")
-    for tracking, state in (("proctrack/cgroup", CheckState.ok), ("proctrack/linuxproc", CheckState.warning)):
-        monkeypatch.setattr(client, "setting", {"ProctrackType": tracking}.get)
-        assert [check.state for check in slurm_checks.container(plan)] == [state]
-    assert slurm_checks.container(make_plan("cluster=slurm")) == []
-
-
 class Task:
     """A task of a job in a container, where ``apptainer`` is a shell script."""
 
@@ -350,14 +324,6 @@ def test_the_gpus_are_for_the_torch_in_the_image(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(host, "torch_has_cuda", lambda: False)
     assert host.Site.of(GPUS).gpus == 0
     assert host.Site.of(GPUS, "launcher:1").gpus == 8
-
-
-def test_the_doctor_compares_images_with_each_other_only() -> None:
-    inside = {"of": {"python": "3.12.3", "package_dir": "/opt/launcher"}}
-    config = Config(cluster=ClusterConfig(container="launcher:1"))
-    assert exit_status(judge_hosts(config, make_plan(), facts(), two(inside, inside), "")) == 0
-    assert exit_status(judge_hosts(config, make_plan(), facts(), two(inside, {}), "")) == 1
-    assert exit_status(judge_hosts(Config(), make_plan(), facts(), two(inside, inside), "")) == 1
 
 
 def test_a_task_that_has_started_is_not_started_again(tmp_path: Path, shell: Sequence[str]) -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from launcher.config.hydra import compose, compose_with_yaml, recompose
 from launcher.config.schema import BatchConfig, Config, OnOom
 from launcher.errors import ConfigError, SiteError, UserError
-from launcher.extensions.doctor.slurm_checks import probe_options
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import LaunchPlan, node_range
 from launcher.plan.placement import solve_script
@@ -149,10 +148,6 @@ def test_a_script_may_have_a_range_too() -> None:
     plan = solve_script(config, Site(gpus=0, cores=2, cwd="/"), make_plan().run, ["train.py"])
     assert [world.cluster.world_size for world in plan.worlds()] == [6, 4, 2]
     assert LaunchPlan.from_json(plan.on(2).to_json()) == plan.on(2)
-
-
-def test_the_doctor_looks_at_as_many_nodes_as_the_job_needs_to_begin() -> None:
-    assert probe_options(compose(["cluster=slurm", "cluster.nodes=2:4"]).cluster, None).nodes == 2
 
 
 @dataclasses.dataclass(frozen=True)

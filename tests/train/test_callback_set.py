@@ -16,7 +16,6 @@ from torch.utils.data import TensorDataset
 import launcher
 from launcher import Engine
 from launcher.errors import CallbackFailed
-from launcher.extensions.callbacks import Ema
 from launcher.train.callback_set import CallbackSet, load_tensors
 from tests.conftest import Launch
 from tests.helpers import make_plan
@@ -165,23 +164,6 @@ def test_callbacks_that_change_the_model_are_noted() -> None:
     engine = engine_with(Noting(), Changing(), Counting())
     train(engine)
     assert engine.callbacks.changes == {"Changing": ["on_window", "on_step"]}
-
-
-@pytest.mark.usefixtures("alone")
-def test_an_evaluation_by_hand_is_that_of_the_averages() -> None:
-    engine = engine_with(Ema(0.5), words=("precision=fp32",))
-    before = engine.evaluate(list(torch.ones(4, 3)), squares)["eval/loss"]
-    average = engine.callbacks.find(Ema).averages["weight"]
-    average.add_(1)
-    after = engine.evaluate(list(torch.ones(4, 3)), squares)["eval/loss"]
-    bias = engine.model.get_parameter("bias")
-    assert after == pytest.approx((average.sum() + bias).square().item())
-    assert after != pytest.approx(before)
-    assert not engine.model.get_parameter("weight").equal(average)
-
-
-def squares(model: Any, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
-    return model(batch).float().square().sum(), len(batch)
 
 
 def test_what_is_drawn_around_an_evaluation_is_given_back() -> None:

@@ -14,9 +14,12 @@ from torch.nn import functional
 
 from launcher.errors import ConfigError
 from launcher.extensions.callbacks import Ema
+from launcher.train.checkpoint import load
 from tests.conftest import Launch
 from tests.infra.checkpoints import assert_same_tensors, tensors
 from tests.infra.runs import OWN, records
+from tests.train.checkpoint.test_load_changed import engine_of, run
+from tests.train.test_callback_set import engine_with
 
 DECAY = 0.7
 JOB = [
@@ -105,3 +108,34 @@ def test_as_computed_by_hand_in_every_world(launch: Launch, project: Path) -> No
 def test_values_out_of_range(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Ema(**arguments)
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_evaluation_by_hand_is_that_of_the_averages() -> None:
+    engine = engine_with(Ema(0.5), words=("precision=fp32",))
+    before = engine.evaluate(list(torch.ones(4, 3)), squares)["eval/loss"]
+    average = engine.callbacks.find(Ema).averages["weight"]
+    average.add_(1)
+    after = engine.evaluate(list(torch.ones(4, 3)), squares)["eval/loss"]
+    bias = engine.model.get_parameter("bias")
+    assert after == pytest.approx((average.sum() + bias).square().item())
+    assert after != pytest.approx(before)
+    assert not engine.model.get_parameter("weight").equal(average)
+
+
+def squares(model: Any, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return model(batch).float().square().sum(), len(batch)
+
+
+@pytest.mark.usefixtures("alone")
+def test_averages_of_parameters_that_were_frozen_start_with_their_values(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+    model[0].requires_grad_(False)
+    place = run(engine_of(tmp_path, model, Ema()), 3)
+    thawed, averages = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)), Ema()
+    engine = engine_of(tmp_path, thawed, averages)
+    load.load(engine, place)
+    engine.callbacks.start(engine)
+    assert averages.averages["0.weight"].equal(model.state_dict()["0.weight"])
+    assert not averages.averages["1.weight"].equal(model.state_dict()["1.weight"])

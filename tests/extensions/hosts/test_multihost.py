@@ -20,8 +20,8 @@ from launcher.launch import local
 from launcher.launch.network import Route
 from launcher.plan.run_plan import RunPlan
 from tests.conftest import Launch
+from tests.extensions.hosts.meeting import LO, TWO, free_port, wait_until
 from tests.helpers import make_plan
-from tests.infra.meeting import LO, TWO, free_port, wait_until
 
 
 class Member(threading.Thread):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from tests.infra.meeting import star, wait_until
+from tests.extensions.hosts.meeting import star, wait_until
 
 
 def failed(rank: int, at: str | None = None) -> dict[str, Any]:

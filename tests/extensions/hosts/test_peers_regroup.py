@@ -19,10 +19,10 @@ from launcher.plan.run_plan import RunPlan
 from launcher.rundir import history
 from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import read_json, write_json
+from tests.extensions.hosts.meeting import TWO, free_port, star, wait_until
 from tests.extensions.hosts.test_multihost import Member, settle
 from tests.extensions.hosts.test_peers import failed
 from tests.helpers import make_plan
-from tests.infra.meeting import TWO, free_port, star, wait_until
 
 RANGE = (*TWO, "cluster.nodes=2:3", "cluster.workers_per_node=1", "batch.global_size=32", "batch.micro_size=1")
 

@@ -14,7 +14,6 @@ from torch.optim import AdamW, Optimizer
 
 from launcher import Engine, Loss, make_plan
 from launcher.errors import WrongCheckpoint
-from launcher.extensions.callbacks.ema import Ema
 from launcher.plan.resumable import DATA as DATA_KEY
 from launcher.rundir.fencing import Fence
 from launcher.train.checkpoint import load, save
@@ -151,19 +150,6 @@ def run(engine: Engine, until: int) -> Path:
         if engine.step().step == until:
             break
     return save.write(save.take_snapshot(engine, Fence.here(engine.plan.paths)))
-
-
-def test_averages_of_parameters_that_were_frozen_start_with_their_values(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
-    model[0].requires_grad_(False)
-    place = run(engine_of(tmp_path, model, Ema()), 3)
-    thawed, averages = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)), Ema()
-    engine = engine_of(tmp_path, thawed, averages)
-    load.load(engine, place)
-    engine.callbacks.start(engine)
-    assert averages.averages["0.weight"].equal(model.state_dict()["0.weight"])
-    assert not averages.averages["1.weight"].equal(model.state_dict()["1.weight"])
 
 
 def test_buffers_that_training_has_enlarged_or_filled(tmp_path: Path) -> None:
