@@ -34,8 +34,8 @@ from launcher.quantities import Interval, count, interval
 from launcher.rundir.files import value_from_json as from_json
 from launcher.train.data.loader import MicroBatch
 from launcher.train.engine.build import EngineParts
-from launcher.train.engine.foreign_leaves import require_dense_gradients
 from launcher.train.engine.loss_terms import require_gradient, sum_of_own_means
+from launcher.train.engine.loss_watches import require_dense_gradients
 from launcher.train.engine.oom import is_out_of_memory
 from launcher.train.world import World
 

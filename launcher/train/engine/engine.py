@@ -39,12 +39,9 @@ from launcher.train.engine import loss_terms, oom
 from launcher.train.engine.build import ModelFrom, OptimizerFrom, build_parts
 from launcher.train.engine.calibration import Calibrated, Calibration, hardware_of
 from launcher.train.engine.carried_state import WINDOW, CarriedState, LeftOut, constants_of, print_other_constants
-from launcher.train.engine.foreign_leaves import ForeignLeaves
-from launcher.train.engine.gradient_watch import GradientWatch
 from launcher.train.engine.item_count import ItemCount, Items
-from launcher.train.engine.loss_collectives import LossCollectives
-from launcher.train.engine.loss_terms import LossWatch
 from launcher.train.engine.loss_trial import can_try_loss, try_loss
+from launcher.train.engine.loss_watches import ForeignLeaves, GradientWatch, LossCollectives, LossWatch
 from launcher.train.engine.optimizer_step import Counters, OptimizerStep, TrainedParameters
 from launcher.train.engine.window import CurrentWindow, Forward, Stage, WindowPass
 from launcher.train.engine.window_outputs import WindowOutputs
@@ -343,6 +340,8 @@ class Engine:
             with self.parallel.micro_batch(current.sync, first=number == 1, last=number == count):
                 if self._norms is not None:
                     self._norms.micro_batch(counts=micro.samples > 0)
+                if self._watches:
+                    self._watches = [watch for watch in self._watches if not watch.over]
                 for watch in self._watches:
                     watch.hand_out(number, count)
                 try:
@@ -483,8 +482,6 @@ class Engine:
         if self.callbacks.names:
             self.callbacks.call("on_step", self, result)
         self.parallel.end_step()
-        if self._watches:
-            self._watches = [watch for watch in self._watches if not watch.over]
         if result.last:
             self.sites.leave()
         return result

@@ -17,7 +17,6 @@ from launcher.config.schema import StrategyKind
 from launcher.errors import TaskError
 from launcher.loss import METRIC_NAME, RESERVED_NAMES, Loss
 from launcher.quantities import count, first_names
-from launcher.train.data.loader import MicroBatch
 from launcher.train.parallel.shard_units import direct_use
 from launcher.train.world import World
 
@@ -26,28 +25,6 @@ NO_COUNT = (
     "The items of a micro-batch must be a finite number, 0 or more: {}.\n"
     "  Return how many items the loss is a sum over (target tokens, or samples), or the sum of their weights."
 )
-
-
-class LossWatch:
-    """Watch on the first micro-batches of this process. A method without a body here may be left out.
-
-    Attributes:
-        over: it looks at no further micro-batch.
-    """
-
-    over = False
-
-    def hand_out(self, number: int, count: int) -> None:
-        """Note what is there before the loss of the window's micro-batch ``number``, of ``count``, is computed."""
-
-    def stop(self) -> None:
-        """End what ``hand_out`` has started, also after an exception. It may be called several times."""
-
-    def before_backward(self, losses: Sequence[Loss], micro: MicroBatch, count: int) -> None:
-        """Check the losses of a micro-batch, of ``count``, before their backward pass."""
-
-    def after_backward(self) -> None:
-        """Check what the backward pass has done."""
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ from launcher.task import seed_everything, seed_for
 from launcher.train.data.loader import MicroBatch
 from launcher.train.data.randomness import random_state, restore_random_state
 from launcher.train.engine.build import EngineParts
-from launcher.train.engine.foreign_leaves import leaves_of
 from launcher.train.engine.loss_terms import require_terms
+from launcher.train.engine.loss_watches import leaves_of
 from launcher.train.measure.observer import Observer
 from launcher.train.world import World
 

@@ -1,4 +1,4 @@
-"""Losses that depend on more than the model's parameters, run by test_foreign_leaves.py.
+"""Losses that depend on more than the model's parameters, run by test_loss_watches.py.
 
 Prints one JSON object from rank 0: by strategy and case, the message; empty if all windows were applied.
 """

@@ -1,4 +1,4 @@
-"""Losses and hooks that change gradients or parameters themselves, run by test_gradient_watch.py.
+"""Losses and hooks that change gradients or parameters themselves, run by test_loss_watches.py.
 
 Prints one JSON object from rank 0: by strategy and case, the message; empty if all windows were applied.
 """

@@ -1,4 +1,4 @@
-"""Losses that run collectives, in windows of one and of two micro-batches; run by torchrun in test_loss_collectives.py.
+"""Losses that run collectives, in windows of one and of two micro-batches; run by torchrun in test_loss_watches.py.
 
 Prints one JSON object from rank 0: the message of each case on all ranks, empty if the window was applied.
 """
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from launcher import Engine, Loss, make_plan
 from launcher.errors import LauncherError
-from launcher.train.engine.loss_collectives import LossCollectives
+from launcher.train.engine.loss_watches import LossCollectives
 from tests.infra.workers import leave_group, print_on_rank_0
 
 COMMON = (

@@ -1,0 +1,133 @@
+"""Losses that change gradients, depend on trainable tensors outside of the model, or contain samples of other ranks are
+refused; gradients of inputs, other engines' models, and collectives for logs are not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from launcher import Engine
+from tests.helpers import make_plan, series, torchrun
+
+HERE = Path(__file__).parent
+CHANGES = "TaskError: The loss changes the gradients of the model's parameters: it calls backward() or zero_grad()"
+CHANGED = {
+    "own backward": CHANGES,
+    "zeroed": CHANGES,
+    "steps in backward": "TaskError: head.bias: written within the backward pass",
+    "by frequency": "TaskError: model(): table.weight has gradients that are divided by the frequencies within a micro",
+}
+# gradients that were reduced are in the shards, which zero_grad() of gathered parameters leaves alone
+RIGHT = {"fsdp every: zeroed"}
+FOREIGN = {
+    "weighted": "Weighted.log_var, of shape [1],",
+    "criterion": "Criterion.criterion.weight, of shape [6, 6],",
+    "no parameter": "NoParameter.scales['one'], of shape [6],",
+    "of the model": "model.plain[0], of shape [6],",
+    "global": "GLOBAL_SCALE, of shape [1],",
+}
+PLACE = "in loss_collectives_worker.py, line"
+# by case: the collectives that the message names
+COLLECTIVES = {
+    "torch.distributed.nn": f"(allgather {PLACE}",
+    "functional": "(all_gather",
+    "a Function of one's own": f"(allgather {PLACE}",
+    "in the model": f"(allgather {PLACE}",
+    "without gradient": f"(allgather {PLACE}",
+    "a mean with gradient": f"(allreduce {PLACE}",
+    "fsdp": f"(allgather {PLACE}",
+}
+ALLOWED = ("one micro-batch", "a count", "objects", "no collective", "batch.norm=sync", "another BatchNorm")
+
+
+@pytest.mark.slow
+@series(19, 56)
+def test_changed_gradients_are_refused_by_name(part: str, cases: int, tmp_path: Path) -> None:
+    output = torchrun(HERE / "gradient_watch_worker.py", [part], 2, tmp_path)
+    assert "written by the first" not in output
+    seen = json.loads(output.splitlines()[-1])
+    assert len(seen) == cases
+    for case, said in seen.items():
+        expected = None if case in RIGHT else CHANGED.get(case.partition(": ")[2])
+        assert said.startswith(expected) if expected else not said, (case, said)
+
+
+class Shifted(nn.Module):
+    """Model whose shift is set from the data: in the first pass only, or in each one."""
+
+    def __init__(self, *, always: bool) -> None:
+        super().__init__()
+        self.always, self.shift, self.out = always, nn.Parameter(torch.zeros(4)), nn.Linear(4, 1)
+        self.words = nn.Embedding(3, 4, max_norm=0.1)
+        self.ready = False
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if self.always or not self.ready:
+            with torch.no_grad():
+                self.shift.clamp_(-1, 1).copy_(-rows.mean(0))
+                self.ready = True
+        return self.out(rows + self.shift + self.words((rows[:, 0] > 0).long()))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "auto"])
+@pytest.mark.parametrize(("micro_size", "always", "named"), [(2, False, True), (2, True, False), (8, False, False)])
+@pytest.mark.usefixtures("alone")
+def test_a_parameter_that_the_first_micro_batch_alone_has_set_is_named(
+    micro_size: int, always: bool, named: bool, precision: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = make_plan(
+        f"precision={precision}", f"batch.micro_size={micro_size}", "batch.global_size=8", "train.steps=2",
+        "run.calibrate_s=0", "train.loader_workers=0", "cluster.device=cpu", "strategy=single", samples=16,
+    )  # fmt: skip
+    engine = Engine(Shifted(always=always), lambda parameters: torch.optim.SGD(parameters, 0.01), plan)
+    for window in engine.windows(list(torch.sin(torch.arange(64.0)).view(16, 4))):
+        for batch in window:
+            engine.backward(engine.model(batch).square().sum(), len(batch))
+        engine.step()
+    assert ("shift: written by the first forward pass" in capsys.readouterr().out) is named
+
+
+@pytest.mark.slow
+@series(11, 29)
+def test_what_is_trainable_and_not_in_the_model_is_named(part: str, cases: int, tmp_path: Path) -> None:
+    lines = torchrun(HERE / "foreign_leaves_worker.py", [part], 2, tmp_path).splitlines()
+    seen = json.loads(lines[-1])
+    assert len(seen) == cases
+    own_loop = seen.pop("own loop")
+    for case, said in seen.items():
+        expected = FOREIGN.get(case.partition(" ")[2])
+        if expected is None:
+            assert said == "", case
+        else:
+            assert said.startswith(f"TaskError: The loss depends on {expected} that requires a gradient"), (case, said)
+    assert own_loop == "", "its loop may train it"
+    assert sum("does not\n  share its gradient" in line for line in "\n".join(lines).split("The loss depends")) == 1
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Messages of all cases by rank, of one start of two ranks."""
+    worker = HERE / "loss_collectives_worker.py"
+    out = torchrun(worker, [], 2, tmp_path_factory.mktemp("collectives"))
+    return json.loads(next(line for line in out.splitlines() if line.startswith("{")))
+
+
+@pytest.mark.slow
+def test_samples_of_other_ranks_are_refused_on_all_ranks(seen: dict[str, Any]) -> None:
+    assert set(seen) == {*COLLECTIVES, *ALLOWED}
+    for case, text in COLLECTIVES.items():
+        first, second = seen[case]
+        assert first == second
+        assert first.startswith("CollectiveInLoss: The loss of a micro-batch depends on what other ranks have")
+        assert text in first, (case, first)
+        assert "a window has 2 micro-batches" in first
+
+
+@pytest.mark.slow
+def test_whatever_is_exact_or_only_logged_is_allowed(seen: dict[str, Any]) -> None:
+    assert {case: seen[case] for case in ALLOWED} == {case: ["", ""] for case in ALLOWED}
