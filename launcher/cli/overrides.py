@@ -154,8 +154,10 @@ def with_config(
             if verb != "plan":
                 require_at_hand(config.cluster)
             status = act(config, yaml)
-        except LauncherError as error:  # of one cell of -m; the others follow
+        except LauncherError as error:  # of one cell of -m, as a full disk; the others follow
             return print_error(error)
+        except OSError as error:
+            return print_disk_error(error)
         if status == EXIT_INTERRUPTED:
             raise KeyboardInterrupt  # also skips the sweep's remaining cells
         return status

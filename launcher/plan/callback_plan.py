@@ -10,6 +10,7 @@ from typing import Any
 
 from launcher.config.added_groups import module_file
 from launcher.errors import ConfigError, did_you_mean
+from launcher.plan.host import without_path
 from launcher.quantities import count
 from launcher.targets import entry_points, find_target, load_entry_point, require_arguments
 
@@ -119,7 +120,8 @@ def notify_entries(words: Sequence[str]) -> tuple[Entry, ...]:
     words = [word for word in words if word != BELL]
     notifier = next((each.notifier for each in installed_callbacks().values() if each.notifier is not None), None)
     if words and notifier is None:
-        raise ConfigError("notify", None, "no callback that sends messages is installed.", "Use notify=[bell].")
+        shown = [without_path(word) for word in words]
+        raise ConfigError("notify", shown, "no callback that sends messages is installed.", "Use notify=[bell].")
     return tuple(map(notifier, words)) if notifier is not None else ()
 
 

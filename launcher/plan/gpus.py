@@ -62,7 +62,7 @@ class Gpu:
         """
         fp32 = self.tf32 or self.fp32 if tf32 else self.fp32
         added = float_format(precision)
-        narrow = self.fp16 if added is None else getattr(self, added.units)
+        narrow = self.fp16 if added is None else getattr(self, added.units, None)
         tera = {PrecisionKind.fp32: fp32, PrecisionKind.bf16: self.bf16}.get(precision, narrow)
         return None if tera is None else tera * 1e12
 

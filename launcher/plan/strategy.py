@@ -37,7 +37,11 @@ def excess_bytes(forecast: Forecast, memory_bytes: int) -> int:
     Args:
         memory_bytes: of the device, on a GPU without what CUDA and NCCL take.
     """
-    return max(0, (forecast.peak_bytes or forecast.least_bytes or 0) - round(USABLE_MEMORY * memory_bytes))
+    return max(0, _known_bytes(forecast) - round(USABLE_MEMORY * memory_bytes))
+
+
+def _known_bytes(forecast: Forecast) -> int:
+    return forecast.peak_bytes or forecast.least_bytes or 0
 
 
 def _has_adam(plan: RunPlan) -> bool:
@@ -72,13 +76,14 @@ def least_note(plan: RunPlan, memory_bytes: int | None) -> str:
 def excess_notes(plan: RunPlan) -> list[str]:
     """Return the warning that a plan does not fit into a GPU's memory."""
     forecast, memory = plan.strategy.forecast, plan.strategy.memory_bytes
-    if forecast is None or forecast.peak_bytes is None or memory is None or plan.cluster.device is not Device.cuda:
+    if forecast is None or memory is None or plan.cluster.device is not Device.cuda:
         return []
     if not (excess := excess_bytes(forecast, memory)):
         return []
     name = "the GPU here" if plan.cluster.gpu is None else f"cluster.gpu={plan.cluster.gpu}"
     return [
-        f"A rank's tensors are predicted to need {bytes_text(forecast.peak_bytes)}; they may take {USABLE_MEMORY:.0%} "
+        f"A rank's tensors {'need at least' if forecast.peak_bytes is None else 'are predicted to need'} "
+        f"{bytes_text(_known_bytes(forecast))}; they may take {USABLE_MEMORY:.0%} "
         f"of the {bytes_text(memory)} that {name} has for them: it does not fit, by {bytes_text(excess)}. Try a "
         "smaller batch.micro_size, strategy.recompute=blocks, or strategy=fsdp over more ranks."
     ]
@@ -163,10 +168,10 @@ def with_memory(plan: StrategyPlan, forecasts: Sequence[Forecast], memory_bytes:
     """
     fitting = [forecast for forecast in forecasts if not excess_bytes(forecast, memory_bytes)]
     if fitting:
-        chosen = min(fitting, key=lambda forecast: (forecast.wire_bytes, forecast.peak_bytes or 0))
+        chosen = min(reversed(fitting), key=lambda forecast: (forecast.wire_bytes, _known_bytes(forecast)))
         reason = "fewest wire bytes" + ("" if len(fitting) == len(forecasts) else " of the policies that fit")
     else:
-        chosen = min(forecasts, key=lambda forecast: forecast.peak_bytes or 0)
+        chosen = min(reversed(forecasts), key=_known_bytes)
         reason = "least memory: no policy is predicted to fit"
     plan = dataclasses.replace(
         plan,

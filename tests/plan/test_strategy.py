@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 
 from launcher.config.hydra import compose
-from launcher.config.schema import StrategyKind, Sync
+from launcher.config.schema import Device, StrategyKind, Sync
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import RunInfo
 from launcher.plan.run_plan import Forecast, StrategyPlan, TaskPlan
 from launcher.plan.solve import solve
-from launcher.plan.strategy import least_note
+from launcher.plan.strategy import excess_notes, least_note, with_memory
 from launcher.plan.sync_policy import POLICIES
 from tests.helpers import make_plan
 
@@ -117,3 +117,30 @@ def test_without_parameters_nothing_is_said() -> None:
     plan = make_plan("strategy=ddp")
     unknown = dataclasses.replace(plan, task=dataclasses.replace(plan.task, parameters=None, gradient_bytes=None))
     assert not least_note(unknown, 1)
+
+
+def test_without_a_peak_least_bytes_decide_and_the_later_policy_wins_ties() -> None:
+    def known(sync: Sync, wire: int, least: int | None) -> Forecast:
+        return Forecast(sync=sync, payload_bytes=wire, wire_bytes=wire, peak_bytes=None, least_bytes=least)
+
+    strategy = make_plan("strategy=fsdp").strategy
+    unknown = [known(Sync.every, 9, None), known(Sync.boundary, 9, None)]
+    assert with_memory(strategy, unknown, 100).sync is Sync.boundary
+    too_large = [known(Sync.every, 9, 500), known(Sync.boundary, 5, 700), known(Sync.gather_once, 1, 900)]
+    assert with_memory(strategy, too_large, 100).sync is Sync.every, "least memory"
+    assert with_memory(strategy, [known(Sync.every, 9, 20), known(Sync.boundary, 9, 70)], 100).sync is Sync.every
+
+
+def test_a_plan_whose_least_memory_exceeds_the_gpu_has_a_note() -> None:
+    plan = make_plan("strategy=fsdp")
+    forecast = Forecast(
+        sync=plan.strategy.sync, payload_bytes=1, wire_bytes=1, peak_bytes=None, least_bytes=2 * 10**9
+    )  # fmt: skip
+    plan = dataclasses.replace(
+        plan,
+        cluster=dataclasses.replace(plan.cluster, device=Device.cuda),
+        strategy=dataclasses.replace(plan.strategy, memory_bytes=10**9, forecasts=(forecast,)),
+    )
+    (note,) = excess_notes(plan)
+    assert "tensors need at least 2" in note
+    assert "it does not fit" in note

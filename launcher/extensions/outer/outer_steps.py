@@ -75,7 +75,10 @@ class OuterSteps:
         try:
             require_same_structure(engine.model, self._sites.whole_job())
         except TaskError as error:
-            raise ConfigError("outer", "diloco", f"the sites have different models. {error}") from None
+            raise ConfigError(
+                "outer", "diloco", f"the sites have different models. {error}",
+                f"Rank N is of site N // {self._sites.world.size}; all sites need the same names in the same order.",
+            ) from None  # fmt: skip
         if not self._restored:
             tensors = [local(tensor.detach()) for tensor in (*engine.model.parameters(), *engine.model.buffers())]
             for tensor, differs in zip(tensors, self._sites.differing(tensors), strict=True):

@@ -337,7 +337,7 @@ class HeldOutSums:
         ranks call it. Without "loss" there is no item.
 
         Raises:
-            TaskError: the ranks have different terms or metrics.
+            TaskError: the ranks have different terms or metrics, or a number of items is not finite, or negative.
         """
         everyone = self._world.of_all((self._parts, [float(number) for number in self._sums.contribution()]))
         parts = same_parts([parts for parts, _ in everyone])
@@ -346,6 +346,8 @@ class HeldOutSums:
         self._sums.terms = len(parts.terms)
         # in the order of the ranks: the same result on each of them
         terms, metrics = self._sums.pairs([sum(numbers) for numbers in zip(*known, strict=True)])
+        if any(math.isnan(items) for _, items in terms):
+            raise TaskError(NO_COUNT.format("that of the evaluation is not"))
         loss = {"loss": sum_of_means(terms)} if any(items > 0 for _, items in terms) else {}
         return loss | parts.averages(terms, metrics)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import pytest
 import torch
 
+from launcher.errors import TaskError
 from launcher.loss import Loss
-from launcher.train.engine.loss_terms import as_terms
+from launcher.train.engine.loss_terms import HeldOutSums, as_terms
+from launcher.train.world import World
 
 
 @pytest.mark.parametrize(("dtype", "exact"), [(torch.bfloat16, 256), (torch.float16, 2048)])
@@ -29,3 +32,12 @@ def test_exact_counts_are_not_warned_of() -> None:
         warnings.simplefilter("error")
         for items in (300, 300.5, kept.sum(), kept.float().sum(), kept.double().sum(), kept[0]):
             as_terms(Loss(total, items, metrics={"right": (items, items)}))
+
+
+@pytest.mark.parametrize("items", [-1, math.nan, math.inf])
+def test_held_out_items_that_are_no_count_are_refused_as_such(items: float) -> None:
+    sums = HeldOutSums(World(rank=0, size=1, local_rank=0))
+    sums.add([Loss(torch.tensor(2.0), 3)], 3)
+    sums.add([Loss(torch.tensor(2.0), torch.tensor(items))], 1)
+    with pytest.raises(TaskError, match="must be a finite number, 0 or more: that of the evaluation is not"):
+        sums.averages()
