@@ -21,12 +21,15 @@ from launcher.quantities import count
 DEFAULT_GLOBAL_SIZE = 64
 DEFAULT_MICRO_SIZE = 4
 AUTO = "auto"
+# values of batch.norm that installed packages add: they do not depend on the split of a window
+EXACT_NORMS = tuple(norm.value for norm in Norm if norm.looks_ahead)
 
 
 def ways_out_of_one_value(*, short: bool) -> str:
     """Return advice for a BatchNorm that fails on a micro-batch of one sample. ``short``: of a short window."""
     sizes = "batch.short_window=drop, another" if short else "a larger batch.micro_size or"
-    return f"Use {sizes} batch.global_size, batch.norm=window, or a model() that returns the layer in eval mode."
+    ways = [f"{sizes} batch.global_size", *(f"batch.norm={name}" for name in EXACT_NORMS)]
+    return f"Use {', '.join(ways)}, or a model() that returns the layer in eval mode."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,8 +245,8 @@ def batch_notes(config: BatchConfig, batches: dict[int, Batch], batch_norms: int
         lines.append(f"batch.accumulation={config.accumulation} applies to {most} hosts; on fewer it is higher.")
     if batch_norms and (config.norm is Norm.sync or (config.norm is Norm.leave and uneven)):
         lines.append(
-            "What a BatchNorm normalises by depends on the number of hosts; with batch.norm=window or freeze it does "
-            "not."
+            "What a BatchNorm normalises by depends on the number of hosts; with "
+            f"batch.norm={' or '.join((*EXACT_NORMS, Norm.freeze.value))} it does not."
         )
     return tuple(lines)
 

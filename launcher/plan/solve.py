@@ -28,6 +28,7 @@ from launcher.config.schema import (
 )
 from launcher.errors import ConfigError, TaskError, did_you_mean
 from launcher.plan.batch import (
+    EXACT_NORMS,
     Batch,
     batch_notes,
     norm_of_window_loss,
@@ -91,9 +92,11 @@ def what_norms_do(layers: int, batch: Batch) -> str | None:
             f"at least {2 * layers} times more (docs/explanations/batchnorm.md)."
         )
     if batch.norm is Norm.sync and batch.world_size == 1:
-        return f"{who}: batch.norm=sync has no effect on one rank; use window (docs/explanations/batchnorm.md)."
+        use = "".join(f"; use {name}" for name in EXACT_NORMS)
+        return f"{who}: batch.norm=sync has no effect on one rank{use} (docs/explanations/batchnorm.md)."
     of = "one rank's micro-batch" if batch.norm is Norm.leave else "a micro-batch over all ranks"
-    others = "sync|freeze|window" if batch.norm is Norm.leave and batch.world_size > 1 else "freeze|window"
+    sync = ["sync"] if batch.norm is Norm.leave and batch.world_size > 1 else []
+    others = "|".join([*sync, "freeze", *EXACT_NORMS])
     return (
         f"{who}: statistics of {seen} samples ({of}), not of the {batch.global_size} of a window, so the gradient is "
         f"not that of one big batch. Other choices: batch.norm={others} (docs/explanations/batchnorm.md)."

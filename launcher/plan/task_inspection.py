@@ -357,12 +357,10 @@ def weigh_memory(plan: RunPlan, inspection: Inspection | None = None, *, choose:
     """
     # another package's replaces the launcher's own
     installed = sorted(entry_points(FORECASTS), key=lambda point: getattr(point.dist, "name", "") == "launcher")
-    answer: dict[str, Any] | None = {"problem": f"no forecast of activations is installed (entry point {FORECASTS})"}
-    if installed:
-        build = plan.task.target, plan.task.params, plan.cluster.import_from, plan.train.seed
-        about = {"plan": dataclasses.asdict(plan), "target": installed[0].value}
-        with new_inspection(inspection) as asked:
-            answer = asked.ask("forecast", about, build, _traced_parts(plan), plan.train.hang_timeout)
+    build = plan.task.target, plan.task.params, plan.cluster.import_from, plan.train.seed
+    about = {"plan": dataclasses.asdict(plan), "target": installed[0].value if installed else None}
+    with new_inspection(inspection) as asked:
+        answer = asked.ask("forecast", about, build, _traced_parts(plan), plan.train.hang_timeout)
     answer = answer or {"problem": "the process that measured it ended early"}
     if "error" in answer:
         raise TaskError(f"task._target_={plan.task.target}: {answer['error']}")

@@ -14,12 +14,14 @@ import pytest
 
 from launcher import targets
 from launcher.config.hydra import compose
-from launcher.config.schema import Config
+from launcher.config.schema import Config, Device
 from launcher.errors import ConfigError, TaskError
 from launcher.launch.planner import Once, plan_job, plan_jobs
 from launcher.plan import task_inspection
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.task_inspection import InspectionRequest
+from launcher.train.inspection import task_probe
+from launcher.train.inspection.built_task import BuiltTask
 from tests.helpers import inspection_of, make_plan
 from tests.infra.installed_package import install
 
@@ -182,6 +184,17 @@ def test_without_a_forecast_the_choice_is_by_what_is_known(entry_point: str, mon
         (note,) = [note for note in plan.notes if note.startswith("The memory of each sync policy is unknown")]
         assert ("is installed" if not entry_point else "No module named 'launcher.no_such_module'") in note
         assert "A rank needs at least" in note
+
+
+def test_the_memory_of_this_machines_gpu_is_known_without_a_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (1, 80 * 10**9))
+    plan = make_plan("strategy=fsdp", "cluster.workers_per_node=2")
+    cluster = dataclasses.replace(plan.cluster, device=Device.cuda)
+    built = BuiltTask(plan.task.target, plan.task.params, plan.cluster.import_from, plan.train.seed)
+    answer = task_probe._forecast(dataclasses.asdict(dataclasses.replace(plan, cluster=cluster)), None, built)
+    assert answer["device_bytes"] == 80 * 10**9
+    assert "is installed" in answer["problem"]
 
 
 def test_the_forecast_of_another_package_replaces_the_launchers_own(

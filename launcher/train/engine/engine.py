@@ -278,15 +278,15 @@ class Engine:
 
         Args:
             forward: the loop's own forward pass, (model, batch) -> (loss_sum, items) or the terms of the loss. It
-                receives copies of batches: of the first window for the calibration, of all windows with
-                ``batch.norm=window``, and with several terms, unless ``items`` is given. Default: no calibration, and
-                ``batch.norm=window`` is refused.
+                receives copies of batches: of the first window for the calibration; of all windows with a
+                ``batch.norm`` that looks ahead, and with several terms, unless ``items`` is given. Default: no
+                calibration, and such a ``batch.norm`` is refused.
             items: batch -> number of items of each term, for a loss of several terms in windows of several
                 micro-batches.
             compare_data: whether the ranks compare their data before the first window.
 
         Raises:
-            ConfigError: ``batch.norm=window`` without ``forward``.
+            ConfigError: ``batch.norm`` looks ahead, and there is no ``forward``.
             DataError: the data is not that of the plan, or differs between ranks.
             EngineMisuse: the loop left a window before ``step``.
         """

@@ -27,7 +27,7 @@ from launcher.plan.callback_plan import require_callbacks
 from launcher.plan.float_format import float_format
 from launcher.plan.optimizer_plan import assign, require_members, solve_optimizer
 from launcher.plan.run_plan import NoForecast, OptimizerPlan, PrecisionPlan, RunPlan, SchedulePlan, solved_part
-from launcher.plan.task_inspection import InspectionRequest
+from launcher.plan.task_inspection import FORECASTS, InspectionRequest
 from launcher.process import die_with_parent, exit_at_once
 from launcher.rundir.files import value_from_json
 from launcher.task import (
@@ -298,17 +298,19 @@ def _described(fields: Any, built: BuiltTask) -> dict[str, Any]:
         return {"error": f"task._target_={request.target}: {type(error).__name__}: {error}\n{users_frames(error)}"}
 
 
-def _forecast(fields: Any, target: str, built: BuiltTask) -> dict[str, Any]:
-    """Return the answer of an installed forecast on a plan.
+def _forecast(fields: Any, target: str | None, built: BuiltTask) -> dict[str, Any]:
+    """Return the memory of this machine's GPU, and the answer of an installed forecast on a plan.
 
     Args:
-        target: "package.module:function".
+        target: "package.module:function"; None: no forecast is installed.
     """
     import torch
 
     plan = RunPlan.from_json(json.dumps(fields))
     on_gpu = plan.cluster.device is Device.cuda and torch.cuda.is_available()
     answer: dict[str, Any] = {"device_bytes": torch.cuda.mem_get_info()[1] if on_gpu else None}
+    if target is None:
+        return answer | {"problem": f"no forecast of activations is installed (entry point {FORECASTS})"}
     module, _, function = target.partition(":")
     try:
         found = getattr(importlib.import_module(module), function)(plan, built)
