@@ -205,7 +205,7 @@ class LaunchPlan:
         if lost and not name:
             raise SiteError(
                 f"{kind.__module__}: no package installed here adds its config group; the plan has {', '.join(lost)}.\n"
-                "  Install the package that adds it on every node; after a change of its entry points, anew."
+                "  Install its package on every node, and again after a change of its entry points."
             )
         return value_from_json(kind, self.added.get(name, {}))
 
