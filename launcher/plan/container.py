@@ -164,11 +164,15 @@ def _apptainer_options(plan: LaunchPlan) -> list[str]:
 
 # Keeps the task while apptainer starts, which takes minutes if it fetches an image, and forwards the stop signals. A
 # stop signal ends apptainer (status 128 + 12 or 15) until the task inside has started, which is reported by USR1.
-# Before that it is started again: the task asks Slurm for the reason of a signal that it missed. `wait` returns early
-# after a signal, and 127 if the status was already reported.
+# Before that it is started again: the task asks Slurm for the reason of a signal that it missed. A signal that comes
+# before `task=$!` is forwarded after it. `wait` returns early after a signal, and 127 if the status was already
+# reported.
 _START_SCRIPT = """\
-task= started=
-forward() { signalled=1; [ -z "$task" ] || kill -s "$1" "$task" 2>/dev/null; }
+task= started= missed=
+forward() {
+    signalled=1 missed=$1
+    if [ -n "$task" ] && kill -s "$1" "$task" 2>/dev/null; then missed=; fi
+}
 trap "forward TERM" TERM
 trap "forward USR2" USR2
 trap "signalled=1 started=1" USR1
@@ -181,6 +185,7 @@ for path in %s; do [ ! -e "$path" ] || set -- --bind "$path" "$@"; done
 while :; do
     "$run" exec "$@" &
     task=$! status=127 signalled=1
+    [ -z "$missed" ] || forward "$missed"
     while [ "$signalled" ]; do
         signalled=
         wait "$task"

@@ -15,7 +15,7 @@ from launcher.config.schema import ContainerRuntime
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, ConfigError, SiteError
 from launcher.launch.slurm import client, node, outcome, submit
 from launcher.launch.slurm.client import SlurmTask
-from launcher.plan import host
+from launcher.plan import container, host
 from launcher.plan.container import srun_options, task_command
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir import fencing, history
@@ -332,3 +332,18 @@ def test_a_task_that_has_started_is_not_started_again(tmp_path: Path, shell: Seq
     task.signal(signal.SIGTERM)
     assert task.end()[0] == 128 + signal.SIGTERM
     assert (tmp_path / "starts").read_text() == "once\n"
+
+
+def test_a_stop_signal_before_the_script_knows_its_task_reaches_it(
+    tmp_path: Path, shell: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = container._START_SCRIPT.replace("task=$! ", f"while [ ! -e {tmp_path}/sent ]; do :; done; task=$! ")
+    assert late != container._START_SCRIPT
+    monkeypatch.setattr(container, "_START_SCRIPT", late)
+    script = (
+        'trap "exit 75" TERM; kill -s USR1 "$LAUNCHER_STARTER_PID"; : > ready; while :; do /usr/bin/sleep 0.05; done'
+    )
+    task = Task(tmp_path, shell, "apptainer", script)
+    task.signal(signal.SIGTERM)
+    (tmp_path / "sent").touch()
+    assert task.end() == (75, "")
