@@ -101,7 +101,7 @@ class Parallel:
         return [p for p in self._parameters if p.dtype in NARROW_DTYPES] if self._long else ()
 
     def abandon(self) -> None:
-        """Discard the current window, none of whose passes has run a collective yet."""
+        """Discard the current window, none of whose passes has reduced gradients yet."""
         self.zero_grad()
 
     def backward(self, loss: Tensor, items: Callable[[], float] | None = None) -> AbstractContextManager[None]:  # noqa: ARG002

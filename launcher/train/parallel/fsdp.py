@@ -262,6 +262,10 @@ class Fsdp(Parallel):
             _drop_gradients(module)
         super().begin_window()
 
+    def abandon(self) -> None:
+        _reset(self._modules)  # the window gathers all parameters again
+        super().abandon()
+
     def end_step(self) -> None:
         self._writes.require_same_shards()
 

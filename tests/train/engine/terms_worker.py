@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -99,10 +100,10 @@ def one_batch(model: nn.Module, indices: list[int], data: list[Any]) -> tuple[Te
     return loss, means | {name: float(total) / float(count) for name, (total, count) in pairs.items() if count}
 
 
-def engine_of(*options: str, dropout: float = 0.0, norm: bool = False) -> Engine:
-    plan = make_plan([*COMMON, *options], samples=SAMPLES)
+def engine_of(*options: str, model: nn.Module | None = None, dropout: float = 0.0, norm: bool = False) -> Engine:
+    plan, model = make_plan([*COMMON, *options], samples=SAMPLES), model or Detector(dropout, norm=norm)
     assert plan.train.seed == 0
-    return Engine(Detector(dropout, norm=norm), lambda p: torch.optim.SGD(p, LEARNING_RATE, momentum=0.9), plan)
+    return Engine(model, lambda p: torch.optim.SGD(p, LEARNING_RATE, momentum=0.9), plan)
 
 
 def run(
@@ -153,6 +154,36 @@ def exact() -> Any:
             worst["parameters"], (parameters(engine) - flat(reference.parameters())).norm().item()
         )
     return worst | {"names": names}
+
+
+class Deep(Detector):
+    """With shard units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 16))  # pyright: ignore
+
+
+def sharded() -> dict[str, list[float]]:
+    """By sync policy of FSDP, distances of the parameters after an epoch from those of one big batch: the items are
+    counted by items(batch), by forward passes, or by items(batch) with the forward pass known."""
+    reference, indices = Deep(), [order(window) for window in range(4)]
+    optimizer = torch.optim.SGD(reference.parameters(), LEARNING_RATE, momentum=0.9)
+    for each in indices:
+        optimizer.zero_grad()
+        one_batch(reference, each, samples())[0].backward()
+        optimizer.step()
+    found: dict[str, list[float]] = {}
+    ways: list[dict[str, Any]] = [{"items": counted}, {"forward": detection}, {"items": counted, "forward": detection}]
+    for policy, how in itertools.product(("gather_once", "boundary", "every"), ways):
+        engine = engine_of("strategy=fsdp", f"strategy.sync={policy}", "train.epochs=1", MICRO, model=Deep())
+        for window in engine.windows(samples(), **how):
+            for batch in window:
+                engine.backward(detection(engine.model, batch))
+            engine.step()
+        distance = (parameters(engine) - flat(reference.parameters())).norm().item()
+        found.setdefault(policy, []).append(distance)
+    return found
 
 
 def resumed() -> Any:

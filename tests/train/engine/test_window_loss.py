@@ -11,7 +11,7 @@ import pytest
 from tests.helpers import torchrun
 
 pytestmark = pytest.mark.slow
-CASES = ("exact", "unlogged", "resumed", "window_norm", "half", "shrunk", "messages")
+CASES = ("exact", "sharded", "unlogged", "resumed", "window_norm", "half", "shrunk", "messages")
 ALL = ["accuracy", "far", "loss_boxes", "loss_classes", "positive"]
 WITHOUT_BOXES = ["accuracy", "loss_classes", "positive"]
 AHEAD = "when they were counted before its first backward pass"
@@ -57,6 +57,11 @@ def test_losses_metrics_and_parameters_of_one_big_batch(seen: dict[str, Any]) ->
     assert exact["loss"] < 1e-6
     assert exact["metrics"] < 1e-6
     assert exact["parameters"] < 1e-6
+
+
+def test_a_window_that_starts_again_gathers_its_shards_again(seen: dict[str, Any]) -> None:
+    for policy, distances in seen["sharded"].items():
+        assert max(distances) < 1e-6, policy
 
 
 def test_metrics_are_not_summed_in_steps_that_are_not_recorded(seen: dict[str, Any]) -> None:
