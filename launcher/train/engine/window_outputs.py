@@ -373,16 +373,22 @@ def gathered(tensors: Sequence[Tensor], world: World, device: torch.device) -> l
     sent = torch.zeros(max(numbers), sum(sizes), dtype=torch.uint8, device=device)
     for tensor, part in zip(tensors, sent[:own].split(sizes, 1), strict=True):
         if tensor.numel():
-            part.copy_(tensor.contiguous().reshape(own, -1).view(torch.uint8))
+            part.copy_(_packed(tensor).view(torch.uint8).reshape(own, -1))
     received = [torch.empty_like(sent) for _ in range(world.size)]
     dist.all_gather(received, sent)
     return [
         [
-            part.contiguous().view(tensor.dtype).reshape(number, *tensor.shape[1:])
+            _packed(part).view(tensor.dtype).reshape(number, *tensor.shape[1:])
             for tensor, part in zip(tensors, rows[:number].split(sizes, 1), strict=True)
         ]
         for rows, number in zip(received, numbers, strict=True)
     ]
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    """Return a copy in one dimension, which can be viewed as another dtype. ``contiguous`` copies no single row: that
+    would keep an offset, or strides, which a wider dtype does not allow."""
+    return tensor.clone(memory_format=torch.contiguous_format).reshape(-1)
 
 
 @contextmanager

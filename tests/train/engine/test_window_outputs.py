@@ -67,6 +67,14 @@ def test_narrow_formats_and_mistakes(tmp_path: Path) -> None:
         assert all(text in message for message in found["messages"][mistake]), (mistake, found["messages"][mistake])
 
 
+def test_ranks_with_one_row_or_none(tmp_path: Path) -> None:
+    """Rows of several widths, where one row of a part is contiguous at any offset."""
+    found = seen(2, ["few_rows"], tmp_path)["few_rows"]
+    assert not found["wrong"]
+    assert found["run"]["items"] == [12, 12, 1, 12]
+    assert max(found["run"][each] for each in ("loss", "accuracy", "parameters")) < 1e-12, found["run"]
+
+
 def test_four_ranks(tmp_path: Path) -> None:
     """Some ranks have no sample in a micro-batch of the short window."""
     found = seen(4, ["exact", "evaluation"], tmp_path)

@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset
 
 from launcher import Engine, Loss, make_plan
 from launcher.errors import LauncherError
+from launcher.train.engine.window_outputs import gathered as gathered_rows
 from launcher.train.evaluation import Evaluation
 from launcher.train.world import World
 from tests.infra.workers import Calls, leave_group, print_on_rank_0
@@ -83,6 +84,19 @@ class Clip(Pairs):
 
     def window_loss(self, outputs: Any) -> Any:
         return super().window_loss({**outputs, "image": outputs["image"] * (1 + outputs["number"] / 8)[:, None]})
+
+
+class Mixed(Pairs):
+    """Pairs with rows of several widths, the narrow ones first."""
+
+    def outputs(self, model: Any, batch: Sequence[Tensor]) -> Any:
+        count = len(batch[0])
+        narrow = {"used": torch.ones(count, 3, dtype=torch.bool), "weight": torch.ones(count, 1, dtype=torch.float16)}
+        return {**narrow, "single": torch.ones(count, 3), **super().outputs(model, batch)}
+
+    def window_loss(self, outputs: Any) -> Any:
+        factor = outputs["used"][:, 2] * outputs["weight"][:, 0] * outputs["single"][:, 1]
+        return super().window_loss({**outputs, "scale": outputs["scale"] * factor})
 
 
 class Correlation(Pairs):
@@ -203,6 +217,30 @@ def exact() -> Any:
     return found
 
 
+def few_rows() -> Any:
+    """Differences of a run whose last window has one sample; and, for numbers of rows by rank, the tensors that did
+    not arrive as they were sent."""
+    found: dict[str, Any] = {"run": compare(Mixed(), EXACT, "batch.micro_size=6", samples=data(25)), "wrong": []}
+    for numbers in ((1, 1), (1, 0), (0, 1), (2, 1), (3, 3)):
+        sent = [
+            [
+                torch.full((number, 5), rank == 1),
+                torch.arange(number * 3).reshape(3, number).T.half() + rank,
+                torch.empty(number, 0, dtype=torch.int64),
+                torch.full((number, 3), rank + 0.5),
+                (torch.arange(number * 3) + rank)[::3],
+                torch.full((number, 2, 3), rank - 0.25, dtype=torch.bfloat16),
+                (torch.arange(number * 4.0).reshape(number, 4).double() - rank)[:, 1:2],
+            ]
+            for rank, number in enumerate(numbers)
+        ]
+        received = gathered_rows(sent[WORLD.rank], WORLD, torch.device("cpu"))
+        for rank, (one, other) in enumerate(zip(sent, received, strict=True)):
+            same = [a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(one, other, strict=True)]
+            found["wrong"] += [[numbers, rank, index] for index, right in enumerate(same) if not right]
+    return {**found, "wrong": [each for wrong in gathered(found["wrong"]) for each in wrong]}
+
+
 def narrow() -> Any:
     """In bf16, the default where it is native, and in fp16."""
     single = torch.float32
@@ -299,7 +337,7 @@ def messages() -> Any:
     return found
 
 
-CASES: dict[str, Callable[[], Any]] = {case.__name__: case for case in (exact, narrow, evaluation, messages)}
+CASES: dict[str, Callable[[], Any]] = {case.__name__: case for case in (exact, few_rows, narrow, evaluation, messages)}
 
 
 def main() -> None:
