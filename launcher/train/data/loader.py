@@ -378,6 +378,11 @@ def _mapped(value: Any, method: str, change: Callable[[Any], Any]) -> Any:
     return inner(value)
 
 
+def copied(value: Any) -> Any:
+    """Return ``value`` with a copy of each tensor and NumPy array in it; they are found as in ``to_device``."""
+    return _mapped(value, "__deepcopy__", copy.deepcopy)
+
+
 class _Pinned:
     """Wrapper that gives a batch a method ``pin_memory``, so that DataLoader pins tensors in any container."""
 

@@ -273,16 +273,20 @@ class Sums:
         self.columns: list[list[float | Tensor]] = [[] for _ in range(2 * (terms + metrics))]
 
     def add(self, losses: Sequence[Loss], *, metrics: bool = True) -> None:
-        """Add a micro-batch that has samples. ``metrics``: they are wanted."""
+        """Add a micro-batch that has samples. ``metrics``: they are wanted.
+
+        Tensors are copied, because a task may write the next micro-batch's numbers into the same ones.
+        """
         columns, position = self.columns, 0
         for loss in losses:
-            columns[position].append(loss.total.detach())
-            columns[position + 1].append(loss.items)
+            items = loss.items
+            columns[position].append(loss.total.detach().clone())
+            columns[position + 1].append(items.detach().clone() if isinstance(items, Tensor) else items)
             position += 2
         if metrics and len(columns) > position:
             values = [value for pair in metrics_of(losses) for value in pair]
             for column, value in zip(columns[position:], values, strict=True):
-                column.append(value.detach() if isinstance(value, Tensor) else value)
+                column.append(value.detach().clone() if isinstance(value, Tensor) else value)
 
     def contribution(self) -> list[Tensor | float]:
         """Return this rank's sum and count of each; a number of items is nan if that of a micro-batch is invalid."""

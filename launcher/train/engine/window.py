@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import replace
 from enum import Enum, auto
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,7 +16,7 @@ from launcher.config.schema import OnNonfinite
 from launcher.errors import ConfigError, EngineMisuse
 from launcher.heartbeat import HEARTBEAT, Phase
 from launcher.loss import Loss
-from launcher.train.data.loader import MicroBatch
+from launcher.train.data.loader import MicroBatch, copied
 from launcher.train.data.window_feed import Window
 from launcher.train.engine import loss_terms, oom
 from launcher.train.engine.build import EngineParts
@@ -163,7 +164,7 @@ class CurrentWindow:
         self.passes = [each for each, needed in due if needed is not None]
         if not any(needed for _, needed in due):
             return window.micro_batches
-        started, ahead = time.perf_counter(), list(window.micro_batches)
+        started, ahead = time.perf_counter(), _copies(window.micro_batches)
         self.data_s += time.perf_counter() - started
         for each, needed in due:
             if needed:
@@ -211,8 +212,9 @@ class CurrentWindow:
     def count_first(self, micro: MicroBatch, rest: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Count the items of the window, of which ``micro`` has run, and return all of its micro-batches."""
         self.stage = Stage.running
+        ahead = _copies([micro])  # before its memory is restored
         self._count.restore()
-        ahead = [micro, *rest]
+        ahead += _copies(rest)
         self.start()
         self.handed_out, self.notes = 0, []
         self._count.count(ahead, self.run_unwrapped)
@@ -304,3 +306,8 @@ class CurrentWindow:
             losses = self.run_unwrapped(micro)
         weight = self._optimizer_step.weight(losses, micro.samples)
         return self._precision.scaled(self._count.weighted(losses, weight))
+
+
+def _copies(micro_batches: Iterable[MicroBatch]) -> list[MicroBatch]:
+    """Return copies of all micro-batches: a collate function may write each of them into the same memory."""
+    return [replace(micro, data=copied(micro.data)) for micro in micro_batches]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -138,7 +138,8 @@ class WindowOutputs(Observer):
                 HEARTBEAT.beat(Phase.computing, number)
                 self._norms.micro_batch(counts=micro.samples > 0)
                 with self._precision.autocast():
-                    parts.append(Rows.of(outputs(micro), micro.samples or None))
+                    rows = Rows.of(outputs(micro), micro.samples or None)
+                parts.append(replace(rows, tensors=[tensor.clone() for tensor in rows.tensors]))  # see Sums.add
         state.restore("the first of the two passes that window_loss needs", "Use batch.accumulation=1.")
         self._solve(parts, [micro.samples for micro in micro_batches])
 

@@ -220,7 +220,7 @@ class WindowLoss:
             )
         for number in items:
             require_items(number)
-        self._own_counts.append([*items])
+        self._own_counts.append([item.clone() if isinstance(item, Tensor) else item for item in items])  # see Sums.add
 
     def share_counts(self, *, out_of_memory: bool = False) -> bool:
         """Set ``counted`` from the counts of all ranks. All ranks call it before the window's first backward pass.

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 
-from launcher import Engine, make_plan
+from launcher import Engine, Loss, make_plan
 from launcher.errors import NotFinite
 from tests.helpers import torchrun
 
@@ -35,11 +37,11 @@ class Stream(torch.utils.data.IterableDataset[Tensor]):
         return iter(torch.ones(12, 3))
 
 
-def engine_of(samples: int | None) -> Engine:
+def engine_of(samples: int | None, *overrides: str) -> Engine:
     plan = make_plan(
         ["batch.global_size=6", "batch.micro_size=2", "train.loader_workers=0", "train.shuffle=false", "train.steps=2",
          "precision=fp32", "strategy=single", "cluster.device=cpu", "cluster.workers_per_node=1",
-         "run.calibrate_s=0"],
+         "run.calibrate_s=0", *overrides],
         samples=samples,
     )  # fmt: skip
     return Engine(nn.Linear(3, 1), lambda parameters: torch.optim.SGD(parameters, 0.1), plan)
@@ -78,3 +80,47 @@ def test_the_samples_of_a_loss_that_is_not_finite_are_those_of_its_micro_batch()
         with pytest.raises(NotFinite, match=r"inf or nan\): rank 0, micro-batch 2 \(samples 2, 3\), 3\.\n"):
             engine.step()
         break
+
+
+class Reusing:
+    """Task that writes each micro-batch, its number of items and its metrics into the same tensors and array."""
+
+    def __init__(self, terms: int) -> None:
+        self.batch, self.weights, self.items = torch.zeros(2, 3), numpy.zeros(2), torch.zeros(())
+        self.terms = terms
+
+    def collate(self, samples: list[tuple[Tensor, float]]) -> tuple[Tensor, Any]:
+        self.batch.copy_(torch.stack([x for x, _ in samples]))
+        self.weights[:] = [weight for _, weight in samples]
+        return self.batch, self.weights
+
+    def loss(self, model: Callable[..., Tensor], batch: tuple[Tensor, Any]) -> Any:
+        x, weights = batch[0], torch.from_numpy(batch[1]).float()
+        self.items.copy_(weights.sum())
+        total = (model(x).squeeze(1).square() * weights).sum()
+        losses = [Loss(total, self.items, {"weight": (self.items, len(x))}), Loss(total * 0.5, self.items)]
+        return losses[: self.terms] if self.terms > 1 else losses[0]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("calibrate_s", [0, 0.01])
+def test_tensors_that_a_task_reuses_count_in_each_micro_batch(terms: int, calibrate_s: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    data = [(torch.randn(3, generator=generator), float(number + 1)) for number in range(6)]
+    engine = engine_of(
+        6, f"run.calibrate_s={calibrate_s}", "train.clip_norm=null", "schedule=constant", "schedule.warmup_steps=0"
+    )
+    task, reference = Reusing(terms), copy.deepcopy(engine.model)
+    x, weights = torch.stack([x for x, _ in data]), torch.tensor([weight for _, weight in data])
+    loss = (reference(x).squeeze(1).square() * weights).sum() / weights.sum() * (1.5 if terms > 1 else 1)
+    loss.backward()
+    torch.optim.SGD(reference.parameters(), 0.1).step()
+    for window in engine.windows(data, collate=task.collate, forward=task.loss):
+        for batch in window:
+            engine.backward(task.loss(engine.model, batch))
+        result = engine.step()
+        assert result.loss == pytest.approx(loss.item(), rel=1e-5)
+        assert result.metrics["weight"] == pytest.approx(weights.mean().item())
+        break
+    torch.testing.assert_close(engine.model.state_dict(), reference.state_dict())
