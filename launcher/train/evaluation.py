@@ -31,7 +31,7 @@ from launcher.train.engine.window import Forward
 from launcher.train.engine.window_outputs import Rows, gathered, joined, same_random_numbers
 from launcher.train.eval_metrics import EvalMetrics
 from launcher.train.metrics import Metrics
-from launcher.train.world import World
+from launcher.train.world import World, sending_device
 
 
 class Evaluation:
@@ -291,9 +291,10 @@ def eval_batches(
 def _in_step(batches: Iterator[MicroBatch], world: World, size: int) -> Iterator[MicroBatch]:
     """Yield ``batches``, and then stand-ins until the batches of all ranks have ended."""
     last: MicroBatch | None = None
+    device = sending_device() if world.size > 1 else None
     while True:
         batch = next(batches, None)
-        more = torch.tensor([batch is not None], dtype=torch.uint8)
+        more = torch.tensor([batch is not None], dtype=torch.uint8, device=device)
         if world.size > 1:
             dist.all_reduce(more, dist.ReduceOp.MAX)
         if not more.item():

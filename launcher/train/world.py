@@ -222,6 +222,16 @@ def patience(hang_timeout_s: float | None) -> timedelta | None:
 _TORCH_DEFAULT_S, _MARGIN_S = 1800.0, 120.0
 
 
+def sending_device() -> torch.device:
+    """Return the CPU if the process group can send from it, else its GPU: a script may have initialised NCCL only."""
+    import torch
+    import torch.distributed as dist
+
+    if "cpu:" in dist.get_backend_config():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def disband() -> None:
     """Destroy the process group after a barrier, so that no rank loses its peers while it is still working."""
     import torch.distributed as dist

@@ -149,6 +149,7 @@ class OwnNumbers(Numbers):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_limit_takes_the_same_samples_in_every_world(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launcher.train.evaluation.dist.all_reduce", lambda *_: None)  # each rank alone
+    monkeypatch.setattr("launcher.train.evaluation.sending_device", lambda: CPU)
     plan = make_plan("train.eval_samples=7", "train.eval_micro_size=2", "train.loader_workers=0")
 
     def used(dataset: Any) -> list[int]:

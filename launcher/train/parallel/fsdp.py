@@ -294,7 +294,7 @@ class Fsdp(Parallel):
         own = super().total_norm(gradients)
         if self._shard_size == 1:
             return own
-        squared = own.double().square().reshape(1)
+        squared = own.double().square().reshape(1).to(self._device)  # offloaded gradients are on the CPU, NCCL is not
         with self.meter.waiting():
             dist.all_reduce(squared, group=self._shard_group)
         return squared.sqrt()

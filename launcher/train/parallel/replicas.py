@@ -22,7 +22,7 @@ from launcher.errors import TaskError
 from launcher.plan.sync_policy import Collective
 from launcher.train.measure.comm_meter import Meter
 from launcher.train.measure.observer import EndedWindow, Observer
-from launcher.train.world import Everyone, World
+from launcher.train.world import Everyone, World, sending_device
 
 
 def require_same_structure(model: nn.Module, world: Everyone) -> None:
@@ -79,16 +79,9 @@ def share_values(tensors: Sequence[Tensor], world: World) -> None:
     everyone = world.of_all([_checksum(tensor) for tensor in with_values])
     for tensor, *checksums in zip(with_values, *everyone, strict=True):
         if len(set(checksums)) > 1:
-            sent = _plain(tensor).to(_sent_from())
+            sent = _plain(tensor).to(sending_device())
             dist.broadcast(sent.reshape(-1).view(torch.uint8), 0)
             tensor.copy_(sent)
-
-
-def _sent_from() -> torch.device:
-    """Return the CPU if the process group can send from it, else the GPU: a script may have initialised NCCL only."""
-    if "cpu:" in dist.get_backend_config():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _described(tensor: Tensor) -> str:
@@ -224,7 +217,7 @@ class Buffers(Observer):
         for name in self._changing:
             by_dtype.setdefault(now[name].dtype, []).append(now[name])
         for buffers in by_dtype.values():
-            together = torch.cat([buffer.flatten() for buffer in buffers])
+            together = torch.cat([buffer.flatten().to(self._device) for buffer in buffers])
             with meter.blocking(Collective.broadcast, together.nbytes):
                 dist.broadcast(together, 0)
             for buffer, value in zip(buffers, together.split([b.numel() for b in buffers]), strict=True):

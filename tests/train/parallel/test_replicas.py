@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from launcher.config.schema import StrategyKind
 from launcher.plan.run_plan import TaskPlan
 from launcher.plan.solve import _mode_notes
+from launcher.plan.sync_policy import Layout
+from launcher.train.data.loader import MicroBatch
 from launcher.train.engine.build import build_parallel
+from launcher.train.evaluation import _in_step
 from launcher.train.inspection.task_probe import in_eval_mode
+from launcher.train.measure.comm_meter import Meter
 from launcher.train.parallel import replicas
+from launcher.train.parallel.fsdp import Fsdp
+from launcher.train.parallel.replicas import Buffers, _form
 from launcher.train.world import World
 from tests.helpers import make_plan, torchrun
 
@@ -131,6 +140,32 @@ def test_a_script_may_have_started_nccl_alone(monkeypatch: pytest.MonkeyPatch, b
     with FakeTensorMode():
         replicas.share_values([torch.ones(3), torch.ones(5)], World(1, 2, 0))
     assert sent == [(sent_from, 5 * 4)]
+
+
+@pytest.fixture
+def group_without_cpu() -> Iterator[None]:
+    """A process group that refuses tensors of the CPU, as that of a script that has initialised NCCL only."""
+    dist.init_process_group("meta:fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_without_cpu")
+def test_nothing_is_sent_from_the_cpu_without_a_backend_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, meta = World(0, 2, 0), torch.device("meta")
+    monkeypatch.setattr("launcher.train.evaluation.sending_device", lambda: meta)
+    with pytest.raises(RuntimeError, match="No backend type"):
+        dist.all_reduce(torch.ones(1))
+    with pytest.raises(RuntimeError, match="meta tensors"):  # the host reads the result of the all-reduce
+        next(_in_step(iter([MicroBatch([1], 1)]), world, 1))
+
+    meter, buffers = Meter(StrategyKind.fsdp, Layout.replicated(8, 2), meta), Buffers(nn.BatchNorm1d(2), world, meta)
+    offloaded = object.__new__(Fsdp)
+    vars(offloaded).update(_shard_size=2, _device=meta, _shard_group=dist.group.WORLD, meter=meter)
+    assert offloaded.total_norm([torch.ones(3)]).device == meta
+    buffers._changing = {"running_mean": _form(torch.zeros(2))}
+    with pytest.raises(NotImplementedError, match="meta"):  # it is copied back after the broadcast
+        buffers.share(meter)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
