@@ -16,6 +16,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -28,6 +29,26 @@ _entry_points = cache(metadata.entry_points)
 def entry_points(group: str) -> list[metadata.EntryPoint]:
     """Return a group's entry points in all installed packages, by name; they are read once."""
     return sorted(_entry_points().select(group=group), key=lambda point: point.name)
+
+
+def present_entry_points(group: str) -> list[metadata.EntryPoint]:
+    """Return a group's entry points, except those whose files are gone."""
+    return [point for point in entry_points(group) if module_file(point.module) is not None]
+
+
+def module_file(module: str) -> Path | None:
+    """Return the file of a module that an entry point names; None if it is gone.
+
+    Raises:
+        SiteError: the package that has it cannot be imported.
+    """
+    try:
+        spec = find_spec(module)
+    except Exception as error:  # any code of another package is possible
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+            return None
+        raise SiteError(f"{module} cannot be imported: {error!r}.") from error
+    return None if spec is None or spec.origin is None else Path(spec.origin)
 
 
 def load_entry_point(point: metadata.EntryPoint, what: str) -> Any:
@@ -153,7 +174,8 @@ def require_arguments(
 
 
 def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types of a function's arguments, of a class those of its constructor; none if they cannot be told."""
+    """Return the annotated types of the arguments of a function, or of a class's constructor; empty if they cannot be
+    resolved."""
     try:
         return typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
     except Exception:  # names that exist only for type checkers

@@ -16,14 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 
 from launcher.cli.overrides import OnLoginNode, discard_output, print_disk_error, print_error
-from launcher.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, LauncherError, UserError, did_you_mean
+from launcher.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, LauncherError, SiteError, UserError, did_you_mean
 from launcher.process import ENDS_WITH_INPUT, interrupt_at_end_of_input
 from launcher.rundir.files import Unreadable
-from launcher.targets import entry_points, load_entry_point
+from launcher.targets import entry_points, load_entry_point, module_file
 
 GROUP = "launcher.commands"
 _OVERRIDES = ("--help", "--cfg", "--config-dir", "--config-name")
@@ -45,23 +44,16 @@ _CORE: Mapping[str, tuple[str, tuple[str, ...]]] = {
 
 
 @dataclass(frozen=True)
-class AddedCommand:
-    """Command of an installed package.
+class _AddedCommand:
+    """Command of an installed package."""
 
-    Attributes:
-        target: "package.module:function".
-    """
-
-    verb: str
-    target: str
+    point: metadata.EntryPoint
 
     @cached_property
     def _text(self) -> ast.Module:
-        module = self.target.partition(":")[0]
         try:
-            spec = find_spec(module)
-            return ast.parse(Path((spec and spec.origin) or "").read_text(encoding="utf-8"))
-        except (ImportError, OSError, SyntaxError, ValueError):  # it is named when the command is used
+            return ast.parse((module_file(self.point.module) or Path()).read_text(encoding="utf-8"))
+        except (SiteError, OSError, SyntaxError, ValueError):  # reported when the command runs
             return ast.Module(body=[], type_ignores=[])
 
     @property
@@ -69,7 +61,9 @@ class AddedCommand:
         """Usage and summary."""
         first = (ast.get_docstring(self._text) or "").partition("\n")[0]
         usage, _, summary = first.removeprefix("`").partition("`: ")
-        return (usage, summary.rstrip(".")) if summary else (f"launch {self.verb}", f"command of {self.target}")
+        if summary:
+            return usage, summary.rstrip(".")
+        return f"launch {self.point.name}", f"command of {self.point.value}"
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -79,32 +73,33 @@ class AddedCommand:
         return ()
 
 
-def added_commands() -> dict[str, AddedCommand]:
+def _added_commands() -> dict[str, _AddedCommand]:
     """Return the commands of installed packages by their verbs; a verb of the core cannot be replaced."""
-    return {each.name: AddedCommand(each.name, each.value) for each in entry_points(GROUP) if each.name not in _CORE}
+    return {point.name: _AddedCommand(point) for point in entry_points(GROUP) if point.name not in _CORE}
 
 
 def flags() -> dict[str, tuple[str, ...]]:
     """Return the flags of each command."""
     core = {verb: words for verb, (_, words) in _CORE.items()}
-    return core | {verb: command.flags for verb, command in added_commands().items()}
+    return core | {verb: command.flags for verb, command in _added_commands().items()}
 
 
-def command_function(verb: str) -> Callable[[list[str]], int]:
+def _command_function(verb: str) -> Callable[[list[str]], int]:
     """Return the function of a command.
 
     Raises:
-        UserError: there is no such command, or the package that adds it cannot be imported.
+        UserError: there is no such command.
+        SiteError: the package that adds it cannot be imported.
     """
     if verb in _CORE:
         return getattr(importlib.import_module(f"launcher.cli.{_CORE[verb][0]}"), f"launch_{verb}")
-    added = added_commands()
+    added = _added_commands()
     if verb not in added:
         verbs = [*_CORE, *added]
         raise UserError(
             f"launch {verb}: there is no such command.\n  {did_you_mean(verb, verbs)}Commands: {', '.join(verbs)}."
         )
-    return load_entry_point(metadata.EntryPoint(verb, added[verb].target, GROUP), f"launch {verb}")
+    return load_entry_point(added[verb].point, f"launch {verb}")
 
 
 _HELP = """\
@@ -146,7 +141,7 @@ Exit status: 0 done; 1 the job failed; 2 the input is wrong; 75 stopped from out
 
 def help_text() -> str:
     """Return the text of `launch --help`, with the commands of installed packages."""
-    lines = [f"  {usage:<42}  {summary}\n" for usage, summary in (each.help for each in added_commands().values())]
+    lines = [f"  {usage:<42}  {summary}\n" for usage, summary in (each.help for each in _added_commands().values())]
     return _HELP % {"added": "".join(lines)}
 
 
@@ -185,7 +180,7 @@ def _dispatch(arguments: list[str]) -> int:
     if verb == "--version":
         print(metadata.version("launcher"))
         return EXIT_DONE
-    function = command_function(verb)
+    function = _command_function(verb)
     try:
         return function(list(rest))
     except OnLoginNode as there:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from launcher.cli.overrides import OnLoginNode
-from launcher.config.added_groups import module_file
 from launcher.errors import EXIT_DONE, UserError
-from launcher.targets import entry_points, load_entry_point
+from launcher.targets import load_entry_point, present_entry_points
+
+GROUP = "launcher.elsewhere"
 
 
 class Elsewhere:
@@ -54,5 +55,5 @@ class Elsewhere:
 @cache
 def elsewhere() -> Elsewhere:
     """Return the runs on other machines of the installed package."""
-    points = [point for point in entry_points("launcher.elsewhere") if module_file(point.module) is not None]
-    return load_entry_point(points[0], points[0].name)() if points else Elsewhere()
+    points = present_entry_points(GROUP)
+    return load_entry_point(points[0], f"Entry point {GROUP}, {points[0].name}")() if points else Elsewhere()

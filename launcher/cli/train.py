@@ -121,7 +121,7 @@ def _start(plan: LaunchPlan, yaml: str, config: Config, console: Console, *, wai
             console.print(tables.plan_table(plan), "")
         return _show_submitted(plan, job, console, wait=wait)
     cluster, create = cluster_of(plan.cluster.kind), partial(local.create, config_yaml=yaml)
-    return _run_here(*cluster.begin(plan, create, config.run.name, _plain(console)), console)
+    return _run_here(*cluster.start(plan, create, config.run.name, _plain(console)), console)
 
 
 def restart(plan: LaunchPlan, console: Console, *, wait: bool) -> int:

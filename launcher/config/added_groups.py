@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.metadata import EntryPoint
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
 from launcher.config.key_facts import default_of
 from launcher.errors import SiteError
-from launcher.targets import entry_points, load_entry_point
+from launcher.targets import load_entry_point, module_file, present_entry_points
 
 GROUP = "launcher.config"
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -26,17 +25,8 @@ CONF = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / 
 
 @cache
 def _points() -> dict[str, EntryPoint]:
-    """Return each entry point by its name, but those whose files are gone."""
-    return {point.name: point for point in entry_points(GROUP) if module_file(point.module) is not None}
-
-
-def module_file(module: str) -> Path | None:
-    """Return the file of a module that an entry point names; None if it is gone."""
-    try:
-        spec = find_spec(module)
-    except ImportError:  # of a parent package
-        return None
-    return None if spec is None or spec.origin is None else Path(spec.origin)
+    """Return each entry point by its name, except those whose files are gone."""
+    return {point.name: point for point in present_entry_points(GROUP)}
 
 
 @cache
@@ -75,9 +65,8 @@ def chosen_by_default() -> dict[str, str]:
 
 def conf_dirs() -> tuple[Path, ...]:
     """Return the directories with the files of options, the core's first."""
-    files = [file for point in _points().values() if (file := module_file(point.module)) is not None]
-    added = dict.fromkeys(file.parent / "conf" for file in files)
-    return (CONF, *(place for place in added if place.is_dir()))
+    places = [file.parent / "conf" for point in _points().values() if (file := module_file(point.module))]
+    return (CONF, *(place for place in dict.fromkeys(places) if place.is_dir()))
 
 
 def option_files(group: str) -> dict[str, Path]:

@@ -79,9 +79,12 @@ def recompose(kept: str, overrides: Sequence[str]) -> tuple[Config, str]:
             )
     overrides = _open_free_keys(overrides)
     defaults: list[Any] = [_SCHEMA]
+    added = chosen_by_default()
     for group in groups_with_options():
+        if group not in added and group != "task" and "kind" not in saved.get(group, ()):
+            continue  # a package's folder conf/ has a file in a folder of another name
         # an added group is missing if its package was installed later
-        had = _option(group, saved[group]) if group in saved else chosen_by_default()[group]
+        had = _option(group, saved[group]) if group in saved else added[group]
         chosen = [word.partition("=")[2] for word in overrides if word.partition("=")[0] == group]
         if chosen and chosen[-1] != had:
             before = saved.pop(group, {})
@@ -108,9 +111,8 @@ def _option(group: str, values: dict[str, Any]) -> str | None:
 
     if group != "task":
         return str(values["kind"])
-    options = {name: OmegaConf.to_container(OmegaConf.load(file)) for name, file in option_files(group).items()}
-    targets: dict[str, Any] = {name: content.get("_target_") for name, content in options.items()}  # pyright: ignore
-    return next((name for name, target in targets.items() if target == values.get("_target_")), None)
+    options: dict[str, Any] = {name: OmegaConf.load(file) for name, file in option_files(group).items()}
+    return next((name for name, each in options.items() if each.get("_target_") == values.get("_target_")), None)
 
 
 def run_with_config(

@@ -15,6 +15,7 @@ from typing import Any
 from launcher.targets import entry_points, load_entry_point
 
 GROUP = "launcher.numerics"
+_ADDED: set[str] = set()  # "KEY.VALUE"
 
 
 @cache
@@ -26,15 +27,16 @@ def _installed() -> dict[str, EntryPoint]:
 def add_values(members: dict[str, Any], key: str) -> None:
     """Add the values of installed packages to ``members``, the body of the enumeration of ``key``; none replaces a
     value of the core."""
-    for name in sorted(_installed()):
+    for name in _installed():
         place, _, value = name.rpartition(".")
         if place == key and value not in members:
             members[value] = value
+            _ADDED.add(name)
 
 
 def is_added(key: str, value: str) -> bool:
     """Return whether ``KEY=VALUE`` is a value of an installed package."""
-    return f"{key}.{value}" in _installed()
+    return f"{key}.{value}" in _ADDED
 
 
 @cache

@@ -563,5 +563,10 @@ def _require_effect(config: Config, key: str, value: Any, condition: str, hint: 
             key, value, f"has no effect without {where}.", f"Set {where} too, or leave it out. {hint}".rstrip()
         )
     if allowed and chosen not in allowed.split("|"):
-        belongs = f"It belongs to {where}={' or '.join(allowed.split('|'))}: otherwise leave it out (=null)."
-        raise ConfigError(key, value, f"has no effect with {where}={chosen}.", f"{belongs} {hint}".rstrip())
+        raise without_effect(key, value, f"{where}={chosen}", f"{where}={' or '.join(allowed.split('|'))}", hint)
+
+
+def without_effect(key: str, value: Any, chosen: str, needed: str, hint: str = "") -> ConfigError:
+    """Return the error of a key that has no effect with the value ``chosen`` of another key, but with ``needed``."""
+    remedy = f"It belongs to {needed}: otherwise leave it out (=null). {hint}".rstrip()
+    return ConfigError(key, value, f"has no effect with {chosen}.", remedy)

@@ -215,7 +215,7 @@ def _before_inspection(config: Config, once: Once, *, starts: bool) -> _Ready:
     cluster = unknown.cluster
     require_trackers(config, os.environ)
     if (added := float_format(config.precision.kind)) is not None:
-        added.check_site(config, cluster)
+        added.check_machine(config, cluster)
     if cluster.gpu is None and config.precision.kind is PrecisionKind.auto and cluster.kind == ClusterKind.local:
         site = dataclasses.replace(site, bf16=once(_computes, PrecisionKind.bf16, cluster.device))
     initial = once(initial_weights, config, site.cwd)

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from launcher.config.added_groups import module_file
 from launcher.errors import ConfigError, did_you_mean
 from launcher.plan.host import without_path
 from launcher.quantities import count
-from launcher.targets import entry_points, find_target, load_entry_point, require_arguments
+from launcher.targets import find_target, load_entry_point, present_entry_points, require_arguments
 
 # methods that are called in the workers, with the engine as the first argument
 EVENTS = ("on_setup", "on_start", "on_window", "on_step", "on_evaluation", "on_save", "on_end")
@@ -72,13 +71,12 @@ class InstalledCallback:
 
 @cache
 def installed_callbacks() -> dict[str, InstalledCallback]:
-    """Return the callbacks of installed packages by name, but of those whose files are gone.
+    """Return the callbacks of installed packages by name, except those whose files are gone.
 
     Raises:
         SiteError: one cannot be imported.
     """
-    points = [point for point in entry_points(GROUP) if module_file(point.module) is not None]
-    return {point.name: load_entry_point(point, f"callbacks={point.name}") for point in points}
+    return {point.name: load_entry_point(point, f"callbacks={point.name}") for point in present_entry_points(GROUP)}
 
 
 def installed_callback(entry: Entry) -> InstalledCallback | None:
@@ -104,9 +102,11 @@ def solve_callbacks(entries: Sequence[Entry]) -> tuple[Entry, ...]:
         targets = {word: each.target for short, each in known.items() for word in (short, each.defined)}
         short = name.removeprefix(f"{GROUP}.")
         if short != name or (name not in known and "." not in name):
-            remedy = f"{did_you_mean(name, [*known])}Installed: {', '.join(known)}. A class of your own: MODULE.CLASS."
-            remedy = f"Write {{{TARGET}: {short}}}." if short in known else _REMOVED.get(short, remedy)
-            raise ConfigError(f"callbacks[{number}].{TARGET}", name, "no callback of this name is installed.", remedy)
+            likely, problem = did_you_mean(short, [*known]), "no callback of this name is installed."
+            remedy = f"{likely}Installed: {', '.join(known)}. A class of your own: MODULE.CLASS."
+            if short in known:
+                problem, remedy = "has moved.", f"Write {{{TARGET}: {short}}}."
+            raise ConfigError(f"callbacks[{number}].{TARGET}", name, problem, _REMOVED.get(short, remedy))
         solved.append({**entry, TARGET: targets.get(name, name)})
     return tuple(solved)
 
@@ -118,11 +118,13 @@ def notify_entries(words: Sequence[str]) -> tuple[Entry, ...]:
         ConfigError: an entry has no known form, or no package that sends messages is installed.
     """
     words = [word for word in words if word != BELL]
-    notifier = next((each.notifier for each in installed_callbacks().values() if each.notifier is not None), None)
-    if words and notifier is None:
+    if not words:
+        return ()
+    notifier = next((each.notifier for each in installed_callbacks().values() if each.notifier), None)
+    if notifier is None:
         shown = [without_path(word) for word in words]
         raise ConfigError("notify", shown, "no callback that sends messages is installed.", "Use notify=[bell].")
-    return tuple(map(notifier, words)) if notifier is not None else ()
+    return tuple(map(notifier, words))
 
 
 def name_of(entry: Entry) -> str:
@@ -153,7 +155,7 @@ def without_reports(entries: Sequence[Entry]) -> tuple[Entry, ...]:
 def callback_notes(entries: Sequence[Entry], steps: int | None, ranks: int) -> list[str]:
     """Return the notes of installed callbacks on a plan. Raises ConfigError."""
     notes: list[str] = []
-    for each in installed_callbacks().values():
+    for each in installed_callbacks().values() if entries else ():
         own = [(f"callbacks[{number}]", entry) for number, entry in enumerate(entries) if entry[TARGET] == each.target]
         notes += each.notes(own, steps, ranks) if own else []
     return notes
@@ -167,7 +169,7 @@ def require_environment(entries: Sequence[Keyed], env: Mapping[str, str], *, pas
         passed_on: ``env`` has only what is passed to a batch job.
 
     Raises:
-        ConfigError: one does not.
+        ConfigError: one of them lacks a variable.
     """
     for key, entry in entries:
         if (installed := installed_callback(entry)) is not None:

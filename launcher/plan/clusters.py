@@ -12,10 +12,10 @@ from functools import cache
 from importlib.metadata import EntryPoint
 from typing import Any, ClassVar, TypeVar
 
-from launcher.config.schema import ClusterConfig, ClusterKind
+from launcher.config.schema import ClusterConfig, ClusterKind, without_effect
 from launcher.errors import EXIT_FAILED, ConfigError, did_you_mean
 from launcher.plan.launch_plan import LaunchPlan, NodeRange
-from launcher.targets import entry_points, load_entry_point
+from launcher.targets import load_entry_point, present_entry_points
 
 GROUP = "launcher.clusters"
 P = TypeVar("P", bound=LaunchPlan)
@@ -95,7 +95,7 @@ class Cluster:
 
     Attributes:
         typed_on_each_host: the user types the command on each host; nothing else can start or restart the job there.
-        takes: keys of the group ``cluster`` that have an effect on some kinds only, and have one here.
+        takes: which of the keys ``cluster.rendezvous`` and ``cluster.interface`` have an effect with this kind.
     """
 
     typed_on_each_host: ClassVar[bool] = False
@@ -104,7 +104,7 @@ class Cluster:
     def check(self, config: ClusterConfig, nodes: NodeRange) -> None:
         """Raise ConfigError if the kind cannot have these hosts."""
 
-    def begin(self, plan: P, create: Create, run_name: str | None, say: Say) -> tuple[P, Peers]:  # noqa: ARG002
+    def start(self, plan: P, create: Create, run_name: str | None, say: Say) -> tuple[P, Peers]:  # noqa: ARG002
         """Meet the other hosts, if they start by themselves, and make the run's directory.
 
         Args:
@@ -143,7 +143,7 @@ _CORE = {ClusterKind.local: _Local, ClusterKind.slurm: _Slurm, ClusterKind.elsew
 @cache
 def _added() -> dict[str, EntryPoint]:
     """Return the entry point of each kind that an installed package adds; the core's cannot be replaced."""
-    return {point.name: point for point in entry_points(GROUP) if point.name not in _CORE}
+    return {point.name: point for point in present_entry_points(GROUP) if point.name not in _CORE}
 
 
 def cluster_of(kind: str) -> Cluster:
@@ -156,7 +156,7 @@ def cluster_of(kind: str) -> Cluster:
     if kind in _CORE:
         return _CORE[ClusterKind(kind)]()
     if kind not in _added():
-        names = [*_CORE, *sorted(_added())]
+        names = [*_CORE, *_added()]
         likely = did_you_mean(kind, names)
         raise ConfigError(
             "cluster.kind", kind, "no cluster of this kind is installed.", f"{likely}Installed: {', '.join(names)}."
@@ -166,7 +166,7 @@ def cluster_of(kind: str) -> Cluster:
 
 def for_several() -> str:
     """Return the ways to use several hosts, for a message."""
-    added = " or ".join(f"cluster={kind}" for kind in sorted(_added()))
+    added = " or ".join(f"cluster={kind}" for kind in _added())
     return f"cluster=slurm{f', or {added} where there is no scheduler' if added else ''}"
 
 
@@ -175,8 +175,5 @@ def require_effect(config: ClusterConfig) -> None:
     for name in ("rendezvous", "interface"):
         value = getattr(config, name)
         if value is not None and name not in cluster_of(config.kind).takes:
-            kinds = [kind for kind in (*sorted(_added()), *_CORE) if name in cluster_of(kind).takes]
-            raise ConfigError(
-                f"cluster.{name}", value, f"has no effect with cluster={config.kind}.",
-                f"It belongs to cluster={' or '.join(kinds)}: otherwise leave it out (=null).",
-            )  # fmt: skip
+            kinds = [kind for kind in (*_added(), *_CORE) if name in cluster_of(kind).takes]
+            raise without_effect(f"cluster.{name}", value, f"cluster={config.kind}", f"cluster={' or '.join(kinds)}")

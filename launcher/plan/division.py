@@ -59,7 +59,7 @@ class DividedJob(NamedTuple):
     """How a job is divided.
 
     Args:
-        strategy: with which the ranks of one site compute.
+        strategy: strategy of the ranks of one site.
         notes: what the user should know.
     """
 
@@ -74,7 +74,7 @@ def division_of(job: UndividedJob) -> DividedJob | None:
     Raises:
         ConfigError: it is not possible.
     """
-    for group in job.config.added.values():
+    for name, group in job.config.added.items():
         if path := getattr(group, "divides", ""):
-            return load_named(path, path)(group, job)
+            return load_named(path, f"The config group {name}")(group, job)
     return None

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class FloatFormat(Protocol):
     """Format in which some layers of a model multiply. Everything else is computed, gathered and sent as with bf16.
 
-    The command line uses objects of this class, so that its module may not import torch.
+    The command line uses these objects, so their module must not import torch at module level.
 
     Attributes:
         units: field of ``Gpu`` with the peak of the units that compute in it.
@@ -31,20 +31,19 @@ class FloatFormat(Protocol):
     roundoff: float
 
     def check(self, config: PrecisionConfig, cluster: ClusterPlan) -> None:
-        """Raise ConfigError if an option is wrong, or the plan's device has no units."""
+        """Raise ConfigError if an option is wrong, or the plan's device cannot compute in this format."""
         ...
 
-    def check_site(self, config: Config, cluster: ClusterPlan) -> None:
-        """Raise ConfigError if a package is missing here, or the GPUs of the machine that starts the job have no
-        units."""
+    def check_machine(self, config: Config, cluster: ClusterPlan) -> None:
+        """Raise ConfigError if this machine lacks a package, or the GPUs for a job that it is to run itself."""
         ...
 
     def no_units(self, device: str) -> ConfigError:
-        """Return the error that ``device`` has no units."""
+        """Return the error for a ``device`` that cannot compute in this format."""
         ...
 
     def computes(self, precision: PrecisionPlan, device: torch.device) -> bool:
-        """Return whether a worker's device has units, or needs none."""
+        """Return whether a worker's device can compute in this format, in its units or emulated."""
         ...
 
     def text(self, precision: PrecisionPlan) -> str:

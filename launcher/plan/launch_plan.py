@@ -199,7 +199,7 @@ class LaunchPlan:
         """Return the keys of the added config group with the dataclass ``kind``; its defaults if the plan has none.
 
         Raises:
-            SiteError: the plan has groups that are not installed here, perhaps this one.
+            SiteError: no package installed here adds this group, and the plan has groups that are missing here.
         """
         name, lost = group_name(kind), sorted(self.added.keys() - added_groups().keys())
         if lost and not name:

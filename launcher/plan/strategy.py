@@ -173,14 +173,11 @@ def with_memory(plan: StrategyPlan, forecasts: Sequence[Forecast], memory_bytes:
     else:
         chosen = min(reversed(forecasts), key=_known_bytes)
         reason = "least memory: no policy is predicted to fit"
-    plan = dataclasses.replace(
-        plan,
-        sync=chosen.sync,
-        sync_reason=reason,
-        memory_bytes=memory_bytes,
-        rehearses=len(fitting) == len(forecasts) and (chosen.peak_bytes is not None or chosen.sync is Sync.gather_once),
-    )
-    return dataclasses.replace(plan, forecasts=tuple(forecasts))
+    rehearses = len(fitting) == len(forecasts) and (chosen.peak_bytes is not None or chosen.sync is Sync.gather_once)
+    return dataclasses.replace(
+        plan, sync=chosen.sync, sync_reason=reason, memory_bytes=memory_bytes, rehearses=rehearses,
+        forecasts=tuple(forecasts),
+    )  # fmt: skip
 
 
 def fewest_bytes(forecasts: Sequence[Forecast]) -> Forecast:

@@ -364,9 +364,10 @@ def weigh_memory(plan: RunPlan, inspection: Inspection | None = None, *, choose:
     answer = answer or {"problem": "the process that measured it ended early"}
     if "error" in answer:
         raise TaskError(f"task._target_={plan.task.target}: {answer['error']}")
-    found = [value_from_json(Forecast, fields) for fields in answer.get("forecasts", ())]
-    known = found or plan.strategy.forecasts
-    forecasts = [each if each.peak_bytes else replace(each, least_bytes=least_bytes(plan, each.sync)) for each in known]
+    known = [value_from_json(Forecast, fields) for fields in answer.get("forecasts", ())] or plan.strategy.forecasts
+    forecasts = tuple(
+        replace(each, least_bytes=least_bytes(plan, each.sync)) if each.peak_bytes is None else each for each in known
+    )
     problem, memory = answer.get("problem"), _rank_memory(plan, answer.get("device_bytes"))
     note = ""
     if problem:
@@ -382,9 +383,9 @@ def weigh_memory(plan: RunPlan, inspection: Inspection | None = None, *, choose:
         plan = plan.with_notes([COMPILED_NOTE])
     if not forecasts:
         return plan
-    strategy = replace(plan.strategy, memory_bytes=memory, forecasts=tuple(forecasts))
+    strategy = replace(plan.strategy, memory_bytes=memory, forecasts=forecasts)
     if choose and memory is not None:
-        strategy = with_memory(plan.strategy, forecasts, memory)
+        strategy = with_memory(strategy, forecasts, memory)
     plan = replace(plan, strategy=strategy)
     return plan.with_notes(excess_notes(plan))
 
@@ -404,10 +405,8 @@ def _rank_memory(plan: RunPlan, device_bytes: int | None) -> int | None:
     """
     if plan.cluster.gpu is not None:
         return find_gpu(plan.cluster.gpu).usable_bytes
-    if plan.cluster.device is Device.cuda:
-        if device_bytes is None or plan.cluster.kind == ClusterKind.elsewhere:
-            return None
-        return device_bytes - OVERHEAD_BYTES
     if plan.cluster.kind == ClusterKind.elsewhere:
         return None
+    if plan.cluster.device is Device.cuda:
+        return None if device_bytes is None else device_bytes - OVERHEAD_BYTES
     return free_host_bytes() // plan.cluster.workers_per_node

@@ -118,7 +118,7 @@ def replan(paths: RunPaths, old: RunPlan, overrides: Sequence[str], *, force: bo
         plan = plan.with_notes(asked.slow_notes())
     require_trackers(config, os.environ)
     if (added := float_format(config.precision.kind)) is not None:
-        added.check_site(config, plan.cluster)
+        added.check_machine(config, plan.cluster)
     if keeps_precision:
         plan = plan.with_precision(old.precision.kind, old.precision.reason)
     _require_something_to_do(plan, old, at, done=done)

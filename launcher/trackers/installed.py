@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 from functools import cache
-from importlib.metadata import EntryPoint
 
 from launcher.config.choices import WandbMode
 from launcher.config.schema import Config
@@ -18,7 +17,7 @@ from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths
-from launcher.targets import entry_points, load_entry_point
+from launcher.targets import entry_points, load_named
 from launcher.trackers.tracker import Tracker
 
 GROUP = "launcher.trackers"
@@ -45,7 +44,7 @@ def tracker_class(name: str) -> type[Tracker]:
         raise ConfigError(
             "trackers", name, "no tracker of this name is installed.", f"{likely}Installed: {', '.join(names)}."
         )
-    return load_entry_point(EntryPoint(name, target, GROUP), f"trackers={name}")
+    return load_named(target, f"trackers={name}")
 
 
 def described_tracker(name: str) -> type[Tracker]:

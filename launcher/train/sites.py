@@ -16,13 +16,14 @@ T = TypeVar("T")
 
 
 class OneSite:
-    """The sites of a job, seen from this rank; here: all ranks are one site. An extension derives a class for several.
+    """Sites of a job, as this rank sees them. In this base class all ranks are one site.
+
     All ranks of all sites call each method, in the same order.
 
     Attributes:
         site, count: number of this site, and of all.
         joined: this site did not exist when the checkpoint was saved, and has loaded the first site's.
-        callbacks: callbacks that exchange what the sites have learned; called before those of the user.
+        callbacks: they exchange parameters between the sites, and are called before those of the user.
     """
 
     def __init__(self, world: World) -> None:
@@ -66,8 +67,8 @@ class _WholeJob:
 
 
 def own_site(plan: RunPlan) -> tuple[World, RunPlan]:
-    """Return the world of this process, and the plan of its site: its share of each window, and a directory of its own;
-    that of the first site is the run's. The plan of a site is returned as it is."""
+    """Return the world of this process, and the plan of its site: its share of each window, and its own directory (the
+    first site's is the run's). A plan that is already that of a site is returned unchanged."""
     world = World.here(1 if plan.sites is None else plan.sites.count)
     if world.sites == 1 or plan.batch.sites > 1:
         return world, plan

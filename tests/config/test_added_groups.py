@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from launcher import targets
 from launcher.config import added_groups
 from launcher.errors import SiteError
+from launcher.targets import module_file
 from tests.helpers import patience
 from tests.infra.installed_package import install
 
@@ -44,12 +46,15 @@ from contextlib import redirect_stderr, redirect_stdout
 
 from example_keys import ExampleConfig
 from launcher import cli
+from launcher.config.choices import PrecisionKind
 from launcher.config.hydra import compose_with_yaml, recompose
 from launcher.config.key_docs import schema_of
+from launcher.plan.float_format import float_format
 from launcher.plan.resumable import as_typed, changes, forced_by
 from launcher.plan.run_plan import RunPlan, part
 from tests.helpers import make_plan
 
+assert float_format(PrecisionKind.bf16) is None, "no package replaces a value of the core"
 plan = make_plan("example=some")
 again = RunPlan.from_json(plan.to_json())
 config, yaml = compose_with_yaml(["example=some", "task=own_digits"])
@@ -61,7 +66,8 @@ before, after = (json.loads(json.dumps(as_typed(each))) for each in (config, lat
 said = {}
 for words in (
     "plan example.siz=3", "plan example.size=3", "plan example=some example.size=-1", "plan example=som",
-    "plan task=nothing", "plan gone.a=1", "keys example", "keys task=digits",
+    "plan task=nothing", "plan gone.a=1", "plan cluster.kind=gone", "--help", "broken",
+    "keys example", "keys task=digits",
 ):
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(out):
         status = cli.run(words.split())
@@ -86,6 +92,9 @@ EXPECTED = {
     "plan example=som": (2, "Allowed: none, some"),
     "plan task=nothing": (2, "own_digits"),
     "plan gone.a=1": (2, "there is no such key"),
+    "plan cluster.kind=gone": (2, "Installed: local, slurm, elsewhere, hosts."),
+    "--help": (0, "command of broken_package.command:launch_broken"),
+    "broken": (2, "launch broken: broken_package.command:launch_broken cannot be imported: ZeroDivisionError"),
     "keys example": (0, "example.size = 3 (some)"),
     "keys task=digits": (0, "task.momentum = 0.1"),
 }
@@ -93,13 +102,20 @@ EXPECTED = {
 
 def test_keys_and_options_of_another_package(tmp_path: Path) -> None:
     place = tmp_path / "site"
-    env = install(
-        place, "example", {"launcher.config": {"example": "example_keys:ExampleConfig", "gone": "no_such.module:Kind"}}
-    )
+    points = {
+        "launcher.config": {"example": "example_keys:ExampleConfig", "gone": "no_such.module:Kind"},
+        "launcher.commands": {"broken": "broken_package.command:launch_broken"},
+        "launcher.clusters": {"gone": "no_such.module:Cluster"},
+        "launcher.numerics": {"precision.bf16": "no_such.module:FORMAT"},
+    }
+    env = install(place, "example", points)
     (place / "example_keys.py").write_text(MODULE)
+    (place / "broken_package").mkdir()
+    (place / "broken_package/__init__.py").write_text("1 / 0")
     for option, text in (
         ("example/none", "kind: none\n"), ("example/some", "kind: some\nsize: 3\n"),
         ("task/own_digits", "_target_: launcher.tasks.digits.Digits\n"), ("task/digits", "_target_: replaced\n"),
+        ("tasks/misplaced", "_target_: of.no.Group\n"), ("callbacks/misplaced", "{}\n"),
     ):  # fmt: skip
         file = place / "conf" / f"{option}.yaml"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -116,6 +132,17 @@ def test_keys_and_options_of_another_package(tmp_path: Path) -> None:
         "plan": 3, "part": 3, "time": False, "none": "none", "forced": ["example.size"], "schema": ["kind", "size"],
         "task": "launcher.tasks.digits.Digits",
     }  # fmt: skip
+
+
+def test_a_module_is_gone_or_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, text in (("broken_package", "1 / 0"), ("lacking_package", "import no_such_module")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(text)
+        with pytest.raises(SiteError, match=rf"{name}.keys cannot be imported: (ZeroDivision|ModuleNotFound)Error"):
+            module_file(f"{name}.keys")
+    assert module_file("no_such_module") is module_file("no_such_module.keys") is module_file("json.gone") is None
+    assert module_file("launcher.targets") == Path(targets.__file__)
 
 
 @pytest.mark.parametrize(

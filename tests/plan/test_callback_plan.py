@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from launcher.errors import ConfigError, UserError
+from launcher.plan import callback_plan
 from launcher.plan.callback_plan import (
     installed_callback,
     installed_callbacks,
@@ -64,7 +65,8 @@ WRONG = [
     ({"decay": 1}, "callbacks[0]={'decay': 1}: has no key _target_"),
     ({"_target_": None}, "has no key _target_"),
     ({"_target_": "Emma"}, "callbacks[0]._target_=Emma: no callback of this name is installed.\n  did you mean 'Ema'?"),
-    ({"_target_": "launcher.callbacks.Ema"}, "no callback of this name is installed.\n  Write {_target_: Ema}."),
+    ({"_target_": "launcher.callbacks.Ema"}, "launcher.callbacks.Ema: has moved.\n  Write {_target_: Ema}."),
+    ({"_target_": "launcher.callbacks.Emma"}, "no callback of this name is installed.\n  did you mean 'Ema'?"),
     ({"_target_": "no_such.Thing"}, "callbacks[0]._target_=no_such.Thing: no module 'no_such'"),
     ({"_target_": "launcher.extensions.callbacks.Emma"}, "has no 'Emma'.\n  did you mean 'Ema'? Its classes: Ema, "),
     ({"_target_": "launcher.extensions.callbacks.EMA"}, "has no 'EMA'.\n  did you mean 'Ema'?"),
@@ -122,6 +124,11 @@ def test_an_installed_callback_has_a_short_name_and_two_paths(name: str) -> None
     for word in (name, known.target, known.defined):
         (entry,) = solve_callbacks([{"_target_": word}])
         assert installed_callback(entry) is known
+
+
+def test_without_callbacks_no_package_of_them_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callback_plan, "installed_callbacks", lambda: pytest.fail("it imports them"))
+    assert make_plan("notify=[bell]").callbacks == ()
 
 
 PROFILE = "callbacks=[{_target_: Profile, %s}]"

@@ -124,7 +124,7 @@ def _meet(plan: LaunchPlan, say: Callable[[str], None]) -> tuple[LaunchPlan, Net
     """Wait until the command was typed on the other hosts too. Return the plan with their number, and the network."""
     directory = dataclasses.replace(plan.run, dir=str(plan.paths.root / slurm_checks.NAME))
     plan_of_directory, make = dataclasses.replace(plan, run=directory), partial(create, config_yaml="")
-    met, peers = cluster_of(plan.cluster.kind).begin(plan_of_directory, make, None, say)
+    met, peers = cluster_of(plan.cluster.kind).start(plan_of_directory, make, None, say)
     peers.ended(EXIT_DONE, {})  # what follows needs torch's connections only
     while not peers.complete():
         peers.listen(POLL_S)

@@ -48,7 +48,7 @@ class _Float8:
         if cluster.device is Device.cpu:
             raise self.no_units("a CPU")
 
-    def check_site(self, config: Config, cluster: ClusterPlan) -> None:
+    def check_machine(self, config: Config, cluster: ClusterPlan) -> None:
         # an image has packages of its own
         if config.cluster.container is None and importlib.util.find_spec("torchao") is None:
             raise ConfigError("precision", "float8", "torchao is not installed.", _INSTALL)

@@ -60,7 +60,7 @@ class HostsCluster(Cluster):
             )  # fmt: skip
         endpoint(config.rendezvous)
 
-    def begin(self, plan: P, create: Create, run_name: str | None, say: Say) -> tuple[P, Peers]:
+    def start(self, plan: P, create: Create, run_name: str | None, say: Say) -> tuple[P, Peers]:
         """Meet the other hosts and make the run's directory.
 
         Raises:

@@ -128,9 +128,8 @@ class Engine:
         self._optimizer_step = step = OptimizerStep(parts, self._loss, schedule)
         self.schedule = step.schedule
         self.outputs = WindowOutputs(parts)
-        # they look at the first micro-batches of this process
         self._watches: list[LossWatch] = [LossCollectives()] if self.world.size > 1 and plan.batch.accumulates else []
-        self._watches += [ForeignLeaves(parts), GradientWatch(parts.parallel, tells=self.world.rank == 0)]
+        self._watches += [ForeignLeaves(parts), GradientWatch(parts)]
         count = ItemCount(parts, self._loss, step.weight)
         self._current = CurrentWindow(parts, self.buffers, step, count, self.outputs)
         self._calibration, self.preserve = Calibration(parts), parts.preserve
@@ -341,9 +340,9 @@ class Engine:
                 if self._norms is not None:
                     self._norms.micro_batch(counts=micro.samples > 0)
                 if self._watches:
-                    self._watches = [watch for watch in self._watches if not watch.over]
+                    self._watches = [watch for watch in self._watches if not watch.finished]
                 for watch in self._watches:
-                    watch.hand_out(number, count)
+                    watch.before_loss(number, count)
                 try:
                     with self.precision.autocast():
                         yield micro.data

@@ -30,10 +30,8 @@ from launcher.train.parallel.base import Parallel, times_written
 from launcher.train.parallel.mixed_precision import Narrowed
 from launcher.train.parallel.model_check import SCALED_GRADIENTS, SPARSE_GRADIENTS, refuse
 
-# micro-batches that GradientWatch looks at: some of them follow another one of their window
-LOOKS_AT_GRADIENTS = 4
-# micro-batches that ForeignLeaves looks at: the second one shows which tensors are the same in each, and not made in it
-LOOKS_AT_LEAVES = 2
+_LOOKS_AT_GRADIENTS = 4  # micro-batches, of which some follow another one of their window
+_LOOKS_AT_LEAVES = 2  # micro-batches: the second one shows which tensors are the same in each, and not made in it
 _MAX_DEPTH = 4
 # a GAN's generator is trained through the discriminator, which another engine of this process trains
 _TRAINED: weakref.WeakSet[Parallel] = weakref.WeakSet()
@@ -54,19 +52,19 @@ _CHECKPOINT = "torch.utils.checkpoint"
 
 
 class LossWatch:
-    """Watch on the first micro-batches of this process. A method without a body here may be left out.
+    """Base class: a check of the first micro-batches of this process. Every method is optional.
 
     Attributes:
-        over: it looks at no further micro-batch, and none is handed out to it.
+        finished: True once it needs no further micro-batch; the engine then drops it.
     """
 
-    over = False
+    finished = False
 
-    def hand_out(self, number: int, count: int) -> None:
+    def before_loss(self, number: int, count: int) -> None:
         """Note what is there before the loss of the window's micro-batch ``number``, of ``count``, is computed."""
 
     def stop(self) -> None:
-        """End what ``hand_out`` has started, also after an exception. It may be called several times."""
+        """End what ``before_loss`` has started, also after an exception. It may be called several times."""
 
     def before_backward(self, losses: Sequence[Loss], micro: MicroBatch, count: int) -> None:
         """Check the losses of a micro-batch, of ``count``, before their backward pass."""
@@ -77,7 +75,7 @@ class LossWatch:
 
 class GradientWatch(LossWatch):
     """Watch on gradients that the loss itself changes, and on parameters that a backward pass or the first forward pass
-    alone writes: from the hand-out to the end of the backward pass.
+    alone writes: from before the loss to the end of the backward pass.
 
     A loss that calls ``backward()`` adds gradients which the window divides by its items once more; one that calls
     ``zero_grad()`` loses those of earlier micro-batches. An optimizer that steps within the backward pass, in a hook,
@@ -85,13 +83,13 @@ class GradientWatch(LossWatch):
     micro-batch.
     """
 
-    def __init__(self, parallel: Parallel, *, tells: bool) -> None:
-        self._parallel, self._left, self._tells = parallel, LOOKS_AT_GRADIENTS, tells
+    def __init__(self, parts: EngineParts) -> None:
+        self._parallel, self._left, self._tells = parts.parallel, _LOOKS_AT_GRADIENTS, parts.world.rank == 0
         self._gradients: list[tuple[Tensor | None, int]] = []
         self._written: dict[str, int] = {}
         self._first: set[str] = set()  # parameters that the first forward pass has written
 
-    def hand_out(self, number: int, count: int) -> None:  # noqa: ARG002
+    def before_loss(self, number: int, count: int) -> None:  # noqa: ARG002
         """Note gradients and parameters before the loss of the window's micro-batch ``number`` is computed."""
         self._number, self._gradients, self._written = number, self._now(), self._parallel.written()
 
@@ -103,8 +101,7 @@ class GradientWatch(LossWatch):
             TaskError: it has changed them.
         """
         before, self._gradients = self._gradients, []
-        same = all(a is b and m == n for (a, m), (b, n) in zip(before, self._now(), strict=True))
-        if not same:
+        if not all(a is b and m == n for (a, m), (b, n) in zip(before, self._now(), strict=True)):
             raise TaskError(
                 "The loss changes the gradients of the model's parameters: it calls backward() or zero_grad() itself."
                 "\n  Return all terms as one total, which the launcher runs backward. For gradients of inputs use "
@@ -112,14 +109,10 @@ class GradientWatch(LossWatch):
             )
         before_loss, self._written = self._written, self._parallel.written()
         written = {name for name, times in before_loss.items() if self._written.get(name, times) != times}
-        if self._left == LOOKS_AT_GRADIENTS:
+        if self._left == _LOOKS_AT_GRADIENTS:
             self._first = written
-        elif (
-            self._left == LOOKS_AT_GRADIENTS - 1
-            and self._number > 1
-            and self._tells
-            and (once := self._first - written)
-        ):
+        once = self._first - written
+        if once and self._left == _LOOKS_AT_GRADIENTS - 1 and self._number > 1 and self._tells:
             print(
                 f"{first_names(sorted(once))}: written by the first forward pass, from one micro-batch, and not by the "
                 "second. If the values depend on the batch,\n  the result depends on how a window is divided: set them "
@@ -134,7 +127,7 @@ class GradientWatch(LossWatch):
             TaskError: it has written some.
         """
         self._left -= 1
-        self.over = not self._left
+        self.finished = not self._left
         now = self._parallel.written()
         if names := [name for name, times in self._written.items() if now.get(name, times) != times]:
             raise TaskError(
@@ -157,7 +150,7 @@ class ForeignLeaves(LossWatch):
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        self._parts, self._left = parts, LOOKS_AT_LEAVES
+        self._parts, self._left = parts, _LOOKS_AT_LEAVES
         self._before: list[weakref.ref[Tensor]] = []
         _TRAINED.add(parts.parallel)
 
@@ -170,15 +163,12 @@ class ForeignLeaves(LossWatch):
                 may train it itself, a line is printed instead.
         """
         self._left -= 1
-        self.over = not self._left
+        self.finished = not self._left
         require_dense_gradients(losses, self._parts.parallel.module, count * self._parts.world.size)
         own = {id(leaf) for parallel in _TRAINED for leaf in parallel.leaves()}
         own |= {id(leaf) for leaf in leaves_of([part for part in tree_leaves(micro.data) if isinstance(part, Tensor)])}
-        found = [
-            leaf
-            for leaf in leaves_of([loss.total for loss in losses])
-            if id(leaf) not in own and not isinstance(leaf, Narrowed)
-        ]
+        leaves = leaves_of([loss.total for loss in losses])
+        found = [leaf for leaf in leaves if id(leaf) not in own and not isinstance(leaf, Narrowed)]
         before = {id(leaf) for reference in self._before if (leaf := reference()) is not None}
         self._before = [weakref.ref(leaf) for leaf in found]
         if again := [leaf for leaf in found if id(leaf) in before]:
@@ -196,7 +186,7 @@ class ForeignLeaves(LossWatch):
                 " that holds\n  the network and the criterion; or freeze it (requires_grad_(False)) if it is not to be "
                 "trained."
             )
-        self.over = True
+        self.finished = True
         if self._parts.world.rank == 0 and self._parts.world.size > 1:
             print(
                 f"The loss depends on {what} that requires a gradient and is no parameter of engine.model: the engine "
@@ -224,7 +214,7 @@ class ForeignLeaves(LossWatch):
 def require_dense_gradients(losses: Sequence[Loss], model: nn.Module, parts: int = 1) -> None:
     """Raise TaskError if the backward pass of a micro-batch's losses makes a sparse gradient of a parameter, or in a
     window of several ``parts`` one that the micro-batch's other samples scale."""
-    for node in nodes_of([loss.total for loss in losses]):
+    for node in _nodes_of([loss.total for loss in losses]):
         found = None
         if getattr(node, "_saved_sparse", False) or getattr(node, "_saved_sparse_grad", False):  # embedding, gather
             found = SPARSE_GRADIENTS
@@ -239,10 +229,10 @@ def require_dense_gradients(losses: Sequence[Loss], model: nn.Module, parts: int
 def leaves_of(totals: Sequence[Tensor]) -> list[Tensor]:
     """Return the leaves that ``totals`` depend on and that require a gradient."""
     found = [total for total in totals if total.requires_grad and total.grad_fn is None]
-    return found + [node.variable for node in nodes_of(totals) if hasattr(node, "variable")]
+    return found + [node.variable for node in _nodes_of(totals) if hasattr(node, "variable")]
 
 
-def nodes_of(totals: Sequence[Tensor]) -> Iterator[Any]:
+def _nodes_of(totals: Sequence[Tensor]) -> Iterator[Any]:
     """Yield the nodes of the graph that ``totals`` depend on."""
     waiting: list[Any] = [total.grad_fn for total in totals]
     seen = set[Any]()
@@ -326,7 +316,7 @@ class LossCollectives(LossWatch):
     def __init__(self) -> None:
         self._calls: list[_Call] | None = None
 
-    def hand_out(self, number: int, count: int) -> None:  # noqa: ARG002
+    def before_loss(self, number: int, count: int) -> None:  # noqa: ARG002
         """Record the collectives that this thread runs from now on."""
         if count == 1:
             return
@@ -361,10 +351,10 @@ class LossCollectives(LossWatch):
         self.stop()
         if count == 1:
             return
-        self.over = True
+        self.finished = True
         calls, self._calls = self._calls or [], None
         nodes, functional = set[type | None](), list[str]()
-        for node in nodes_of([loss.total for loss in losses]):
+        for node in _nodes_of([loss.total for loss in losses]):
             if (owner := getattr(type(node), "_forward_cls", None)) is not None:
                 nodes.add(owner)
             if match := _FUNCTIONAL.search(name := node.name()) or _EARLIER.search(name):

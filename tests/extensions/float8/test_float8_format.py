@@ -80,10 +80,10 @@ def test_this_machines_gpus_are_asked(capability: str, may: bool, monkeypatch: p
     try:
         plan = make_plan("precision=float8", gpus=2)
         if may:
-            FLOAT8.check_site(compose(("precision=float8",)), plan.cluster)
+            FLOAT8.check_machine(compose(("precision=float8",)), plan.cluster)
         else:
             with pytest.raises(ConfigError, match="has no float8 units"):
-                FLOAT8.check_site(compose(("precision=float8",)), plan.cluster)
+                FLOAT8.check_machine(compose(("precision=float8",)), plan.cluster)
     finally:
         host.gpus_have.cache_clear()
 
@@ -92,7 +92,7 @@ def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     plan = make_plan(*EMULATED)
     with pytest.raises(ConfigError, match=r"torchao is not installed.\n  Install it: pip install 'launcher\[float8\]'"):
-        FLOAT8.check_site(compose(EMULATED), plan.cluster)
+        FLOAT8.check_machine(compose(EMULATED), plan.cluster)
 
 
 def test_peaks_are_twice_those_of_bf16_on_gpus_since_ada() -> None:
