@@ -218,6 +218,27 @@ def exit_without_teardown(status: int, *, beat: Callable[[], object] | None = No
     exit_at_once(status)
 
 
+def run_and_exit(run: Callable[[], object], *, beat: Callable[[], object] | None = None) -> NoReturn:
+    """Run a worker, and exit without a teardown however it ends: that of NCCL's communicators can hang after a failure.
+
+    Args:
+        run: the worker's work, which writes torchrun's error file if it fails.
+        beat: see ``exit_without_teardown``.
+    """
+    status = 0
+    try:
+        run()
+    except SystemExit as end:
+        status = end.code or 0
+        if not isinstance(status, int):
+            print(status, file=sys.stderr)
+            status = 1
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = 1
+    exit_without_teardown(status, beat=beat)
+
+
 def exit_at_once(status: int = 0) -> NoReturn:
     """Exit without waiting for threads, for a process whose answer is written."""
     sys.stdout.flush()

@@ -83,3 +83,31 @@ def test_the_limit_of_open_files_is_raised_to_the_hard_one() -> None:
 def test_many_processes_that_poll_one_server_ask_less_often() -> None:
     assert [shared_interval(0.1, askers) for askers in (1, 100, 512, 2048)] == [0.1, 0.1, 0.512, 2.048]
     assert shared_interval(1, 512, per_s=50) == 10.24
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "words"),
+    [("raise KeyError('lost')", 1, "KeyError: 'lost'"), ("sys.exit('why')", 1, "why"), ("sys.exit(3)", 3, "")],
+)
+def test_a_worker_that_fails_tears_nothing_down_and_loses_nothing(end: str, status: int, words: str) -> None:
+    """A teardown that hangs stands for that of NCCL's communicators after a failure."""
+    code = f"""
+import atexit, sys, threading, time
+from launcher.process import prepare_worker, run_and_exit
+class Communicator:
+    def __del__(self): time.sleep(1000)
+kept = Communicator()
+def write():
+    time.sleep(0.1); print("written by a thread")
+def run():
+    print("printed, in a buffer")
+    atexit.register(lambda: print("checkpoint complete"))
+    threading.Thread(target=write).start()
+    {end}
+prepare_worker()
+run_and_exit(run, beat=lambda: None)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == status
+    for each in ("printed, in a buffer", "written by a thread", "checkpoint complete", words):
+        assert each in done.stdout

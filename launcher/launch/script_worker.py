@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import runpy
 import sys
+from functools import partial
 from pathlib import Path
 
-from launcher.process import exit_without_teardown, prepare_worker, unblock_stop_signals
+from launcher.process import prepare_worker, run_and_exit, unblock_stop_signals
 
 
 def main() -> None:
@@ -18,13 +19,7 @@ def main() -> None:
 
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    try:
-        record(runpy.run_path)(script, run_name="__main__")
-    except SystemExit as end:
-        if isinstance(end.code, str):
-            raise
-        exit_without_teardown(end.code or 0)
-    exit_without_teardown(0)
+    run_and_exit(partial(record(runpy.run_path), script, run_name="__main__"))
 
 
 if __name__ == "__main__":

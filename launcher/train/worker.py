@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 from launcher.heartbeat import HEARTBEAT, Phase
 from launcher.plan.run_plan import RunPlan
 from launcher.process import (
     StopRequest,
-    exit_without_teardown,
     never_fail_to_print,
     prepare_worker,
+    run_and_exit,
     show_stacks_when_asked,
 )
 
@@ -27,8 +28,7 @@ def main(plan_path: str) -> None:
 
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    record(_run)(plan_path, stop)
-    exit_without_teardown(0, beat=lambda: HEARTBEAT.beat(Phase.ending))
+    run_and_exit(partial(record(_run), plan_path, stop), beat=lambda: HEARTBEAT.beat(Phase.ending))
 
 
 def _run(plan_path: str, stop: StopRequest) -> None:

@@ -12,6 +12,7 @@ import gc
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from launcher.plan.float_format import float_format
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.strategy import job_lines
 from launcher.plan.sync_policy import SHARDED
-from launcher.process import exit_without_teardown, prepare_worker, unblock_stop_signals
+from launcher.process import prepare_worker, run_and_exit, unblock_stop_signals
 from launcher.quantities import count, first_names
 from launcher.rundir.files import write_json
 from launcher.task import eval_set_text, eval_sets, first_samples, load_task, train_data
@@ -56,8 +57,7 @@ def main(plan_path: str) -> None:
 
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    record(_run)(RunPlan.load(Path(plan_path)))
-    exit_without_teardown(0)
+    run_and_exit(partial(record(_run), RunPlan.load(Path(plan_path))))
 
 
 def _run(plan: RunPlan) -> None:
