@@ -177,11 +177,15 @@ def _tensors(state: dict[str, Any], above: Keys = ()) -> Iterator[tuple[Keys, Te
 
 
 def _without(state: dict[str, Any], left_out: set[Keys], above: Keys = ()) -> dict[str, Any]:
-    return {
-        key: _without(value, left_out, (*above, key)) if isinstance(value, dict) else value  # pyright: ignore
-        for key, value in state.items()
-        if (*above, key) not in left_out
-    }
+    """Return ``state`` without some tensors, and without dicts of which nothing is left: an empty one is saved."""
+    kept: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, dict) and value:
+            if inner := _without(value, left_out, (*above, key)):  # pyright: ignore[reportUnknownArgumentType]
+                kept[key] = inner
+        elif (*above, key) not in left_out:
+            kept[key] = value
+    return kept
 
 
 class Staging:

@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from launcher.errors import WrongCheckpoint
@@ -292,11 +292,15 @@ def empty_values(
     stored: Metadata, key: str, device: torch.device | None = None, *, but: Collection[str] = ()
 ) -> dict[str, Any]:
     """Return what the part ``key`` of a checkpoint is loaded into, where a fresh engine does not know names and shapes:
-    its containers, with an empty tensor for each tensor, and None for other values. ``but``: names to leave out."""
+    its containers, with an empty tensor for each tensor, and a placeholder for other values. ``but``: names to leave
+    out."""
     values: dict[str, Any] = {}
     for path, entry in entries_under(stored, key):
         if path[0] not in but:
-            set_element(values, path, empty_value(entry, device))
+            empty = empty_value(entry, device)
+            if empty is None and isinstance(path[-1], int):  # torch takes a list without tensors for one value
+                empty = torch.empty(0)
+            set_element(values, path, empty)
     return values
 
 
@@ -323,6 +327,32 @@ def _member(kind: Any, name: str) -> Enum:
     if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
         return kind.__members__[name]
     raise pickle.UnpicklingError(f".metadata asks for {name} of {kind!r}, which no checkpoint needs")
+
+
+class SavePlanner(dcp.DefaultSavePlanner):
+    """Planner that saves empty dicts in a module's extra state, too, which torch leaves out with all dicts around them
+    that have nothing else."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        for name, value in state_dict.get("model", {}).items():
+            for path in _empty_dicts(value, ("model", name)):
+                key = ".".join(map(str, path))
+                self.state_dict[key], self.mappings[key] = {}, path
+
+
+def _empty_dicts(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
+    """Yield the paths of empty dicts in nested dicts and lists."""
+    if isinstance(value, Mapping):
+        if not value:
+            yield path
+        for key, inner in cast("Mapping[Any, Any]", value).items():
+            yield from _empty_dicts(inner, (*path, str(key)))
+    elif isinstance(value, list):
+        for index, inner in enumerate(cast("list[Any]", value)):
+            yield from _empty_dicts(inner, (*path, index))
 
 
 class Planner(dcp.DefaultLoadPlanner):

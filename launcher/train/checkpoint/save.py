@@ -33,7 +33,7 @@ from launcher.rundir.files import sync_directory, write_text
 from launcher.rundir.paths import STATE, RunPaths
 from launcher.train.checkpoint import contents, file_format
 from launcher.train.checkpoint.contents import own_share
-from launcher.train.checkpoint.file_format import Writer
+from launcher.train.checkpoint.file_format import SavePlanner, Writer
 from launcher.train.checkpoint.optimizer_parts import class_names
 from launcher.train.checkpoint.origin import origin_of
 from launcher.train.engine.engine import Engine
@@ -267,7 +267,7 @@ class _CheckpointWrite:
         """Write this rank's share; return the files of all ranks."""
         writer = Writer(self._directory, staged=self._snapshot.staged)
         try:
-            dcp.save(self._snapshot.tensors, storage_writer=writer, process_group=self._group)
+            dcp.save(self._snapshot.tensors, storage_writer=writer, planner=SavePlanner(), process_group=self._group)
         except dcp.CheckpointException as error:  # torch raises it on all ranks, whichever rank failed
             own = error.failures.get(self._world.rank)
             self._fail(writer.error or (own[0] if own else None))

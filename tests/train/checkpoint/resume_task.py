@@ -70,7 +70,7 @@ class Remembering(Model):
 
     def __init__(self, norm: bool) -> None:
         super().__init__(norm)
-        self.memory: dict[str, Any] = {"calls": 0, "sizes": [0, 0]}
+        self.memory: dict[str, Any] = {"calls": 0, "sizes": [0, 0], "none": {}, "nested": [{"a": {}}]}
 
     def get_extra_state(self) -> dict[str, Any]:
         return self.memory
@@ -82,6 +82,7 @@ class Remembering(Model):
         if self.training:
             self.memory["calls"] += 1
             self.memory["sizes"].append(len(x))
+            assert (self.memory["none"], self.memory["nested"]) == ({}, [{"a": {}}])
             self.memory["by name"] = {"last": torch.full((2,), self.memory["calls"] / 100)}
         last = self.memory["by name"]["last"].sum() if "by name" in self.memory else 0.0
         return super().forward(x) * (1 + last + 0.01 * len(self.memory["sizes"]))

@@ -35,7 +35,7 @@ POWERSGD = (*DDP, *HERE, "strategy.compress=powersgd", "strategy.powersgd_start=
 FP16 = (*DDP, *HERE, "precision=fp16", "precision.init_scale=1e6", "precision.growth_interval=3")
 CASES: dict[int, dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[int, ...]]]] = {
     2: {
-        "ddp": ((*DDP, "batch.micro_size=2", "train.epochs=2", "train.steps=null"), {}, (1, 4)),
+        "ddp": ((*DDP, "batch.micro_size=2", "train.epochs=2", "train.steps=null"), {"remembers": True}, (1, 4)),
         "here": ((*DDP, *HERE, "batch.micro_size=2", "train.eval_every=3"), {"remembers": True}, (7,)),
         "fsdp": (("strategy=fsdp", "batch.micro_size=2", "precision=bf16"), PLAIN, (5,)),
         "powersgd": ((*POWERSGD, "batch.micro_size=4"), {}, (2, 3)),

@@ -169,6 +169,34 @@ def test_buffers_that_training_has_enlarged_or_filled(tmp_path: Path) -> None:
     assert second.state_dict().keys() == first.state_dict().keys()
 
 
+class Notes(nn.Identity):
+    """A module with this extra state."""
+
+    def __init__(self, notes: Any) -> None:
+        super().__init__()
+        self.notes = notes
+
+    def get_extra_state(self) -> Any:
+        return self.notes
+
+    def set_extra_state(self, state: Any) -> None:
+        self.notes = state
+
+
+def test_extra_state_of_empty_containers(tmp_path: Path) -> None:
+    """Also where it was not empty when the model was built."""
+    inner = {"count": 3, "none": {}, "parts": [{}, {"at": torch.ones(2)}]}
+    saved = [{}, [], {"a": {}}, [{}], {}, inner, {}]
+    new = [{}, [], {"a": {}}, [{}], {"a": 1, "b": {"c": 2}}, {}, None]
+    first, second = (nn.Sequential(nn.Linear(4, 1), *map(Notes, notes)) for notes in (saved, new))
+    load.load(engine_of(tmp_path, second), run(engine_of(tmp_path, first), 1))
+    assert [each.get_extra_state() for each in second[1:6]] == saved[:5]
+    found = second[6].get_extra_state()
+    assert found.pop("parts")[1]["at"].equal(torch.ones(2))
+    assert found == {"count": 3, "none": {}}
+    assert second[7].get_extra_state() == {}
+
+
 START = [0.0]
 
 
