@@ -36,7 +36,7 @@ from launcher.train.data.loader import MicroBatch
 from launcher.train.engine.build import EngineParts
 from launcher.train.engine.loss_terms import require_gradient, sum_of_own_means
 from launcher.train.engine.loss_watches import require_dense_gradients
-from launcher.train.engine.oom import is_out_of_memory
+from launcher.train.engine.oom import has_room, is_out_of_memory
 from launcher.train.world import World
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 20
@@ -180,7 +180,11 @@ class Calibration:
         if math.isinf(cold_s):
             if self._plan.strategy.kind is StrategyKind.ddp:  # the policies need as much memory
                 return self._without("a micro-batch does not fit into memory")
-            return self._measure(kinds[1:]) if len(kinds) > 2 else self._without("no room to run without communication")
+            if len(kinds) < 3:
+                return self._without("no room to run without communication")
+            if self._world.rank == 0:
+                print("No room to run without communication: exposed communication is not measured.", flush=True)
+            return self._measure(kinds[1:])
         self._started = time.perf_counter()
         window_s = self._count * self._time(kinds[0], 1)
         if math.isinf(window_s):
@@ -254,8 +258,12 @@ class Calibration:
         sync = Sync.every if kind is WindowSync.every else self._plan.strategy.sync
         with ExitStack() as contexts:
             entered_s = 0.0
+            if silent and not has_room(self._parallel.bytes_of_silence(), self._device):
+                entered_s = math.inf
+            if silent:  # agreed first: a rank that ran out of memory while the others gather would block them
+                entered_s = self._agree(entered_s)[0]
             try:
-                if silent:
+                if silent and not math.isinf(entered_s):
                     contexts.enter_context(self._parallel.without_collectives())
             except Exception as error:
                 if not is_out_of_memory(error):

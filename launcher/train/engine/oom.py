@@ -33,6 +33,7 @@ _WORDS = (
 # of libraries that find no memory for their workspace: other causes have these words too, unless the GPU is full
 _WORDS_IF_FULL = ("CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate", "unable to find an engine to execute")
 _FULL = 0.05  # share of a GPU's memory that is free
+_MARGIN = 1.05  # of memory that is allocated in several parts
 
 
 class WindowAbandoned(Exception):
@@ -63,6 +64,15 @@ def _gpu_is_full() -> bool:
     except RuntimeError:  # after a failed device-side assertion every call of CUDA fails: memory is not the cause
         return False
     return free < _FULL * total
+
+
+def has_room(nbytes: int, device: torch.device) -> bool:
+    """Return whether ``nbytes`` more fit into the memory of ``device``, with a margin. True on the CPU, where a
+    process that takes too much is killed."""
+    if device.type != "cuda":
+        return True
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # it is freed when needed
+    return torch.cuda.mem_get_info(device)[0] + cached >= _MARGIN * nbytes
 
 
 def can_abandon(plan: RunPlan, norms: Norms) -> bool:

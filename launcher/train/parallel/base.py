@@ -126,6 +126,10 @@ class Parallel:
         its end. Collectives that the passes depend on (FSDP's all-gathers) run on entering."""
         raise AssertionError("one rank has no collective to leave out")
 
+    def bytes_of_silence(self) -> int:
+        """Return the bytes of the device that ``without_collectives`` takes when it is entered."""
+        return 0
+
     def without_effects(self) -> AbstractContextManager[object]:
         """Return a context, between two windows, for passes that must have no effect on later training."""
         return nullcontext()

@@ -220,7 +220,10 @@ class Fsdp(Parallel):
         return [*super().leaves(), *(leaf for leaf in gathered if leaf is not None)]
 
     def _fsdp_parameters(self) -> list[Any]:
-        return [each for module in self._modules for group in groups_of(module) for each in group.fsdp_params]
+        return [each for group in self._groups() for each in group.fsdp_params]
+
+    def _groups(self) -> list[Any]:
+        return [group for module in self._modules for group in groups_of(module)]
 
     def _parameters_of_root(self) -> list[Any]:
         return [parameter for group in groups_of(self._modules[0]) for parameter in group.fsdp_params]
@@ -253,6 +256,12 @@ class Fsdp(Parallel):
             for module in self._modules:
                 _drop_gradients(module)
                 module.reshard()
+
+    def bytes_of_silence(self) -> int:
+        layout = self.meter.layout
+        sizes = [sum(each._orig_size.numel() for each in group.fsdp_params) for group in self._groups()]
+        whole = layout.unit_bytes + layout.root_bytes
+        return whole + whole * max(sizes) // sum(sizes)  # a unit is copied out of the buffer in which it arrives
 
     def begin_window(self) -> None:
         self._reshard()

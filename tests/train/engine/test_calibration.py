@@ -46,6 +46,7 @@ PAIRS: dict[int, dict[str, str]] = {
         "out of memory, when timed": f"{DDP} precision=fp32 batch.micro_size=4 oom=2",
         "out of memory, later": f"{DDP} precision=fp32 batch.micro_size=4 oom=5",
         "fsdp out of memory": "strategy=fsdp precision=fp32 batch.micro_size=4 strategy.sync=gather_once oom=1",
+        "fsdp out of memory before the gathers": f"{GATHERED} precision=fp32 no_room=1",
         "fsdp out of memory in backward": f"{GATHERED} precision=fp32 oom_backward=1",
         "fsdp out of memory in backward, later": f"{GATHERED} precision=bf16 oom_backward=5",
         "unused parameters": f"{DDP} precision=fp32 batch.micro_size=4 strategy.sync=every "
@@ -63,7 +64,8 @@ PAIRS: dict[int, dict[str, str]] = {
 
 FEW = (
     "ddp", "ddp fp16", "powersgd", "norm window", "ramp", "fsdp bf16, widened", "own loop, later",
-    "out of memory, later", "fsdp out of memory in backward", "unused parameters", "static graph",
+    "out of memory, later", "fsdp out of memory before the gathers", "fsdp out of memory in backward",
+    "unused parameters", "static graph",
 )  # fmt: skip
 
 

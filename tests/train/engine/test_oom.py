@@ -143,6 +143,16 @@ def test_words_with_other_causes_count_only_on_a_full_gpu(
     assert oom.is_out_of_memory(RuntimeError(text)) is is_one
 
 
+@pytest.mark.parametrize(("nbytes", "fits"), [(0, True), (90, True), (100, False)])
+def test_room_on_a_gpu_includes_what_the_allocator_keeps(
+    nbytes: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("mem_get_info", (60, 200)), ("memory_reserved", 70), ("memory_allocated", 30)):
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
+    assert oom.has_room(nbytes, torch.device("cuda", 0)) is fits
+    assert oom.has_room(10**15, torch.device("cpu"))
+
+
 def test_a_failed_assertion_on_the_gpu_is_reported_as_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> None:
         raise RuntimeError("CUDA error: device-side assert triggered")
