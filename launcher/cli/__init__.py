@@ -107,7 +107,7 @@ launch: distributed training with an exact global batch.
 
   launch train [key=value ...]                run or submit a job: the bundled task, or task._target_=my_tasks.MyTask
   launch plan  [key=value ...]                show the job's plan: batch, memory and bytes; starts nothing
-  launch run   [key=value ...] -- SCRIPT ...  run any torchrun script with the same cluster options, without the engine
+  launch run   [key=value ...] -- SCRIPT ...  run any trainer with the cluster options; or -m MODULE, or a COMMAND
 
   launch runs   [SWEEP]                       list all runs with their states, or the cells of a sweep
   launch status RUN                           show one run: its state, its place, its events, and why it failed

@@ -25,6 +25,7 @@ from launcher.errors import (
 from launcher.launch import local
 from launcher.launch.credentials import require_credentials
 from launcher.launch.planner import new_run, plan_job, site_of
+from launcher.launch.program import require_program
 from launcher.launch.slurm import client, submit
 from launcher.plan.callback_plan import BELL
 from launcher.plan.clusters import Peers, cluster_of
@@ -65,9 +66,9 @@ def launch_train(arguments: list[str]) -> int:
 
 
 def launch_run(arguments: list[str]) -> int:
-    """Run a user's own torchrun script, without the engine."""
+    """Run a user's own torchrun script, module or command, without the engine."""
     if "--" not in arguments and not {"--help", "-h", "--cfg"} & set(arguments):
-        raise UserError("launch run: no script.\n  Use: launch run [key=value ...] -- SCRIPT [arguments ...].")
+        require_program([], "", contained=False)
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     ours, script = arguments[:cut], arguments[cut + 1 :]
     quiet, wait = take_flag("--quiet", ours), take_flag("--wait", ours)
@@ -80,11 +81,10 @@ def launch_run(arguments: list[str]) -> int:
     def act(config: Config, yaml: str) -> int:
         check_values(config, "cluster", "run")
         _require_startable(config, wait=wait)
-        if not script or not Path(script[0]).is_file():
-            raise UserError(f"launch run: {script[0] if script else 'nothing after --'}: there is no such script.")
+        stem = require_program(script, str(Path.cwd()), contained=config.cluster.container is not None)
         require_credentials(config, of_script=True)
         site = site_of(config.cluster)
-        run = new_run(config.run, Path(script[0]).stem, site.cwd)
+        run = new_run(config.run, stem, site.cwd)
         plan = solve_script(config, site, run, script)
         return _start(plan, yaml, config, live.console(quiet=quiet), wait=wait)
 

@@ -16,7 +16,13 @@ SCRIPT_COMMAND = ("-P", "-m", "launcher.launch.script_worker")
 
 
 def solve_script(config: Config, site: Site, run: RunInfo, arguments: list[str]) -> LaunchPlan:
-    """Return the plan of `launch run`: the user's torchrun script with the cluster options, without the engine."""
+    """Return the plan of `launch run`: the user's torchrun script with the cluster options, without the engine.
+
+    Args:
+        arguments: of the script worker, from the user's script, -m or command on.
+    """
+    if arguments[0] == "-m":  # its modules are found in the user's directory first, or in a copy
+        arguments = ["-m", ".", *arguments[1:]]
     cluster = solve_cluster(config.cluster, site, run.name)
     notify_entries(config.notify)  # raises for what has no known form
     return LaunchPlan(

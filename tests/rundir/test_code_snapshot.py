@@ -13,8 +13,10 @@ from launcher.errors import SiteError
 from launcher.launch.slurm import submit
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import RunInfo
-from launcher.plan.placement import solve_script
+from launcher.plan.placement import SCRIPT_COMMAND, solve_script
 from launcher.rundir import code_snapshot
+from launcher.rundir.paths import RunPaths
+from launcher.runs.control import _renamed
 
 
 def files(copy: str) -> set[str]:
@@ -200,6 +202,23 @@ def test_a_script_has_pythonpath_too_and_the_copies_take_its_places(
     assert files(str(code / "library.1")) == {"helper.py"}
     monkeypatch.delenv("PYTHONPATH")
     assert code_snapshot.moved_pythonpath([], []) == ""
+
+
+@pytest.mark.parametrize(("program", "place"), [(["-m", "pkg.tasks", "--x"], "project"), (["trainer", "--x"], None)])
+def test_the_code_of_a_module_is_copied_and_a_command_runs_as_installed(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: list[str], place: str | None
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    run = RunInfo(name="r", id="0", dir=str(tmp_path / "runs" / "r"), created="", version="")
+    plan = solve_script(compose(["cluster=slurm"]), Site(gpus=0, cores=2, cwd=str(project)), run, program)
+    plan.paths.root.mkdir(parents=True)
+    frozen = submit._freeze(plan, submit._roots(plan))
+    code = str(plan.paths.code / project.name)
+    expected = tuple(program) if place is None else ("-m", code, "pkg.tasks", "--x")
+    assert frozen.command[len(SCRIPT_COMMAND) :] == expected
+    assert place is None or "pkg/tasks.py" in files(code)
+    again = _renamed(frozen, RunPaths(plan.paths.root))
+    assert again.command == tuple(word.replace("runs/r/", "runs/r.retry1/") for word in frozen.command)
 
 
 def test_what_was_sent_to_another_machine_is_copied_there_with_its_commit(project: Path, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,34 @@ def test_a_failing_script(launch: Launch, script: Path, how: str, words: str) ->
     assert done.returncode == 1
     assert words in done.stderr
     assert done.stderr.startswith("Traceback") == (how == "--fail")
+
+
+def test_a_module_and_an_installed_command(launch: Launch, tmp_path: Path) -> None:
+    package, command = tmp_path / "trainer" / "deep", tmp_path / "bin" / "train-it"
+    for place in (package, command.parent):
+        place.mkdir(parents=True)
+    (package / "beside.py").write_text("")
+    (package / "loop.py").write_text(
+        "import os, sys\nfrom . import beside\nimport in_the_directory\n"
+        "def main():\n    print(sys.argv[1:], os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n"
+        "    return 0 if os.path.exists('repaired') else 3\n"
+        "if __name__ == '__main__':\n    print(__spec__.name)\n    sys.exit(main())\n"
+    )
+    (tmp_path / "in_the_directory.py").write_text("")
+    done = launch("run", "cluster.workers_per_node=1", "run.name=module", "--", "-m", "trainer.deep.loop", "--x", "a=b")
+    assert done.returncode == 1
+    assert done.stdout.splitlines() == ["trainer.deep.loop", "['--x', 'a=b'] 0 of 1"]
+    assert "failed: exited with status 3" in done.stderr
+    (tmp_path / "repaired").touch()
+    again = launch("resume", "module")
+    assert (again.returncode, again.stdout.partition("\n")[2]) == (0, done.stdout), again.stderr
+
+    command.write_text(f"#!{sys.executable}\nimport sys\nfrom trainer.deep.loop import main\nsys.exit(main())\n")
+    command.chmod(0o755)
+    env = {"PATH": f"{command.parent}:{os.environ['PATH']}", "PYTHONPATH": str(tmp_path)}
+    done = launch("run", "cluster.workers_per_node=1", "--", "train-it", "--y", env=env)
+    assert (done.returncode, done.stdout) == (0, "['--y'] 0 of 1\n"), done.stderr
+    assert len([*(tmp_path / "runs").glob("train-it-*")]) == 1
 
 
 TORN = """

@@ -47,6 +47,8 @@ BEFORE_SETUP = (
 AFTER_SETUP = "trap - DEBUG; setup_line="
 # a failing task ends the others, which may wait for it
 _SRUN_OPTIONS = ("--kill-on-bad-exit=1",)
+# place of the user's program in the command of `launch run`
+_PROGRAM = len(SCRIPT_COMMAND)
 
 
 def submit_job(plan: P, config_yaml: str) -> tuple[P, str]:
@@ -261,11 +263,17 @@ def _executor(plan: LaunchPlan, srun: Sequence[str], name: str, folder: Path, ca
 def _roots(plan: LaunchPlan) -> list[Path]:
     if isinstance(plan, RunPlan):
         return code_snapshot.roots_of_task(plan.task.target, plan.cluster.cwd)
-    return code_snapshot.roots_of_script(_batch_script_file(plan))
+    if (script := _batch_script_file(plan)) is not None:
+        return code_snapshot.roots_of_script(script)
+    if plan.command[_PROGRAM] == "-m":
+        return code_snapshot.roots_of_task(plan.command[_PROGRAM + 2], plan.cluster.cwd)
+    return code_snapshot.roots_of_pythonpath()
 
 
-def _batch_script_file(plan: LaunchPlan) -> Path:
-    return Path(plan.cluster.cwd) / plan.command[len(SCRIPT_COMMAND)]
+def _batch_script_file(plan: LaunchPlan) -> Path | None:
+    """Return the user's script; None for a module or an installed command."""
+    script = Path(plan.cluster.cwd) / plan.command[_PROGRAM]
+    return script if script.is_file() else None
 
 
 def _freeze(plan: P, roots: Sequence[Path]) -> P:
@@ -274,15 +282,18 @@ def _freeze(plan: P, roots: Sequence[Path]) -> P:
     if not copies:
         return plan
     if not isinstance(plan, RunPlan):
-        name = _batch_script_file(plan).resolve().name
-        if not (Path(copies[0]) / name).exists():  # ignored by git, but named by the user
-            shutil.copy2(_batch_script_file(plan), copies[0])
-        at = len(SCRIPT_COMMAND)
-        command = (*plan.command[:at], str(Path(copies[0]) / name), *plan.command[at + 1 :])
+        command = [*plan.command]
+        if (script := _batch_script_file(plan)) is not None:
+            copy = Path(copies[0]) / script.resolve().name
+            if not copy.exists():  # ignored by git, but named by the user
+                shutil.copy2(script, copy)
+            command[_PROGRAM] = str(copy)
+        elif command[_PROGRAM] == "-m" and roots[0] not in code_snapshot.roots_of_pythonpath():
+            command[_PROGRAM + 1] = copies[0]
         env = plan.env
         if path := code_snapshot.moved_pythonpath(roots, copies):
             env = dataclasses.replace(env, set=env.set | {"PYTHONPATH": path})
-        return dataclasses.replace(plan, command=command, env=env)
+        return dataclasses.replace(plan, command=tuple(command), env=env)
     return dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, import_from=copies))
 
 
