@@ -22,7 +22,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from types import CellType, ModuleType
 from typing import Any
 
 import torch
@@ -157,7 +157,7 @@ class CarriedState:
         iterators = [
             name
             for name, place in places.items()
-            if is_iterator(place.get()) and (place.attribute in kept.names_read or name in self._variables)
+            if is_iterator(place.get()) and (place.attribute in kept.names_read or isinstance(place.holder, CellType))
         ]
         beside = self._lost_beside()
         # all ranks must run the same passes, though one may have objects of its own, such as a logger

@@ -42,7 +42,7 @@ MAX_COPY_BYTES = 256 * 2**20
 MAX_ELEMENTS = 10_000
 # Torch's own bookkeeping of a module: parameters, buffers, hooks. Buffers are those of SavedState.
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-_ATOMS = (int, float, complex, str, bytes, type(None), type, range, Enum, BuiltinFunctionType, ModuleType)
+_ATOMS = (int, float, complex, str, bytes, type(None), range, Enum, BuiltinFunctionType, ModuleType)
 FOREIGN = frozenset({"torch", "launcher", "numpy"}) | sys.stdlib_module_names
 # methods that run before training, or in the loader
 _OF_DATA = frozenset({"__init__", "__new__", "model", "train_data", "eval_data", "collate"})
@@ -278,8 +278,9 @@ class SavedAttributes:
     """Saved attributes of the user's objects, and of the objects that they refer to.
 
     Attributes, lists, dicts, sets, deques and tuples are followed; of functions and methods, the variables that they
-    name: those of modules of the user, of enclosing functions, and of classes. Tensors that are neither parameters nor
-    buffers of the first module, NumPy arrays, and random generators of torch, NumPy and Python are restored in place.
+    name: those of modules of the user and of enclosing functions, and all of the user's classes. Tensors that are
+    neither parameters nor buffers of the first module, NumPy arrays, and random generators of torch, NumPy and Python
+    are restored in place.
     Attributes and variables that are iterators of Python or of a DataLoader are replaced by ones that can go back.
     Of data sets, of objects of installed packages, and of iterators in containers, only the reference is restored.
 
@@ -299,13 +300,16 @@ class SavedAttributes:
         self._undo: list[Callable[[], str | None]] = []
         self._iterators: dict[int, Rewindable] = {}
         self._copied_bytes = 0
-        waiting = deque(roots)
+        own, waiting = packages_of([root for root in roots if root is not model]), deque(roots)
         while waiting:
             value = waiting.popleft()
-            if isinstance(value, _ATOMS) or id(value) in self._seen:
+            if id(value) in self._seen or isinstance(value, _ATOMS):
                 continue
-            self._seen[id(value)] = value
-            parts = self._save(value)
+            if isinstance(value, type):  # that code names; an installed model's names hundreds that hold no state
+                parts = self._save_classes(value) if is_users_module(value.__module__, own) else ()
+            else:
+                self._seen[id(value)] = value
+                parts = self._save(value)
             if len(parts) <= MAX_ELEMENTS:
                 waiting.extend(parts)
 
@@ -398,7 +402,8 @@ class SavedAttributes:
     def _save_function(self, value: FunctionType) -> Collection[object]:
         if not self._is_users(value.__module__ or ""):
             return ()
-        self.names_read |= _names_of(value.__code__)
+        names = _names_of(value.__code__)
+        self.names_read |= names
         found = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), value.__dict__]
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
@@ -410,7 +415,9 @@ class SavedAttributes:
                 held = cell.cell_contents = self._rewindable(held)
             self._keep(functools.partial(setattr, cell, "cell_contents"), held)
             found.append(held)
-        return found + self._save_variables(value.__globals__, _names_of(value.__code__))
+        imported = sys.modules.keys() & _modules_of(value.__code__, value.__globals__.get("__package__"))
+        scopes = [value.__globals__, *(vars(sys.modules[name]) for name in imported if self._is_users(name))]
+        return found + [held for scope in scopes for held in self._save_variables(scope, names)]
 
     def _save_variables(self, scope: dict[str, Any], names: frozenset[str]) -> list[object]:
         """Save the variables of a module that are among ``names``, and return their values."""
@@ -568,6 +575,12 @@ def _names_of(code: CodeType) -> frozenset[str]:
     """Return the names that a function refers to by its code, those of inner functions too."""
     inner = [_names_of(each) for each in code.co_consts if isinstance(each, CodeType)]
     return frozenset(code.co_names).union(*inner)
+
+
+@functools.cache
+def _modules_of(code: CodeType, package: str | None) -> frozenset[str]:
+    """Return the names of the modules that a function may import."""
+    return frozenset(full for name in _names_of(code) for full in (name, f"{package}.{name}"))
 
 
 def packages_of(roots: Iterable[object]) -> set[str]:

@@ -119,7 +119,10 @@ class ModuleCounter(Counter, nn.Module):
 
 
 class Running:
+    numbers = itertools.count()  # no pass takes one
+
     def __init__(self) -> None:
+        self.number = next(self.numbers)
         self.rows = deque([torch.zeros(3)], maxlen=3)
 
 
@@ -286,6 +289,18 @@ class GlobalCounter(Plain):
         return torch.tensor(CALLS / 100)
 
 
+class Shared:
+    calls = 0
+
+
+class ClassCounter(Plain):
+    """A counter in a class that has no objects."""
+
+    def aim(self, model: Any, rows: Tensor) -> Tensor:  # noqa: ARG002
+        Shared.calls += 1
+        return torch.tensor(Shared.calls / 100)
+
+
 class SecondData(Plain):
     """Passes without training must take nothing from an iterator."""
 
@@ -422,6 +437,7 @@ CASES: dict[type, tuple[str, str]] = {
     Alternates: ("task.calls", "task.calls"), Annealed: ("", "task.alpha"),
     ModuleCounter: ("task.calls", "task.calls"), Timed: ("", ""),
     Collected: ("", ""), GlobalCounter: (f"{__name__}.CALLS", f"{__name__}.CALLS"),
+    ClassCounter: ("Shared.calls", "Shared.calls"),
     SecondData: ("task.rows", "task.rows"), SlowWeights: ("", "optimizer.slow, optimizer.steps"),
     HalfSaved: ("", "optimizer.steps"), Cached: ("", ""), Decayed: ("", "Decay.steps"),
     CountingSchedule: ("", "CountingSchedule.schedule.factor: calls"),

@@ -161,6 +161,40 @@ def test_what_is_too_large_to_copy_is_named_if_it_changes(monkeypatch: pytest.Mo
     assert saved.restore() == "a tensor of shape (3,)"
 
 
+class Counted(type):
+    of_all = 0
+
+
+class Named(metaclass=Counted):
+    calls, turns = 0, itertools.count()
+
+    class Inner:
+        calls = 0
+
+    @classmethod
+    def call(cls) -> int:
+        from tests.train.engine import clocks as imported
+
+        imported.Tally.passes += 1
+        cls.calls += 1
+        cls.Inner.calls += 1
+        Counted.of_all += 1
+        return next(cls.turns)
+
+
+def test_classes_that_code_only_names_are_restored() -> None:
+    def loss() -> tuple[int, ...]:
+        return Named.call(), Named.calls, Named.Inner.calls, Counted.of_all, clocks.Tally.passes
+
+    Named.call()
+    clocks.Tally.passes = 0
+    saved = SavedAttributes(loss)
+    assert {"Named.calls", "Inner.calls", "Counted.of_all", "Tally.passes"} <= saved.variables.keys()
+    for _ in range(2):
+        assert loss() == (1, 2, 2, 2, 1)
+        saved.restore()
+
+
 @dataclass(slots=True)
 class Slotted:
     count: int = 0
