@@ -150,6 +150,10 @@ class Heartbeat:
         self._wait = wait = Wait.io if reads else Wait.collective
         _RECORD.pack_into(self._memory, self._offset, self._beats, phase, number, self._window, self._step, wait, 0)
 
+    def again(self) -> None:
+        """Publish progress within the same activity."""
+        self.beat(self._phase, self._number)
+
     @contextmanager
     def waiting_for(self, wait: Wait, thread: int = 0) -> Generator[None]:
         """Declare what the body, or the decorated function, waits for if it blocks. No effect outside the main thread.

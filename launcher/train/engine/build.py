@@ -23,7 +23,7 @@ from launcher.train.engine.preserved_state import ChangingParameters, PreservedS
 from launcher.train.optimizers import as_one, set_mode
 from launcher.train.parallel.base import Parallel, ShardUnits
 from launcher.train.parallel.batchnorm import Norms, norms_of
-from launcher.train.parallel.deferred_init import InitialShards, build_for_shards
+from launcher.train.parallel.deferred_init import BuildProgress, InitialShards, build_for_shards
 from launcher.train.parallel.mixed_precision import set_format
 from launcher.train.parallel.model_check import require_trainable
 from launcher.train.parallel.replicas import require_same_structure, share_model
@@ -180,11 +180,16 @@ def _set_formats(model: nn.Module, optimizer: Optimizer | None, plan: RunPlan, w
 
 
 def _make(
-    make: Callable[[], nn.Module], world: World, values: InitialValues | None, *, sharded: bool
+    construct: Callable[[], nn.Module], world: World, values: InitialValues | None, *, sharded: bool
 ) -> tuple[nn.Module, InitialShards | None]:
     """Make the model. If it will be sharded, only rank 0's has its initial values if possible, and not even that one if
     ``values`` replaces all of them."""
     before, shards = random_state(torch.device("cpu")), sharded and world.size > 1
+
+    def make() -> nn.Module:
+        with BuildProgress(world):
+            return construct()
+
     model, initial = build_for_shards(make, world, values=values is None) if shards else (make(), None)
     require_trainable(model, sharded=sharded, deferred=initial is not None)
     require_same_structure(model, world)

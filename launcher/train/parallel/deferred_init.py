@@ -5,24 +5,71 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from launcher.heartbeat import HEARTBEAT
+from launcher.process import shared_interval
+from launcher.quantities import duration_text, number_text
 from launcher.train.data.randomness import random_state, restore_random_state
 from launcher.train.parallel.base import own_region
 from launcher.train.parallel.replicas import share_values, structure_digest
 from launcher.train.world import World
 
+PROGRESS_EVERY_S = 30.0
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _EMPTY = {"empty", "empty_strided", "empty_permuted"}
 _CONSTANT = {"zeros", "ones", "full", "eye"}
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+
+
+class BuildProgress(TorchFunctionMode):
+    """Context of a model's construction, with a heartbeat for each function of torch: initial values of billions of
+    parameters take minutes, since they are drawn on the CPU one after another. Rank 0 prints how many there are."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._began = self._printed = time.monotonic()
+        self._numbers, self._prints = 0, world.rank == 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        HEARTBEAT.again()
+        result = func(*args, **(kwargs or {}))
+        if (
+            self._prints
+            and getattr(func, "__name__", "").endswith(("normal_", "uniform_"))
+            and isinstance(result, Tensor)
+        ):
+            self._numbers += result.numel()
+            if (now := time.monotonic()) - self._printed > PROGRESS_EVERY_S:
+                self._printed = now
+                taken = duration_text(now - self._began)
+                print(f"Building the model: {number_text(self._numbers)} initial values in {taken}.", flush=True)
+        return result
+
+
+def _await_rank_0(world: World) -> None:
+    """Wait until rank 0 has built its model, with heartbeats: its own show whether it hangs, and a collective would time
+    out."""
+    if dist.get_backend() == "fake":
+        return
+    store: Any = dist.distributed_c10d._get_default_store()
+    if world.rank == 0:
+        store.add("models/0", 1)
+        return
+    own = store.add(f"models/{world.rank}", 1)
+    while store.add("models/0", 0) < own:
+        HEARTBEAT.again()
+        time.sleep(shared_interval(0.02, world.size))
 
 
 class InitialShards:
@@ -91,6 +138,7 @@ def build_for_shards(
         failure = error
         problem = f"its construction needs values: {type(error).__name__}: {error}".partition("\n")[0]
     seeds = hashlib.blake2b(b"".join(state.numpy().tobytes() for state in before.values())).hexdigest()
+    _await_rank_0(world)
     everyone = world.of_all((problem, "" if model is None else structure_digest(model), seeds))
     problem = next((each[0] for each in everyone if each[0] is not None), None)
     if problem is None and len({structure for _, structure, _ in everyone}) > 1:

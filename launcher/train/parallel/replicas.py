@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from launcher.errors import TaskError
+from launcher.heartbeat import HEARTBEAT
 from launcher.plan.sync_policy import Collective
 from launcher.train.measure.comm_meter import Meter
 from launcher.train.measure.observer import EndedWindow, Observer
@@ -78,6 +79,7 @@ def share_values(tensors: Sequence[Tensor], world: World) -> None:
         return
     everyone = world.of_all([_checksum(tensor) for tensor in with_values])
     for tensor, *checksums in zip(with_values, *everyone, strict=True):
+        HEARTBEAT.again()
         if len(set(checksums)) > 1:
             sent = _plain(tensor).to(sending_device())
             dist.broadcast(sent.reshape(-1).view(torch.uint8), 0)
@@ -99,6 +101,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _checksum(tensor: Tensor) -> int:
+    HEARTBEAT.again()
     plain = _plain(tensor)
     return zlib.crc32((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()))
 

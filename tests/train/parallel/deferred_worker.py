@@ -9,6 +9,7 @@ import json
 import math
 import random
 import resource
+import time
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from launcher.tasks.bytes_model import GPT
+from launcher.train.parallel import deferred_init
 from launcher.train.parallel.base import own_region
 from launcher.train.parallel.deferred_init import build_for_shards
 from launcher.train.world import World
@@ -167,6 +169,26 @@ def memory(world: World) -> dict[str, float]:
     return {"model": size, "grown": max(world.of_all(grown)[1:])}
 
 
+def waits_with_heartbeats(world: World) -> bool:
+    """Build a model on rank 0 that is complete only after another rank has published three heartbeats."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    beat = deferred_init.HEARTBEAT.again
+
+    def counted() -> None:
+        beat()
+        store.add("beats", 1)
+
+    def slow() -> nn.Module:
+        while world.rank == 0 and store.add("beats", 0) < 3:
+            time.sleep(0.01)
+        return nn.Linear(2, 2)
+
+    deferred_init.HEARTBEAT.again = counted
+    initial = build_for_shards(slow, world)[1]
+    deferred_init.HEARTBEAT.again = beat
+    return initial is not None
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     gc.freeze()  # each build looks through all objects for tensors
@@ -181,6 +203,7 @@ def main() -> None:
         seen["memory"] = memory(world)
         seen["models"] = {name: world.of_all(built(make, world)) for name, make in (MODELS | sequences).items()}
         seen["full"] = {name: world.of_all(built(make, world)) for name, (make, _) in FULL.items()}
+        seen["waits"] = world.of_all(waits_with_heartbeats(world))
         seen["elsewhere"] = world.of_all(elsewhere(world))
     seen["shards"] = world.of_all([shards_of_a_model(world, hybrid) for hybrid in (False, True)] + [shards()])
     if world.rank == 0:
