@@ -58,8 +58,8 @@ class BuildProgress(TorchFunctionMode):
 
 
 def _await_rank_0(world: World) -> None:
-    """Wait until rank 0 has built its model, with heartbeats: its own show whether it hangs, and a collective would time
-    out."""
+    """Wait with heartbeats until rank 0, whose own heartbeats show whether it hangs, has built its model. A collective
+    would time out."""
     if dist.get_backend() == "fake":
         return
     store: Any = dist.distributed_c10d._get_default_store()
