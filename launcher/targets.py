@@ -114,7 +114,7 @@ def find_target(
 
 
 def _nearest_module(name: str, search_path: Sequence[str]) -> str:
-    """Return ``"did you mean 'x'? "`` for a module that does not exist, if another one has nearly its name: of the
+    """Return ``"did you mean 'x'? "`` for a module that does not exist, if another one has its name, or nearly: of the
     same package, else of the user's code, else any that is installed."""
     package, _, last = name.rpartition(".")
     if not package:
@@ -122,6 +122,10 @@ def _nearest_module(name: str, search_path: Sequence[str]) -> str:
     places = getattr(sys.modules[package], "__path__", None)
     if places is None:  # a module, perhaps in place of a package
         return _nearest_module(package, search_path)
+    top = package.partition(".")[0]
+    for place in map(Path, sys.modules[top].__path__):  # it may have moved within the package
+        for file in sorted(place.rglob(f"{last}.py")):
+            return f"did you mean '{'.'.join((top, *file.relative_to(place).with_suffix('').parts))}'? "
     return did_you_mean(last, [each for each in _module_names(places) if each != last], f"{package}.")
 
 

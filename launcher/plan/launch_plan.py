@@ -254,7 +254,7 @@ class LaunchPlan:
         """Return the plan in ``text``.
 
         Raises:
-            UserError: not a plan, a plan of another format, an incomplete one, or one with a value that no package
+            UserError: not a plan, a plan of another version of the launcher, or one with a value that no package
                 installed here adds.
         """
         fields = json.loads(text)
@@ -265,10 +265,13 @@ class LaunchPlan:
             )
         try:
             return value_from_json(cls, fields, exact=True)
-        except KeyError as error:
+        except (KeyError, TypeError) as error:
+            problem = (
+                f"lacks the key {error}" if isinstance(error, KeyError) else f"has a value of another kind: {error}"
+            )
             raise UserError(
-                f"plan.json lacks the key {error}, which every plan of format {PLAN_FORMAT} has: the file was "
-                "changed.\n  Restore it."
+                f"plan.json {problem}: another version of launcher wrote it, or the file was changed.\n  Use the "
+                "version that planned the run, or restore the file; or start a new run with this version: launch train."
             ) from None
         except ValueError as error:  # from an enumeration
             raise SiteError(

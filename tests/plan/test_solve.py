@@ -280,11 +280,16 @@ def test_a_hang_is_found_later_than_a_stop_takes_or_never() -> None:
         make_plan("train.straggler_share=2")
 
 
-def test_a_plan_without_a_key_that_every_plan_has_is_refused() -> None:
-    fields = dataclasses.asdict(make_plan())
-    del fields["train"]["seed"]
-    with pytest.raises(UserError, match=r"plan.json lacks the key 'seed'"):
-        RunPlan.from_json(json.dumps(fields))
+def test_a_plan_of_another_version_is_refused() -> None:
+    fields = json.loads(make_plan().to_json())
+    for changed, problem in (
+        ({key: value for key, value in fields.items() if key != "added"}, "lacks the key 'added'"),
+        (fields | {"added": 3}, "has a value of another kind: 3 is no dict"),
+    ):
+        with pytest.raises(
+            UserError, match=rf"{problem}: another version of launcher wrote it, or the file was changed"
+        ):
+            RunPlan.from_json(json.dumps(changed))
 
 
 def test_null_is_the_default_or_off_for_every_key() -> None:

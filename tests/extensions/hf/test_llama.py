@@ -10,9 +10,10 @@ import numpy
 import pytest
 import torch
 
-from launcher.errors import TaskError
+from launcher.errors import ConfigError, TaskError
 from launcher.extensions.hf import hf_model
 from launcher.extensions.hf.llama import SIZES, Llama
+from launcher.targets import find_target
 from launcher.train.inspection.built_task import build_inspected
 from launcher.train.measure.flops import flops_per_sample
 from tests.extensions.hf.hf_files import TEXTS, save_lines, save_model, save_tokenizer
@@ -27,6 +28,12 @@ def test_sizes_have_the_parameters_that_they_name(size: str) -> None:
     exact = {"1b": 1_235_814_400, "8b": 8_030_261_248, "70b": 70_553_706_496}
     assert count == exact.get(size, count)
     assert count == pytest.approx(float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]], rel=0.25 if size == "1b" else 0.08)
+
+
+@pytest.mark.parametrize("module", ["llama", "hf_causal_lm", "hf_classifier", "chunked_loss"])
+def test_a_module_that_has_moved_is_named(module: str) -> None:
+    with pytest.raises(ConfigError, match=f"no module .*\n  did you mean 'launcher.extensions.hf.{module}'"):
+        find_target("task._target_", f"launcher.tasks.{module}.Name")
 
 
 def test_flops_are_those_that_are_counted() -> None:
