@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from launcher.cli.elsewhere import elsewhere
+from launcher.config.key_facts import PATH
 from launcher.errors import UserError, did_you_mean
 from launcher.quantities import first_names
 from launcher.report.tables import near
@@ -16,10 +17,20 @@ from launcher.sweeps import manifest
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser with error messages in the format of `launch`."""
+    """Argument parser with error messages in the format of `launch`, in which a path is no address."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.register("type", Path, _local_path)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{self.prog}: {message}.\n  {' '.join(self.format_usage().split())}")
+
+
+def _local_path(text: str) -> Path:
+    if not PATH.holds(text):
+        raise argparse.ArgumentTypeError(f"{text}: {PATH.problem}")
+    return Path(text)
 
 
 def command_parser(verb: str, does: str, *, run: bool = True) -> Parser:

@@ -42,6 +42,7 @@ from launcher.config.key_facts import (
     FREE,
     NAME,
     NEW_RUN,
+    PATH,
     STEP,
     UPDATE,
     Facts,
@@ -123,7 +124,7 @@ class ClusterConfig:
     login: str | None = key(None, only="cluster=slurm", affects="")
     """slurm: [USER@]HOST of a login node, as ssh knows it: the command copies the project there and runs there
     (docs/guides/laptop.md). train, run, plan, drill and doctor; later commands find the runs."""
-    login_dir: str | None = key(None, only="cluster=slurm", affects="")
+    login_dir: str | None = key(None, PATH, only="cluster=slurm", affects="")
     """slurm: directory on the login node for the project and for a relative run.dir. Default: launcher/NAME in the home
     directory, with the name of this directory and a digest of its path."""
     login_setup: list[str] = key([], only="cluster=slurm", affects="")
@@ -383,7 +384,7 @@ class CheckpointConfig:
     best_mode: BestMode | None = key(None, only="checkpoint.best", affects="record")
     """Better value of that metric: min or max. Default: min for names with loss or perplexity; others need a value."""
     init_from: str | None = key(
-        None, resume=never("the run has started with other parameters; " + NEW_RUN), affects="learning"
+        None, PATH, resume=never("the run has started with other parameters; " + NEW_RUN), affects="learning"
     )
     """Initial parameters and buffers of a new run: those of another run's newest checkpoint (its name, its directory or
     a prefix of its name), of a checkpoint (.../checkpoints/step_000100), of a safetensors file, or of a directory with
@@ -401,7 +402,7 @@ class RunConfig:
 
     name: str | None = key(None, NAME, resume=_IDENTITY, affects="")
     """Name of its directory. Default: the task's name, the time and four random characters."""
-    dir: str = key("runs", resume=_IDENTITY, affects="")
+    dir: str = key("runs", PATH, resume=_IDENTITY, affects="")
     """Parent of the run directories."""
     calibrate_s: float | None = key(None, at_least(0), affects="record")
     """Maximum seconds of the calibration before training, which measures the first window's micro-batches with

@@ -155,6 +155,7 @@ def test_unknown_verb(launch: Launch, tmp_path: Path) -> None:
 def test_script_that_is_not_there(launch: Launch, tmp_path: Path) -> None:
     assert "there is no such script" in refused(launch, tmp_path, "run", "--", "nothing.py")
     assert "no script" in refused(launch, tmp_path, "run", "cluster.workers_per_node=1")
+    assert "--dir: s3://bucket/runs: is an address" in refused(launch, tmp_path, "runs", "--dir", "s3://bucket/runs")
     assert "has no effect on a script" in refused(launch, tmp_path, "run", "batch.micro_size=1", "--", "nothing.py")
 
 

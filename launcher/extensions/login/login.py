@@ -24,7 +24,7 @@ from typing import Any
 
 from launcher.cli.elsewhere import Elsewhere
 from launcher.cli.overrides import OnLoginNode, print_error, take_value
-from launcher.config.schema import ClusterConfig, Config
+from launcher.config.schema import ClusterConfig, Config, RunConfig, check_values
 from launcher.errors import EXIT_DONE, ConfigError, ConnectionLost, UserError
 from launcher.extensions.login.login_record import places, project_id, remember
 from launcher.extensions.login.login_shell import (
@@ -120,6 +120,7 @@ def _send(cluster: ClusterConfig, run_dir: str, roots: Mapping[str, Path]) -> tu
     """
     here, version = Path.cwd(), metadata.version("launcher")
     assert cluster.login is not None
+    check_values(Config(cluster=cluster, run=RunConfig(dir=run_dir)), "cluster", "run")
     owner = project_id(here)
     before = next((each.directory for each in places(runs_here(run_dir)) if each.login == cluster.login), None)
     directory = (cluster.login_dir or before or f"launcher/{here.name}.{owner[:6]}").removeprefix("~/")

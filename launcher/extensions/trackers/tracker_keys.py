@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launcher.config.key_facts import Bound, key
+from launcher.config.key_facts import PATH, Bound, key
 from launcher.errors import without_credentials
 
 
@@ -12,7 +12,7 @@ from launcher.errors import without_credentials
 class TensorboardConfig:
     """TensorBoard (trackers=[tensorboard]): event files."""
 
-    dir: str | None = key(None, affects="")
+    dir: str | None = key(None, PATH, affects="")
     """Parent directory of the run's event files, DIR/NAME-ID. Default: tensorboard/ in the run's directory."""
 
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launcher.cli.overrides import print_result, signals_as_interrupt, take_flag, with_config
-from launcher.config.schema import ClusterKind, Config, RunConfig
+from launcher.config.schema import ClusterKind, Config, RunConfig, check_values
 from launcher.errors import ConfigError
 from launcher.extensions.verify.certificate import (
     Certificate,
@@ -57,6 +57,7 @@ def launch_verify(arguments: list[str]) -> int:
         print(_VERIFY_HELP)
 
     def act(config: Config, yaml: str) -> int:
+        check_values(config, "run")
         if config.cluster.kind != ClusterKind.local:
             raise ConfigError(
                 "cluster", config.cluster.kind, "`launch verify` runs its ranks on this machine.",
