@@ -168,17 +168,39 @@ def test_partitions_are_read_from_sinfo(monkeypatch: pytest.MonkeyPatch) -> None
     rows = ("cpu|4|1-infinite|32|(null)|infinite|n/a", "gpu*|2|1-3|32|gpu:4|1-00:00:00|01:00:00",
             "gpu*|1|1-3|64|gpu:h100:8(S:0-1)|1-00:00:00|01:00:00")  # fmt: skip
 
-    def sinfo(*command: str) -> str:
+    def answer(*command: str) -> str:
+        if command[0] == "scontrol":
+            return ""
         assert "--exact" in command, "of nodes with unlike cores it tells the least alone otherwise"
         return "\n".join(rows)
 
-    monkeypatch.setattr(client, "ask", sinfo)
+    monkeypatch.setattr(client, "ask", answer)
     gpu, cpu = client.partitions()
     assert (gpu.name, gpu.nodes, gpu.max_nodes, gpu.shapes) == ("gpu", 3, 3, ((32, 4), (64, 8)))
     assert (gpu.cores, gpu.most_cores, gpu.gpus, gpu.most_gpus, gpu.mixed) == (32, 64, 4, 8, False)
     assert (cpu.gpus, cpu.most_gpus, cpu.mixed) == (0, 0, False)
     both = Partition.joined([gpu, cpu])
     assert (both.name, both.nodes, both.max_nodes, both.mixed, both.gpus) == ("gpu,cpu", 3, 3, True, 4)
+
+
+def test_cores_that_are_reserved_for_the_system_are_none_of_a_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CoreSpecCount=4, as scontrol of Slurm 22.05 shows it; sinfo shows all cores."""
+    node = (
+        "NodeName=n{} Arch=x86_64 CoresPerSocket=32 CPUAlloc=0 CPUEfctv={} CPUTot=64 CPULoad=0.06 Gres=gpu:8(S:0-1) "
+        "OS=Linux 6.1.0 #1 SMP  RealMemory=2000 CoreSpecCount=4 State=IDLE ThreadsPerCore=1 Partitions={} "
+    )
+    answers = {
+        "sinfo": "gpu*|2|1-infinite|64|gpu:8|infinite|n/a\nold|1|1-infinite|64|gpu:8|infinite|n/a",
+        "scontrol": "\n".join([node.format(1, 60, "gpu"), node.format(2, 56, "gpu,all")]),
+    }
+    monkeypatch.setattr(client, "ask", lambda *command, **_: answers[command[0]])
+    gpu, old = client.partitions()
+    assert (gpu.shapes, old.shapes) == (((56, 8), (60, 8)), ((64, 8),))
+    plan = make_plan("cluster=slurm", "cluster.cpus_per_worker=8", "cluster.workers_per_node=8")
+    text = "sbatch: error: CPU count per node can not be satisfied\nsbatch: error: Batch job submission failed: no\n"
+    refused = str(submit.refusal(plan, text))
+    assert refused.startswith("cluster.cpus_per_worker=8: Slurm refuses it: CPU count per node can not be satisfied")
+    assert "gpu: 56, 60; old: 64" in refused
 
 
 def test_an_option_that_is_off_is_left_out() -> None:

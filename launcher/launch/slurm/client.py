@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -109,19 +110,39 @@ def partitions() -> list[Partition]:
         name, *values = line.split("|")
         default = name.rstrip("*") if name.endswith("*") else default
         rows.setdefault(name.rstrip("*"), []).append(values)
-    every = [_partition(name, groups) for name, groups in rows.items()]
+    nodes = _shapes()
+    every = [_partition(name, groups, nodes.get(name)) for name, groups in rows.items()]
     return sorted(every, key=lambda partition: partition.name != default)
 
 
-def _partition(name: str, groups: list[list[str]]) -> Partition:
-    """Return the partition ``name``. ``groups``: sinfo's fields, one entry per group of equal nodes."""
+def _shapes() -> dict[str, set[tuple[int, int]]]:
+    """Return the distinct (cores, GPUs) of each partition's nodes, without cores that are reserved for the system
+    (CoreSpecCount), which sinfo counts."""
+    shapes = defaultdict[str, set[tuple[int, int]]](set)
+    for line in ask("scontrol", "--all", "--oneliner", "show", "node").splitlines():
+        node = dict(re.findall(r"(\w+)=(\S*)", line))
+        cores = node.get("CPUEfctv") or node.get("CPUTot", "")
+        for partition in node.get("Partitions", "").split(",") if cores.isdecimal() else ():
+            shapes[partition].add((int(cores), count_gpus(node.get("Gres", ""))))
+    return shapes
+
+
+def _partition(name: str, groups: list[list[str]], shapes: set[tuple[int, int]] | None) -> Partition:
+    """Return the partition ``name``.
+
+    Args:
+        groups: sinfo's fields, one entry per group of equal nodes.
+        shapes: distinct (cores, GPUs) of its nodes; None: those of sinfo.
+    """
     counts, sizes, cores, gres, limits, defaults = zip(*groups, strict=True)
     most = sizes[0].rpartition("-")[2]
     return Partition(
         name=name,
         nodes=sum(map(int, counts)),
         max_nodes=int(most) if most.isdecimal() else None,
-        shapes=tuple(sorted({(int(n.rstrip("+")), count_gpus(has)) for n, has in zip(cores, gres, strict=True)})),
+        shapes=tuple(
+            sorted(shapes or {(int(n.rstrip("+")), count_gpus(has)) for n, has in zip(cores, gres, strict=True)})
+        ),
         gres=tuple(sorted({entry for entry in gres if entry not in ("(null)", "")})),
         limit_s=seconds(limits[0]),
         default_s=seconds(defaults[0]),

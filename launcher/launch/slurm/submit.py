@@ -354,6 +354,7 @@ def refusal(plan: LaunchPlan, output: str) -> UserError:
         (r"gres|generic resource|GRES|gpus", "cluster.workers_per_node", "gpus-per-node", _gres),
         (r"[Ff]eature", "cluster.constraint", "constraint", lambda: f"There are: {_of_nodes('%f')}."),
         (r"[Dd]ependency", "cluster.dependency", "dependency", None),
+        (r"CPU count", "cluster.cpus_per_worker", "cpus-per-task", _cores),
         (r"[Mm]emory", "cluster.mem", "mem", lambda: f"Nodes have (MB): {_of_nodes('%m')}."),
         (r"--time|[Tt]ime limit", "cluster.time", "time", None),
     ):
@@ -362,10 +363,13 @@ def refusal(plan: LaunchPlan, output: str) -> UserError:
         if re.search(pattern, message) and value is not None:
             if option == "gpus-per-node" and "gres" in options:
                 key = "cluster.sbatch.gres"
+            if option == "cpus-per-task":
+                value = plan.cluster.slurm.cpus_per_node // plan.cluster.workers_per_node
             return ConfigError(key, value, f"Slurm refuses it: {message}.", allowed() if allowed is not None else "")
     request = ", ".join(f"{name}={value}" for name, value in options.items() if name in _OF_NODES)
     return SiteError(
         f"Slurm refuses the job: {message}.\n  Requested: {request}.\n  {_nodes()}\n"
+        "  Fewer cores per node: a lower cluster.cpus_per_worker.\n"
         "  `launch plan` with the same overrides shows the batch script."
     )
 
@@ -377,6 +381,11 @@ def _partitions() -> str:
 def _nodes() -> str:
     lines = client.ask("sinfo", "--all", "--noheader", "--format=%R: %D of %c cores, %m MB, gres %G, features %f")
     return f"Nodes by partition: {'; '.join(lines.replace('(null)', 'none').splitlines())}."
+
+
+def _cores() -> str:
+    cores = [f"{p.name}: {', '.join(str(cores) for cores, _ in p.shapes)}" for p in client.partitions()]
+    return f"Use fewer for each worker. A node of each partition has for all of its workers: {'; '.join(cores)}."
 
 
 def _gres() -> str:
