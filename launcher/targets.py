@@ -119,13 +119,14 @@ def _nearest_module(name: str, search_path: Sequence[str]) -> str:
     package, _, last = name.rpartition(".")
     if not package:
         return did_you_mean(last, _module_names(search_path)) or did_you_mean(last, _module_names(sys.path))
+    top = package.partition(".")[0]
+    for place in map(Path, getattr(sys.modules[top], "__path__", ())):  # it may have moved within the package
+        found = [".".join((top, *file.relative_to(place).with_suffix("").parts)) for file in place.rglob(f"{last}.py")]
+        if others := sorted({*found} - {name}):
+            return f"did you mean '{others[0]}'? "
     places = getattr(sys.modules[package], "__path__", None)
     if places is None:  # a module, perhaps in place of a package
         return _nearest_module(package, search_path)
-    top = package.partition(".")[0]
-    for place in map(Path, sys.modules[top].__path__):  # it may have moved within the package
-        for file in sorted(place.rglob(f"{last}.py")):
-            return f"did you mean '{'.'.join((top, *file.relative_to(place).with_suffix('').parts))}'? "
     return did_you_mean(last, [each for each in _module_names(places) if each != last], f"{package}.")
 
 

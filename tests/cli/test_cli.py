@@ -70,7 +70,10 @@ def refused(launch: Launch, tmp_path: Path, *arguments: str, env: dict[str, str]
         ("task._target_=nosuch.Task", ["no module 'nosuch'", "Searched:"]),
         ("task._target_=spech.tasks.Tagger", ["no module 'spech'", "did you mean 'speech'?"]),
         ("task._target_=speech.task.Tagger", ["no module 'speech.task'", "did you mean 'speech.tasks'?"]),
-        ("task._target_=launcher.task.digits.Digits", ["no module 'launcher.task.digits'", "mean 'launcher.tasks.digits'?"]),
+        (
+            "task._target_=launcher.task.digits.Digits",
+            ["no module 'launcher.task.digits'", "mean 'launcher.tasks.digits'?"],
+        ),
         ("task._target_=speech.Task", ["has no 'Task'", "did you mean 'tasks'?", "Its modules: broken, "]),
         ("task._target_=speech.tasks.Taggr", ["has no 'Taggr'", "did you mean 'Tagger'?"]),
         ("task._target_=speech.tasks.NoLoss", ["has no method loss"]),
