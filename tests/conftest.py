@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import itertools
 import os
 import re
@@ -43,6 +44,9 @@ LIMIT_S = 300  # of one test, on that machine
 MARK = "TORCH_LAUNCHER_TEST"
 _numbers = itertools.count()
 
+# Until the tests run, whatever the environment says: all processes of pytest-xdist import the same modules.
+sys.dont_write_bytecode = False
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
@@ -62,6 +66,31 @@ def pytest_configure(config: pytest.Config) -> None:
         # what a user has must not decide a test
         os.environ["XDG_CACHE_HOME"], os.environ["XDG_STATE_HOME"] = f"{cache.name}/cache", f"{cache.name}/state"
         config.add_cleanup(cache.cleanup)
+        if config.getoption("numprocesses", None):
+            warm.start_server()
+            rewrite_assertions(config.pluginmanager.rewrite_hook)
+
+
+def rewrite_assertions(hook: Any) -> None:
+    """Have pytest store the modules of tests as it rewrites them, which takes each of its processes seconds."""
+
+    class Rewritten(Exception):
+        pass
+
+    def stop(*_: object) -> None:
+        raise Rewritten
+
+    for path in Path(__file__).parent.rglob("test_*.py"):
+        spec = importlib.util.spec_from_file_location(path.stem, path, loader=hook)
+        assert spec is not None
+        module = importlib.util.module_from_spec(spec)
+        vars(module)["__builtins__"] = {"__import__": stop}  # the module is not run
+        with suppress(Rewritten):
+            hook.exec_module(module)
+
+
+def pytest_collection_finish() -> None:
+    sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in os.environ
 
 
 @pytest.fixture(autouse=True)
@@ -95,9 +124,18 @@ def _marked(mark: str) -> list[int]:
     return [pid for pid in pids if pid != os.getpid()]
 
 
-# These have a Slurm of their own, and wait for its timers most of the time: `make test` begins with them, in all of its
-# processes but one, which begins with the fast tests.
-WAITING = ("test_slurm_lost", "test_slurm", "test_sweep", "test_containers", "test_elastic")
+# These have a Slurm of their own or wait for timers, and leave the cores idle most of the time: `make test` begins with
+# the first three of them, and with fast tests in its other processes, and comes to the others in the course of these.
+WAITING = (
+    "test_slurm_lost",
+    "test_slurm",
+    "test_sweep",
+    "test_containers",
+    "test_elastic",
+    "test_laptop",
+    "test_chaos",
+)
+FIRST = 3
 # a fixture that several tests share: one of the file itself, or one of a conftest.py beside it
 SHARED_FIXTURE = re.compile(
     r'scope="(module|class|package)"|\b(by_cgroup|by_process_tree|undisturbed|two_hosts|pair)\b'
@@ -107,13 +145,15 @@ SHARED_FIXTURE = re.compile(
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put fast tests before slow ones, and of the slow ones those that one process takes a file at a time before the
     others, so that all processes end at about the same time."""
+    fast = [item for item in items if item.get_closest_marker("slow") is None]
+    places = {item: number / len(fast) for number, item in enumerate(fast)}
 
-    def order(item: pytest.Item) -> int:
+    def order(item: pytest.Item) -> float:
         if item.path.stem in WAITING:
-            return WAITING.index(item.path.stem)
-        if item.get_closest_marker("slow") is None:
-            return len(WAITING)
-        return len(WAITING) + (1 if shares_fixture(item.path) else 2)
+            return max(0, WAITING.index(item.path.stem) + 1 - FIRST) / (len(WAITING) + 1 - FIRST) - 0.001
+        if item in places:
+            return places[item]
+        return 1 if shares_fixture(item.path) else 2
 
     items.sort(key=order)
 

@@ -22,15 +22,18 @@ PROJECT = Path(__file__).parents[1] / "user_project"
 SMALL = ("task.width=16", "task.heads=1", "task.depth=1", "task.seq_len=16")
 
 
+def files_in(directory: Path) -> list[Path]:
+    return [path for path in sorted(directory.rglob("*")) if "__pycache__" not in path.parts]
+
+
 def refused(launch: Launch, tmp_path: Path, *arguments: str, env: dict[str, str] | None = None) -> str:
     """The one message of a refused call."""
-    before = sorted(tmp_path.rglob("*"))
+    before = files_in(tmp_path)
     done = launch(*arguments, env=env)
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stdout == ""
     assert done.stderr.count("launch: error: ") == 1
-    after = [path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in path.parts]
-    assert after == before, "nothing may be half-started"
+    assert files_in(tmp_path) == before, "nothing may be half-started"
     return done.stderr
 
 

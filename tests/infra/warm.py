@@ -53,6 +53,7 @@ PRELOADED = (
     "launcher.extensions.forecast.memory_forecast", "launcher.train.inspection.task_probe",
 )  # fmt: skip
 COMMAND_LINE = "from launcher.cli import main; main()"
+XDIST = "import sys;exec(eval(sys.stdin.readline()))"  # by which execnet starts a process of pytest-xdist
 # they start no Python programs, and so need no server
 LEAVES = (
     "launcher.train.worker", "launcher.launch.script_worker", "launcher.train.inspection.task_probe",
@@ -89,7 +90,7 @@ class Program:
     def command(self) -> tuple[list[str], bool]:
         """The command without the interpreter and its options; whether it is kept from importing its directory."""
         words, safe = self.argv[1:], "PYTHONSAFEPATH" in self.env
-        while words and words[0] in ("-P", "-u"):
+        while words and words[0] in ("-P", "-u", "-B"):
             safe |= words.pop(0) == "-P"
         return words, safe
 
@@ -104,7 +105,7 @@ class Program:
             return False
         if self.env.get("PYTHONHASHSEED", "0") != "0" or any(has_another(p) for p in self.library):
             return False
-        return words[:2] == ["-c", COMMAND_LINE] or (
+        return (words[0] == "-c" and words[1] in (COMMAND_LINE, XDIST)) or (
             words[0] == "-m" and words[1].startswith(("launcher", "jobs.", "tests.", "torch.distributed.run"))
         )
 
@@ -188,7 +189,7 @@ def _start(process: subprocess.Popen[Any], *arguments: Any) -> None:
     files = [number if file == -1 else file for number, file in enumerate(streams)]
     message = json.dumps(asdict(program)).encode()
     with _lock:
-        channel = _server or _first_server()
+        channel = start_server()
         socket.send_fds(channel, [len(message).to_bytes(8, "big")], [*files, *given["pass_fds"]])
         channel.sendall(message)
         process.pid = int.from_bytes(channel.recv(8), "big")
@@ -218,9 +219,11 @@ def _program(given: Mapping[str, Any]) -> Program | None:
     return program if program.is_known and Path(program.cwd).is_dir() else None
 
 
-def _first_server() -> socket.socket:
-    """Execute the server of this process, which is not a warm one itself."""
+def start_server() -> socket.socket:
+    """Execute the server of this process if it has none, because it is not a warm one itself."""
     global _server
+    if _server is not None:
+        return _server
     _server, theirs = socket.socketpair()
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TORCH", "LAUNCHER"))}
     code = "import sys; from tests.infra.warm import main; main(int(sys.argv[1]))"
