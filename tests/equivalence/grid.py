@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 # steps of a run, by selection
-STEPS = {"whole": 20, "covering": 6, "balanced": 6, "mutated": 12}
+STEPS = {"whole": 20, "covering": 4, "balanced": 4, "mutated": 8}
 GRADIENT, PARAMETERS = 1e-6, 1e-5  # relative, against fp64
 GLOBAL_SIZE = 96  # of which each world and accumulation of the grid has its share
 SHORT = 13  # samples of a short window: no world divides it
