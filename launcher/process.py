@@ -288,6 +288,19 @@ def raise_open_files() -> int:
     return wanted
 
 
+# variables that describe one process of a job: of torchrun, of a step of Slurm, of MPI
+_OF_ONE_PROCESS = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?RANK|((LOCAL|GROUP|ROLE)_)?WORLD_SIZE|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
+    r"|SLURM_(PROCID|LOCALID|TASK_PID|GTIDS)|PMI_(RANK|SIZE|FD|PORT|ID)|PMIX_(RANK|NAMESPACE|SERVER_.*)"
+    r"|OMPI_COMM_WORLD_.*"
+)
+
+
+def inherited_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Return ``env`` as the processes of a run inherit it: without what describes one process of an outer job."""
+    return {name: value for name, value in env.items() if not _OF_ONE_PROCESS.fullmatch(name)}
+
+
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Generator[None]:
     """Context in which ``os.environ`` has ``variables`` and no others."""

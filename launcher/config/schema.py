@@ -98,8 +98,6 @@ class ClusterConfig:
     """Restarts of the workers by torchrun after a failure; a training job resumes from its last checkpoint."""
     grace_s: int = key(30, at_least(1), affects="")
     """Seconds that workers have to finish their window and save when the job is stopped."""
-    env: list[str] = key([], affects="")
-    """Environment variables that workers get in addition to the usual ones; a trailing * matches any ending."""
     partition: str | None = key(None, only="cluster=slurm", affects="")
     """slurm: partition. Default: that of the cluster."""
     account: str | None = key(None, only="cluster=slurm", affects="")

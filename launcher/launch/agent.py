@@ -26,7 +26,6 @@ from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Superseded
 from launcher.heartbeat import PROGRESS
 from launcher.launch import rendezvous
 from launcher.launch.watchdog import HangWatch, NoWatch
-from launcher.plan.host import allowed_env
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.process import (
@@ -36,6 +35,7 @@ from launcher.process import (
     StopShield,
     die_with_parent,
     environment,
+    inherited_environment,
     living_children,
     raise_open_files,
 )
@@ -99,9 +99,9 @@ def serve(plan: LaunchPlan, plan_file: Path, own: Incarnation, shield: StopShiel
     ``shield``. The caller decides whether the job ends or is requeued.
     """
     raise_open_files()
-    # only a tracker's process may see its key
-    inherited = plan.env.default | allowed_env(os.environ, plan.env.allow) | plan.env.set
+    inherited = plan.env.default | inherited_environment(os.environ) | plan.env.set
     of_run = {AGENT_PID: str(os.getpid()), INCARNATION: str(own), RUN_ID: plan.run.id, RUN_DIR: plan.run.dir}
+    of_run[PROGRESS] = ""  # not that of an outer run
     trackers = TrackerProcesses(plan, own)
     trackers.start()
     try:

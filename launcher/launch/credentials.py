@@ -9,11 +9,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from launcher.config.choices import WandbMode
-from launcher.config.schema import ClusterKind, Config
+from launcher.config.schema import Config
 from launcher.errors import SiteError
 from launcher.plan.callback_plan import notify_entries, require_environment, solve_callbacks
 from launcher.plan.clusters import cluster_of
-from launcher.plan.host import batch_env
 
 
 def require_credentials(config: Config, *, of_script: bool = False) -> None:
@@ -25,16 +24,13 @@ def require_credentials(config: Config, *, of_script: bool = False) -> None:
     Raises:
         ConfigError, SiteError: they will not.
     """
-    # a Slurm job finds a key in .netrc, or in a variable that the user lists in cluster.env
-    batch = config.cluster.kind == ClusterKind.slurm
-    env = batch_env(os.environ, ("HOME", *config.cluster.env)) if batch else os.environ
     if not of_script and "wandb" in config.trackers and config.wandb.mode is WandbMode.online:
-        require_wandb_key(env)
+        require_wandb_key(os.environ)
     if not cluster_of(config.cluster.kind).typed_on_each_host:  # there only the first host reports
         entries = [("notify", entry) for entry in notify_entries(config.notify)]
         own = () if of_script else solve_callbacks(config.callbacks)
         entries += [(f"callbacks[{number}]", entry) for number, entry in enumerate(own)]
-        require_environment(entries, env, passed_on=batch)
+        require_environment(entries, os.environ)
 
 
 def require_wandb_key(env: Mapping[str, str]) -> None:

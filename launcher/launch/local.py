@@ -29,17 +29,15 @@ from launcher.errors import (
 from launcher.launch.agent import open_attempt
 from launcher.plan.callback_plan import may_report, notify_entries
 from launcher.plan.clusters import Peers, Regrouping
-from launcher.plan.host import allowed_env
 from launcher.plan.launch_plan import LaunchPlan, RunInfo
 from launcher.plan.run_plan import RunPlan
-from launcher.process import RUN_ID, STOP_SIGNALS, signal_handler
+from launcher.process import RUN_ID, STOP_SIGNALS, inherited_environment, signal_handler
 from launcher.quantities import count
 from launcher.rundir import history
 from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import read_json, write_json, write_text
 from launcher.rundir.history import Submission, failure_record
 from launcher.rundir.paths import RunPaths
-from launcher.trackers.installed import possible_trackers
 from launcher.trackers.tracker_processes import wait_after_stop
 
 POLL_S = 0.1
@@ -277,11 +275,10 @@ class _StopForwarder:
 
 
 def _start_agent(plan: LaunchPlan, plan_file: Path, own: Incarnation) -> subprocess.Popen[bytes]:
-    withheld = [pattern for tracker in possible_trackers(plan) for pattern in tracker.env]
     with plan.paths.node_log(plan.node).open("ab") as log:
         return subprocess.Popen(
             [*AGENT, plan.run.dir, plan_file.name, str(os.getpid()), str(own)],
-            env=allowed_env(os.environ, (*plan.env.allow, *withheld)) | {RUN_ID: plan.run.id},
+            env=inherited_environment(os.environ) | {RUN_ID: plan.run.id},
             cwd=plan.cluster.cwd,
             stdin=subprocess.DEVNULL,
             stdout=log,

@@ -53,8 +53,7 @@ class InstalledCallback:
         defined: the same class by the module that defines it, if ``target`` only imports it from there.
         notes: called with the entries of this class, the run's steps (None: not known) and ranks; returns notes of the
             plan, and raises ConfigError.
-        require: called with an entry, the environment where the run's outcome is reported, and whether that has only
-            what is passed to a batch job; raises ConfigError.
+        require: called with an entry and the environment where the run's outcome is reported; raises ConfigError.
         notifier: returns the entry that sends the messages of a word of ``notify``, and raises ConfigError.
         reports: it has the method ``on_outcome``, which only sends messages.
         averages: its state has averages of the parameters.
@@ -63,7 +62,7 @@ class InstalledCallback:
     target: str
     defined: str = ""
     notes: Callable[[Sequence[Keyed], int | None, int], list[str]] = lambda _entries, _steps, _ranks: []
-    require: Callable[[Keyed, Mapping[str, str], bool], None] = lambda _entry, _env, _passed_on: None
+    require: Callable[[Keyed, Mapping[str, str]], None] = lambda _entry, _env: None
     notifier: Callable[[str], Entry] | None = None
     reports: bool = False
     averages: bool = False
@@ -161,19 +160,18 @@ def callback_notes(entries: Sequence[Entry], steps: int | None, ranks: int) -> l
     return notes
 
 
-def require_environment(entries: Sequence[Keyed], env: Mapping[str, str], *, passed_on: bool) -> None:
+def require_environment(entries: Sequence[Keyed], env: Mapping[str, str]) -> None:
     """Check that installed callbacks find what they read from the environment.
 
     Args:
         env: variables where the outcome is reported.
-        passed_on: ``env`` has only what is passed to a batch job.
 
     Raises:
         ConfigError: one of them lacks a variable.
     """
     for key, entry in entries:
         if (installed := installed_callback(entry)) is not None:
-            installed.require((key, entry), env, passed_on)
+            installed.require((key, entry), env)
 
 
 def require_callbacks(entries: Sequence[dict[str, Any]], search_path: Sequence[str], task: object = None) -> None:

@@ -1,8 +1,7 @@
-"""Hardware of this host or partition, environment variables that a job inherits, natively computed number formats."""
+"""Hardware of this host or partition, natively computed number formats, and texts without secrets."""
 
 from __future__ import annotations
 
-import fnmatch
 import importlib.metadata
 import os
 import platform
@@ -19,28 +18,6 @@ from typing import Any, cast
 from launcher.config.schema import Device, PrecisionKind
 from launcher.errors import SiteError, without_credentials
 
-# Variables that a worker inherits. The rest of the submitter's shell is withheld, so that a job cannot depend on it by
-# accident and no secret is passed on unrequested. Only a tracker's process receives its key.
-ALLOWED_ENV = (
-    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_*", "TZ", "TERM", "TMPDIR", "XDG_*",
-    "PYTHONPATH", "PYTHONHASHSEED", "PYTHONNOUSERSITE", "PYTHONWARNINGS", "VIRTUAL_ENV", "CONDA_*",
-    "LD_LIBRARY_PATH", "LD_PRELOAD",
-    "CUDA_*", "NVIDIA_*", "NCCL_*", "GLOO_*", "TORCH_*", "PYTORCH_*", "TORCHINDUCTOR_*", "TRITON_*", "CUBLAS_*",
-    "OMP_*", "MKL_*", "ONEDNN_*", "DNNL_*", "ATEN_*", "KMP_*", "GOMP_*", "OPENBLAS_*",
-    "HF_HOME", "HF_DATASETS_*", "HF_HUB_OFFLINE",
-    "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "http_proxy", "https_proxy", "no_proxy",
-    "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "CC", "CXX", "LAUNCHER_SHARE_GPU",
-)  # fmt: skip
-# further variables of a batch script: to find Slurm, for `module load` in cluster.setup, and for files that apptainer
-# fetches
-BATCH_ENV = (
-    "SLURM_CONF", "BASH_ENV", "BASH_FUNC_*", "MODULEPATH", "MODULESHOME", "MODULES_*", "LOADEDMODULES", "_LMFILES_",
-    "LMOD_*", "__LMOD_*", "_ModuleTable*", "ENV", "WANDB_BASE_URL",
-    "WANDB_TAGS", "WANDB_NOTES", "WANDB_JOB_TYPE", "WANDB_RUN_GROUP",
-    "APPTAINER_CACHEDIR", "APPTAINER_TMPDIR", "SINGULARITY_CACHEDIR", "SINGULARITY_TMPDIR",
-)  # fmt: skip
-# URLs that may contain a user name and password
-_URLS = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "WANDB_BASE_URL")
 # last parts of config keys whose texts no output shows, and of those that are addresses whose path may be a secret
 _SECRET_KEYS = re.compile(
     r"(^|_)(password|passwd|pwd|secret|credentials?|api_?key|access_key|private_key|secret_key)$"
@@ -206,33 +183,6 @@ def _gpus_of_torch(env: tuple[tuple[str, str], ...]) -> int:
     count = "import torch; print(torch.cuda.device_count())"
     done = subprocess.run([sys.executable, "-c", count], env=dict(env), capture_output=True, text=True, check=False)
     return int(done.stdout) if done.stdout.strip().isdecimal() else 0
-
-
-def allowed_env(env: Mapping[str, str], patterns: tuple[str, ...]) -> dict[str, str]:
-    """Return the variables of ``env`` whose names match ``patterns`` (exact, or with a trailing *)."""
-    return {name: env[name] for name in env if any(fnmatch.fnmatchcase(name, p) for p in patterns)}
-
-
-def batch_env(env: Mapping[str, str], allow: Sequence[str], passed_on: Sequence[str] = ()) -> dict[str, str]:
-    """Return the variables of ``env`` that are passed to sbatch, where Slurm stores them.
-
-    Args:
-        allow: patterns that workers inherit. A URL that contains a password must be named in it explicitly, in
-            addition to ALLOWED_ENV.
-        passed_on: further variables; a URL among them may not contain a password either.
-    """
-    usual: list[str] = list(ALLOWED_ENV)
-    named: list[str] = []
-    for pattern in allow:
-        (usual.remove if pattern in usual else named.append)(pattern)
-    explicit = set(allowed_env(env, tuple(named)))
-    allowed = allowed_env(env, (*allow, *BATCH_ENV, *passed_on))
-    urls = {*_URLS, *passed_on}
-
-    def is_open(url: str) -> bool:
-        return "@" not in url and without_credentials(url) == url
-
-    return {name: allowed[name] for name in allowed if name in explicit or name not in urls or is_open(allowed[name])}
 
 
 def without_path(word: str) -> str:

@@ -164,15 +164,13 @@ class ClusterPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvPlan:
-    """Environment of the workers.
+    """Variables of the workers beside those of the job on their node.
 
     Attributes:
-        allow: names that workers inherit; a trailing * matches any ending.
         default: values of variables that the user's environment does not set.
         set: values that override the user's environment.
     """
 
-    allow: tuple[str, ...]
     default: dict[str, str]
     set: dict[str, str]
 

@@ -7,7 +7,7 @@ from launcher.errors import ConfigError
 from launcher.plan.callback_plan import notify_entries
 from launcher.plan.clusters import cluster_of, require_effect
 from launcher.plan.gpus import find_gpu
-from launcher.plan.host import ALLOWED_ENV, Site, shares_gpus
+from launcher.plan.host import Site, shares_gpus
 from launcher.plan.launch_plan import PLAN_FORMAT, ClusterPlan, EnvPlan, LaunchPlan, NodeRange, RunInfo, node_range
 from launcher.plan.sbatch_options import names_gpus, solve_sbatch
 
@@ -29,7 +29,7 @@ def solve_script(config: Config, site: Site, run: RunInfo, arguments: list[str])
         format=PLAN_FORMAT,
         run=run,
         cluster=cluster,
-        env=solve_env(config.cluster, cluster, site),
+        env=solve_env(cluster, site),
         command=(*SCRIPT_COMMAND, *arguments),
         notify=tuple(config.notify),
         added=config.added_values(),
@@ -136,12 +136,11 @@ def _check_kind(config: ClusterConfig, nodes: NodeRange) -> None:
     cluster_of(config.kind).check(config, nodes)
 
 
-def solve_env(config: ClusterConfig, cluster: ClusterPlan, site: Site) -> EnvPlan:
+def solve_env(cluster: ClusterPlan, site: Site) -> EnvPlan:
     cores = site.cores if cluster.slurm is None else cluster.slurm.cpus_per_node
     threads = max(1, cores // cluster.workers_per_node)
     no_gpu = {"CUDA_VISIBLE_DEVICES": ""} if cluster.device is Device.cpu else dict[str, str]()
     return EnvPlan(
-        allow=(*ALLOWED_ENV, *config.env),
         # a task that enumerates a set of strings gets the same order on every rank and at every start
         default={"OMP_NUM_THREADS": str(threads), "PYTHONHASHSEED": "0"},
         # unbuffered: a log line must survive the process that printed it; no shared store: each attempt has its own

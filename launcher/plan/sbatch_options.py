@@ -25,7 +25,7 @@ _KEYS = {
 }  # fmt: skip
 # sbatch options that the launcher itself sets or relies on
 _OURS = (
-    "array", "chdir", "cpus-per-gpu", "error", "export", "input", "job-name", "no-requeue", "ntasks", "ntasks-per-core",
+    "array", "chdir", "cpus-per-gpu", "error", "input", "job-name", "no-requeue", "ntasks", "ntasks-per-core",
     "ntasks-per-gpu", "ntasks-per-socket", "open-mode", "output", "requeue", "signal", "test-only", "wait", "wrap",
 )  # fmt: skip
 

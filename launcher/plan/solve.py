@@ -246,7 +246,7 @@ def _on_cluster(
         format=PLAN_FORMAT,
         run=run,
         cluster=cluster,
-        env=solve_env(config.cluster, cluster, site),
+        env=solve_env(cluster, site),
         command=WORKER_COMMAND,
         batch=batch,
         epoch=epoch,

@@ -13,7 +13,6 @@ from functools import cache
 from launcher.config.choices import WandbMode
 from launcher.config.schema import Config
 from launcher.errors import ConfigError, UserError, did_you_mean
-from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths
@@ -86,8 +85,3 @@ def recorded_trackers(paths: RunPaths) -> tuple[str, ...]:
         if "batch" in fields:
             return tuple(fields.get("trackers", ()))
     return ()
-
-
-def possible_trackers(plan: LaunchPlan) -> list[type[Tracker]]:
-    """Return the trackers of a job; all that are installed for a script, whose engine chooses them later."""
-    return [described_tracker(name) for name in (plan.trackers if isinstance(plan, RunPlan) else installed_trackers())]

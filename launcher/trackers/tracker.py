@@ -77,16 +77,12 @@ class Tracker(ABC):
         title: name in messages and tables.
         module: module of the tracker's library; where it is missing, a start is refused.
         install: command that installs it.
-        env: patterns of the environment variables that only the tracker's process receives.
-        passed_on: those of them that a Slurm job takes along, which stores them: no passwords.
         remedy: sentence on what to check when the server does not answer or refuses the login.
     """
 
     title: ClassVar[str]
     module: ClassVar[str] = ""
     install: ClassVar[str] = ""
-    env: ClassVar[tuple[str, ...]] = ()
-    passed_on: ClassVar[tuple[str, ...]] = ()
     remedy: ClassVar[str] = ""
 
     def __init__(self, plan: RunPlan, status: Mapping[str, Any]) -> None:

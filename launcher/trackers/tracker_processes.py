@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from launcher.errors import EXIT_DONE, Superseded, UserError
-from launcher.plan.host import allowed_env
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
-from launcher.process import RUN_ID
+from launcher.process import RUN_ID, inherited_environment
 from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import read_json, write_json, write_line
 from launcher.rundir.paths import RunPaths
@@ -62,7 +61,7 @@ class TrackerProcesses(threading.Thread):
     def __init__(self, plan: LaunchPlan, own: Incarnation) -> None:
         super().__init__(daemon=True)
         self._plan, self._own = plan, own
-        self._env = dict(os.environ)
+        self._env = inherited_environment(os.environ)
         self._kept: dict[str, _Kept] = {}
         self._over = threading.Event()
 
@@ -118,7 +117,7 @@ class TrackerProcesses(threading.Thread):
         with self._log(tracker) as log:
             return subprocess.Popen(
                 [sys.executable, "-P", "-m", "launcher.trackers.mirror", plan.run.dir, str(self._own), tracker],
-                env=allowed_env(self._env, (*plan.env.allow, *described_tracker(tracker).env)) | {RUN_ID: plan.run.id},
+                env=self._env | {RUN_ID: plan.run.id},
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

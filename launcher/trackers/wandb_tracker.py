@@ -29,7 +29,6 @@ class WandbTracker(Tracker):
     """
 
     title, module, install = "W&B", "wandb", "pip install wandb"
-    env = ("WANDB_*", "NETRC")
     remedy = "Check WANDB_BASE_URL and WANDB_API_KEY, or set wandb.mode=offline."
 
     def __init__(self, plan: RunPlan, status: Mapping[str, Any]) -> None:

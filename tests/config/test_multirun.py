@@ -40,7 +40,7 @@ def never(config: Config, yaml: str) -> int:
 def test_each_cell_has_the_config_that_hydra_composes() -> None:
     """Groups, values, new keys, nulls and lists, in one sweep: the quick way and Hydra's own agree."""
     cells = cells_of(
-        "optimizer=sgd,adamw", "batch.accumulation=1,2", "task.width=64,96", "cluster.env=[A],[B,C]", "strategy=fsdp",
+        "optimizer=sgd,adamw", "batch.accumulation=1,2", "task.width=64,96", "cluster.setup=[A],[B,C]", "strategy=fsdp",
         "++task.depth=2", "train.clip_norm=null",
     )  # fmt: skip
     assert len(cells) == 16

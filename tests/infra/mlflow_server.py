@@ -12,7 +12,6 @@ from typing import Self
 import psutil
 
 from launcher.launch.network import free_port
-from launcher.plan.host import allowed_env
 from tests.infra.runs import wait_for
 
 
@@ -39,7 +38,7 @@ class MlflowServer:
             "--artifacts-destination", f"{self._directory}/artifacts",
         ]  # fmt: skip
         # a further process, for jobs that nothing here starts
-        env = {**allowed_env(os.environ, ("*",)), "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+        env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
         with (self._directory / "server.log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
         wait_for(self._answers, "MLflow's server", 120)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from launcher.process import AGENT_PID, RUN_ID
 from tests.helpers import launch_command, patience
@@ -22,6 +23,26 @@ OWN = (
     "batch.global_size=24", "batch.micro_size=3", "schedule=constant", "schedule.warmup_steps=0",
     "run.calibrate_s=0",  # its passes would be among those that a task in trouble counts
 )  # fmt: skip
+# what a shell exports that no file may contain
+CANARY = "the-5ecret-of-a-shell"
+MY_SETUP = "cluster.setup=['export MY_SETUP=1']"
+
+
+def export_canary(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set MY_SECRET in the shell, and let the workers of a project print "canary" if they have it and MY_SETUP."""
+    monkeypatch.setenv("MY_SECRET", CANARY)
+    with (project / "speech" / "tasks.py").open("a") as file:
+        file.write(f"""
+import os
+if os.environ.get("MY_SECRET", "")[4:] == {CANARY[4:]!r} and os.environ.get("MY_SETUP") == "1":
+    print("canary")
+""")
+
+
+def files_with_canary(folder: Path) -> list[Path]:
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    assert files
+    return [file for file in files if CANARY.encode() in file.read_bytes()]
 
 
 def records(run: Path) -> list[dict[str, Any]]:

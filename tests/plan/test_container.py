@@ -61,7 +61,7 @@ module load cuda
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --unbuffered --output /nowhere/runs/run/slurm/%j_%t_log.out --kill-on-bad-exit=1 --cpus-per-task=4 """
+srun --unbuffered --output /nowhere/runs/run/slurm/%j_%t_log.out --kill-on-bad-exit=1 --export=ALL --cpus-per-task=4 """
         """'--container-image=me.example#team/launcher:1' """
         """--container-mounts=/nowhere:/nowhere,/opt/slurm/etc:/opt/slurm/etc:nofail,/run/munge:/run/munge:nofail,"""
         """/data:/data:ro --container-workdir=/nowhere --no-container-mount-home """

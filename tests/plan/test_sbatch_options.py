@@ -88,7 +88,7 @@ trap - DEBUG; setup_line=
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --unbuffered --output /nowhere/run/slurm/%j_%t_log.out --kill-on-bad-exit=1 --cpus-per-task=12 """
+srun --unbuffered --output /nowhere/run/slurm/%j_%t_log.out --kill-on-bad-exit=1 --export=ALL --cpus-per-task=12 """
         """/bin/sh -c 'trap "" TERM USR2; exec "$0" "$@"' PYTHON -P -u -m launcher.launch.slurm.node """
         """/nowhere/run/slurm/NUMBER.json
 """
@@ -105,7 +105,7 @@ def test_the_script_of_a_range() -> None:
         "#SBATCH --output=/nowhere/run/slurm/%j_0_log.out", "#SBATCH --requeue", "#SBATCH --signal=USR2@45",
     ]  # fmt: skip
     (srun,) = (line for line in lines if line.startswith("srun "))
-    assert "--kill-on-bad-exit=1 --cpus-per-task=2 /bin/sh" in srun
+    assert "--kill-on-bad-exit=1 --export=ALL --cpus-per-task=2 /bin/sh" in srun
 
 
 def test_gpus_and_cores_follow_the_partition() -> None:

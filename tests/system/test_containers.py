@@ -9,7 +9,7 @@ import pytest
 
 from tests.infra import apptainer
 from tests.infra.jobs_on_slurm import JOB, Project, assert_as_undisturbed
-from tests.infra.runs import records
+from tests.infra.runs import MY_SETUP, export_canary, files_with_canary, records
 from tests.infra.slurm import Cluster, needs_slurm
 
 pytestmark = [
@@ -29,9 +29,13 @@ def in_container(by_cgroup: Cluster, project: Path, monkeypatch: pytest.MonkeyPa
     programs.mkdir()
     apptainer.install(programs)
     monkeypatch.setitem(by_cgroup.env, "PATH", f"{programs}:{by_cgroup.env['PATH']}")
-    monkeypatch.setenv("NOT_ALLOWED", "1")
+    export_canary(project, monkeypatch)
     mounts = apptainer.mounts()
-    return ("cluster.container=own.sif", f"cluster.sbatch.container-mounts='{mounts}'", "cluster.env=[ALLOWED]")
+    return (
+        "cluster.container=own.sif",
+        f"cluster.sbatch.container-mounts='{mounts}'",
+        MY_SETUP,
+    )
 
 
 def test_a_job_that_is_preempted_and_cancelled_is_the_undisturbed_run(
@@ -43,7 +47,6 @@ def test_a_job_that_is_preempted_and_cancelled_is_the_undisturbed_run(
     for node in mine.events()[-1]["nodes"]:
         inside = [pid for pid in by_cgroup.pids(node) if Path(f"/proc/{pid}/root{apptainer.PYTHON}").is_symlink()]
         assert len(inside) >= 2, "the agent and its worker"
-        assert all(b"NOT_ALLOWED" not in Path(f"/proc/{pid}/environ").read_bytes() for pid in inside)
     urgent = by_cgroup.login(
         "sbatch", "--parsable", "--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
     ).stdout.strip()
@@ -59,6 +62,8 @@ def test_a_job_that_is_preempted_and_cancelled_is_the_undisturbed_run(
     assert (mine.run / "checkpoints" / f"step_{records(mine.run)[-1]['step']:06d}").is_dir(), "it had time to save"
     mine.launch("resume", "own", "--wait")
     assert_as_undisturbed(mine.run, undisturbed)
+    assert all("canary\n" in log.read_text() for log in (mine.run / "logs").glob("rank*.log"))
+    assert files_with_canary(project) == []
     mine.nothing_is_left()
 
 

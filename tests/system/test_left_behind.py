@@ -23,7 +23,7 @@ MARK = "LAUNCHER_TEST_MARK"
 TASK = Path(__file__).with_name("left_behind_task.py")
 JOB = (
     "task._target_=left_behind_task.Task", "batch.global_size=8", "batch.micro_size=2", "precision=fp32",
-    "cluster.grace_s=1", f"cluster.env=[{MARK}]", "run.calibrate_s=0", "wandb.mode=disabled",
+    "cluster.grace_s=1", "run.calibrate_s=0", "wandb.mode=disabled",
 )  # fmt: skip
 # SIGKILL is the harder test; a SIGTERM that is handled must lead to the same end, and to no directory left behind
 BY_SIGTERM = ("forecast", "verify")
@@ -62,7 +62,7 @@ def cases(directory: Path) -> dict[str, Case]:
         ),
         "verify": Case(launch_command("verify", *JOB, "task.waits=loss"), "verify.verify_worker", 2, place="loss"),
         "drill": Case(launch_command("drill", *JOB, *train), "train.worker", 2, place="sample"),
-        "doctor": Case(launch_command("doctor", f"cluster.env=[{MARK}]"), "doctor.bandwidth", 2),
+        "doctor": Case(launch_command("doctor"), "doctor.bandwidth", 2),
         "report": Case([sys.executable, "report.py"], "spawn_main", 2),
     }  # fmt: skip
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.conftest import Launch
 from tests.helpers import ROOT
+from tests.infra.runs import CANARY, files_with_canary
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +20,7 @@ import os, sys
 import helper_beside_the_script
 import torch.distributed as dist
 dist.init_process_group("gloo")
-mine = sorted(name for name in os.environ if name.startswith("MY_"))
+mine = sorted(name for name in os.environ if name.startswith(("MY_", "SLURM_PROCID")))
 print("rank", dist.get_rank(), "of", dist.get_world_size(), sys.argv[1:], mine)
 print("to stderr", file=sys.stderr)
 if "--fail" in sys.argv and dist.get_rank() == 1:
@@ -42,14 +43,15 @@ def script(tmp_path: Path) -> Path:
 
 def test_a_script_runs_as_under_torchrun(launch: Launch, script: Path, tmp_path: Path) -> None:
     done = launch(
-        "run", "cluster.workers_per_node=3", "cluster.env=[MY_NAME]", "run.name=r", "--", str(script), "--flag", "a=b",
-        env={"MY_NAME": "x", "MY_SECRET": "y"},
+        "run", "cluster.workers_per_node=3", "run.name=r", "--", str(script), "--flag", "a=b",
+        env={"MY_SECRET": CANARY, "RANK": "0", "WORLD_SIZE": "1", "ROLE_NAME": "MY_", "SLURM_PROCID": "0"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    expected = "of 3 ['--flag', 'a=b'] ['MY_NAME']"
+    expected = "of 3 ['--flag', 'a=b'] ['MY_SECRET']"
     assert done.stdout.splitlines() == [f"rank 0 {expected}", "to stderr"], "rank 0 is echoed, in order"
     for rank in (1, 2):
         assert f"rank {rank} {expected}" in (tmp_path / "runs" / "r" / "logs" / f"rank{rank}.log").read_text()
+    assert files_with_canary(tmp_path / "runs") == []
 
 
 @pytest.mark.parametrize(

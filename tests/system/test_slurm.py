@@ -12,7 +12,7 @@ import pytest
 from launcher.record.measurements import read_run
 from launcher.record.report_entry import identity_of, read_entry
 from tests.infra.jobs_on_slurm import JOB, Project, assert_as_undisturbed
-from tests.infra.runs import records
+from tests.infra.runs import MY_SETUP, export_canary, files_with_canary, records
 from tests.infra.slurm import Cluster, needs_slurm
 
 pytestmark = [
@@ -60,10 +60,11 @@ def test_a_job_that_is_told_to_stop_preempted_and_requeued_is_the_undisturbed_ru
 
 
 def test_cancelling_leaves_nothing_and_resuming_loses_nothing(
-    either: Cluster, project: Path, undisturbed: Path
+    either: Cluster, project: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = Project(either, project)
-    mine.submit("cluster.nodes=2", "cluster.workers_per_node=1", "wandb.mode=offline")
+    export_canary(project, monkeypatch)
+    mine.submit("cluster.nodes=2", "cluster.workers_per_node=1", "wandb.mode=offline", MY_SETUP)
     mine.wait_for_step(12)
     mine.launch("cancel", "own")
     assert mine.state() == "cancelled"
@@ -73,6 +74,8 @@ def test_cancelling_leaves_nothing_and_resuming_loses_nothing(
     shown = mine.launch("resume", "own", "--wait").stdout
     assert "Run own: done" in shown
     assert_as_undisturbed(mine.run, undisturbed)
+    assert all("canary\n" in log.read_text() for log in (mine.run / "logs").glob("rank*.log"))
+    assert files_with_canary(project) == []
     assert "problem" not in {k for k, v in json.loads((mine.run / "wandb.json").read_text()).items() if v}
     mine.nothing_is_left()
     assert read_entry(mine.run, identity_of(mine.run)) == (["own", ""], read_run(mine.run))

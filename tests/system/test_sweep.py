@@ -14,7 +14,7 @@ import pytest
 from launcher.rundir.paths import SweepPaths
 from launcher.sweeps import manifest
 from tests.helpers import ROOT, launch, launch_command, patience
-from tests.infra.runs import OWN, records, wait_for
+from tests.infra.runs import MY_SETUP, OWN, export_canary, files_with_canary, records, wait_for
 from tests.infra.slurm import Cluster, cluster, needs_slurm
 
 CELL = (*(word for word in OWN if not word.startswith(("run.name", "batch.micro"))), "train.steps=6")
@@ -52,12 +52,15 @@ def typed(there: Cluster, project: Path) -> Typed:
 
 @pytest.mark.root
 @needs_slurm
-def test_cells_are_arrays_by_shape_and_each_one_stands_for_itself(typed: Typed) -> None:
+def test_cells_are_arrays_by_shape_and_each_one_stands_for_itself(
+    typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One cell fails, one shape is impossible; the same command then begins nothing, and retry the failed one alone."""
     sweep = (
         "train", "-m", "cluster=slurm", "cluster.nodes=2", "cluster.workers_per_node=1,2", "batch.accumulation=2,5",
-        "task.trouble=null,raise", *CELL, "sweep.name=study",
+        "task.trouble=null,raise", *CELL, "sweep.name=study", MY_SETUP,
     )  # fmt: skip
+    export_canary(typed.place, monkeypatch)
     # 24 samples cannot be shared in fives; "raise" is raised in the eleventh micro-batch
     said = typed(*sweep, "--wait", status=2)
     cells = typed.cells("study")
@@ -78,6 +81,11 @@ def test_cells_are_arrays_by_shape_and_each_one_stands_for_itself(typed: Typed) 
     plans = [json.loads((Path(cell["dir"]) / "plan.json").read_text()) for cell in cells.values() if cell["dir"]]
     assert {plan["wandb"]["group"] for plan in plans} == {"study"}
     assert sorted(plan["run"]["name"] for plan in plans) == sorted(Path(plan["run"]["dir"]).name for plan in plans)
+
+    logs = [log for cell in cells.values() if cell["dir"] for log in Path(cell["dir"]).glob("logs/rank*.log")]
+    assert len(logs) == 12
+    assert all("canary\n" in log.read_text() for log in logs)
+    assert files_with_canary(typed.place) == []
 
     first = {name: cell["job"] for name, cell in cells.items()}
     typed("retry", "study", "--wait", status=1)

@@ -56,12 +56,10 @@ def of_run(plan: RunPlan) -> dict[str, psutil.Process]:
     return found
 
 
-def test_each_has_a_process_with_its_own_secrets(
+def test_each_has_a_process_with_the_environment_of_the_job(
     tmp_path: Path, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = {"wandb": "WANDB_API_KEY", "mlflow": "MLFLOW_TRACKING_PASSWORD"}
-    for key in keys.values():
-        monkeypatch.setenv(key, "secret")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "secret")
     plan = plan_in(tmp_path, *ALL)
     trackers = TrackerProcesses(plan, Incarnation(1, 2))
     monkeypatch.delenv("MLFLOW_TRACKING_PASSWORD")  # the workers' environment replaces this one later
@@ -69,9 +67,7 @@ def test_each_has_a_process_with_its_own_secrets(
     found = of_run(plan)
     assert [*found] == ["wandb", "tensorboard", "mlflow"]
     assert started[1][3:] == ["launcher.trackers.mirror", plan.run.dir, "1.2", "tensorboard"]
-    for name, process in found.items():
-        own = {keys[name]} if name in keys else set[str]()
-        assert {key for key in keys.values() if key in process.environ()} == own
+    assert all("MLFLOW_TRACKING_PASSWORD" in process.environ() for process in found.values())
     assert trackers.finish(30) == {*found}
     assert of_run(plan) == {}
     assert len(started) == 3

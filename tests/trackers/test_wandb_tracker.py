@@ -10,7 +10,6 @@ import pytest
 import wandb
 
 from launcher.config.key_facts import typed
-from launcher.plan.host import batch_env
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir.paths import RunPaths
 from launcher.trackers.tracker import StepEntry, entries_of, sample_files
@@ -106,7 +105,3 @@ def test_wandb_shows_texts_and_images(tmp_path: Path, monkeypatch: pytest.Monkey
     entry = StepEntry({"step": 3}, sample_files(paths, 3), 0)
     assert wandb_media(entry) == {"samples/face": "image", "samples/story": "html"}
     assert made == [str(paths.samples(3) / "face.png"), ('<pre style="white-space: pre-wrap">a &lt; b</pre>', False)]
-
-
-def test_a_slurm_job_takes_them_along() -> None:
-    assert batch_env(WANDB | {"WANDB_API_KEY": "secret"}, ()) == WANDB

@@ -86,7 +86,7 @@ def is_web_address(word: str) -> bool:
     return re.fullmatch(_WEB_ADDRESS, word) is not None
 
 
-def require_address(keyed: Keyed, env: Mapping[str, str], passed_on: bool) -> None:
+def require_address(keyed: Keyed, env: Mapping[str, str]) -> None:
     """Check that the environment variable from which a Webhook reads an address has one. Raises ConfigError."""
     key, entry = keyed
     variable = entry.get("url_from")
@@ -94,9 +94,7 @@ def require_address(keyed: Keyed, env: Mapping[str, str], passed_on: bool) -> No
         return
     value, hint = env.get(variable), f"export {variable}=..."
     if value is None:
-        where = "among those that the batch job gets" if passed_on else "here"
-        problem = f"there is no such environment variable {where}."
-        hint = f"List it: cluster.env=[{variable}]." if passed_on else hint
+        problem = "there is no such environment variable here."
     elif not value:
         problem = "this environment variable is empty."
     elif is_web_address(value):

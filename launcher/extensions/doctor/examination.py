@@ -159,7 +159,7 @@ def _plan(config: Config, site: Site, folder: Path) -> LaunchPlan:
     solved = solve_cluster(cluster, site, slurm_checks.NAME, config.strategy.kind)
     version = metadata.version("launcher")
     run = RunInfo(name=slurm_checks.NAME, id=secrets.token_hex(4), dir=str(folder), created="", version=version)
-    env = solve_env(cluster, solved, site)
+    env = solve_env(solved, site)
     return LaunchPlan(format=PLAN_FORMAT, run=run, cluster=solved, env=env, command=())
 
 

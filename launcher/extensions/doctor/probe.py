@@ -39,9 +39,9 @@ from launcher.launch.credentials import require_wandb_key
 from launcher.launch.network import GLOO, NCCL, Route, free_port, interface_env, interfaces
 from launcher.launch.slurm.client import SlurmTask
 from launcher.launch.slurm.node import route_to, route_to_others
-from launcher.plan.host import allowed_env, file_system, visible_gpus
+from launcher.plan.host import file_system, visible_gpus
 from launcher.plan.launch_plan import EnvPlan
-from launcher.process import raise_open_files, wait_until
+from launcher.process import inherited_environment, raise_open_files, wait_until
 from launcher.rundir.files import read_json, write_json
 
 PACKAGES = ("launcher", "torch", "hydra-core", "wandb", "submitit", "rich", "numpy")
@@ -353,8 +353,8 @@ def _publish_bandwidth(question: Question, exchange: Exchange, network: Network 
     workers = [
         Worker(first + local, world, local, count, network.store or "", device, os.getpid()) for local in range(count)
     ]
-    env = {**question.env.default, **network.names, **os.environ, **question.env.set}
-    measured = bandwidth.measure(workers, allowed_env(env, question.env.allow))
+    env = {**question.env.default, **network.names, **inherited_environment(os.environ), **question.env.set}
+    measured = bandwidth.measure(workers, env)
     exchange.publish(bandwidth={"world": world} | measured)
 
 

@@ -36,7 +36,6 @@ class MlflowTracker(Tracker):
     RUN_TAG = "launcher.run_id"
 
     title, module, install = "MLflow", "mlflow", "pip install 'launcher[mlflow]'"
-    env, passed_on = ("MLFLOW_*",), ("MLFLOW_TRACKING_URI",)
     remedy = (
         "Check mlflow.tracking_uri, or the variables MLFLOW_TRACKING_URI, MLFLOW_TRACKING_USERNAME with "
         "MLFLOW_TRACKING_PASSWORD, and MLFLOW_TRACKING_TOKEN."

@@ -81,7 +81,7 @@ def ask(*command: str, check: bool = True) -> str:
     """
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, env=_environment()
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, env=command_environment()
         )
     except FileNotFoundError:
         raise SiteError(f"{command[0]} is not on this machine's PATH.") from None
@@ -95,7 +95,7 @@ def ask(*command: str, check: bool = True) -> str:
     return done.stdout
 
 
-def _environment() -> dict[str, str]:
+def command_environment() -> dict[str, str]:
     """Return the environment without variables that change the commands' output format or the cluster they address."""
     ours = ("SLURM_CONF",)
     foreign = ("SLURM", "SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_", "SBATCH_")

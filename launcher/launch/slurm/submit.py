@@ -24,15 +24,14 @@ from launcher.errors import ConfigError, SiteError, UserError
 from launcher.launch import local
 from launcher.launch.slurm import client, node
 from launcher.plan import container
-from launcher.plan.host import OWN_MEMORY, batch_env, file_system
+from launcher.plan.host import OWN_MEMORY, file_system
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.placement import SCRIPT_COMMAND
 from launcher.plan.run_plan import RunPlan
-from launcher.process import RUN_ID, deferred_interrupts, environment
+from launcher.process import RUN_ID, deferred_interrupts, environment, inherited_environment
 from launcher.rundir import code_snapshot, history
 from launcher.rundir.files import write_json
 from launcher.rundir.history import Submission
-from launcher.trackers.installed import possible_trackers
 
 P = TypeVar("P", bound=LaunchPlan)
 
@@ -45,8 +44,9 @@ BEFORE_SETUP = (
 )
 
 AFTER_SETUP = "trap - DEBUG; setup_line="
-# a failing task ends the others, which may wait for it
-_SRUN_OPTIONS = ("--kill-on-bad-exit=1",)
+# a failing task ends the others, which may wait for it; tasks get what cluster.setup has exported, also where the site
+# or cluster.sbatch.export restricts what a job gets
+_SRUN_OPTIONS = ("--kill-on-bad-exit=1", "--export=ALL")
 # place of the user's program in the command of `launch run`
 _PROGRAM = len(SCRIPT_COMMAND)
 
@@ -157,7 +157,7 @@ def array_key(plan: LaunchPlan) -> str:
     assert plan.cluster.slurm is not None
     slurm = dataclasses.asdict(plan.cluster.slurm)
     slurm["options"].pop("job-name")
-    return json.dumps([slurm, plan.env.allow, plan.cluster.cwd, str(plan.paths.root.parent)], sort_keys=True)
+    return json.dumps([slurm, plan.cluster.cwd, str(plan.paths.root.parent)], sort_keys=True)
 
 
 def max_array_size() -> int:
@@ -196,9 +196,8 @@ def _submit_function(
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
     try:
-        # sbatch passes its environment to the job: no secrets, and no variables of an enclosing job
-        of_trackers = [name for tracker in possible_trackers(plan) for name in tracker.passed_on]
-        passed_on = batch_env(os.environ, plan.env.allow, of_trackers)
+        # sbatch passes its environment to the job, and reads options from that of an enclosing job
+        passed_on = inherited_environment(client.command_environment())
         calls = None
         if function is node.run_node:
             folder.mkdir(parents=True, exist_ok=True)

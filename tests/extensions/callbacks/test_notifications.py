@@ -113,7 +113,7 @@ def test_an_email(mail: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch) 
     env = {"MAIL": f"mailto://{server}?from=run@example.org&to=me@example.org,you@example.org&mode=insecure"}
     monkeypatch.setenv("MAIL", env["MAIL"])
     entries = notify_entries(["env:MAIL"])
-    require_environment([("notify", entries[0])], env, passed_on=False)
+    require_environment([("notify", entries[0])], env)
     Webhook(**class_arguments(entries[0])).on_outcome(OUTCOME)
     assert "rcpt TO:<me@example.org>" in received
     assert "Subject: Run a: failed" in received
@@ -123,14 +123,14 @@ def test_an_email(mail: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch) 
         Webhook(**class_arguments(entries[0])).on_outcome(OUTCOME)
     for wrong in ("geheim", "https://me:geheim@x.org"):
         with pytest.raises(ConfigError, match="nor one that apprise knows") as refused:
-            require_environment([("notify", entries[0])], {"MAIL": wrong}, passed_on=False)
+            require_environment([("notify", entries[0])], {"MAIL": wrong})
         assert "geheim" not in str(refused.value)
 
 
 def test_an_email_without_apprise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(declared, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"notify=env:MAIL: .*\n.*pip install launcher\[notify\]"):
-        require_environment([("notify", *notify_entries(["env:MAIL"]))], {"MAIL": "mailto://u:p@h"}, passed_on=False)
+        require_environment([("notify", *notify_entries(["env:MAIL"]))], {"MAIL": "mailto://u:p@h"})
 
 
 @pytest.mark.parametrize("words", [["me@example.org"], ["smtp://h:25/me@example.org"]])
@@ -192,9 +192,9 @@ def test_a_password_in_an_address_is_refused_and_not_printed(word: str) -> None:
 )
 def test_a_variable_must_hold_an_address(env: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words) as refused:
-        require_environment([("notify", *notify_entries(["env:HOOK"]))], env, passed_on=False)
+        require_environment([("notify", *notify_entries(["env:HOOK"]))], env)
     assert "geheim" not in str(refused.value)
-    require_environment([("notify", *notify_entries(["env:HOOK"]))], {"HOOK": "https://x.org:8080/a"}, passed_on=False)
+    require_environment([("notify", *notify_entries(["env:HOOK"]))], {"HOOK": "https://x.org:8080/a"})
 
 
 @pytest.mark.slow

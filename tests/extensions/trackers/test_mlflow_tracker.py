@@ -12,9 +12,8 @@ import pytest
 from launcher.config.hydra import compose
 from launcher.errors import ConfigError
 from launcher.extensions.trackers.mlflow_tracker import MlflowTracker, mlflow_name, mlflow_uri
-from launcher.plan.host import batch_env
 from launcher.plan.run_plan import RunPlan
-from launcher.trackers.installed import possible_trackers, require_trackers
+from launcher.trackers.installed import require_trackers
 from launcher.trackers.tracker import StepEntry, entries_of
 from tests.extensions.trackers.test_tensorboard_tracker import SAMPLES, with_samples
 from tests.helpers import make_plan, patience
@@ -32,15 +31,6 @@ from tests.infra.mirrored import (
 )
 from tests.infra.mlflow_server import MlflowServer
 from tests.infra.runs import wait_for
-
-
-def test_a_slurm_job_takes_the_address_along() -> None:
-    plan, uri = make_plan("trackers=[mlflow]"), {"MLFLOW_TRACKING_URI": "http://tracking:5000"}
-    (tracker,) = possible_trackers(plan)
-    secrets = {"MLFLOW_TRACKING_PASSWORD": "secret", "MLFLOW_TRACKING_TOKEN": "secret"}
-    assert batch_env(uri | secrets, (), tracker.passed_on) == uri
-    for with_password in ("http://me:secret@tracking", "postgresql://there/name?password=p"):
-        assert batch_env({"MLFLOW_TRACKING_URI": with_password}, (), tracker.passed_on) == {}
 
 
 def test_names_in_mlflow() -> None:
