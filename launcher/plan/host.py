@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from launcher.config.schema import Device, PrecisionKind
 from launcher.errors import SiteError, without_credentials
+from launcher.quantities import count
 
 # last parts of config keys whose texts no output shows, and of those that are addresses whose path may be a secret
 _SECRET_KEYS = re.compile(
@@ -107,6 +108,7 @@ class Site:
         cwd: working directory.
         partition: Slurm partition that the machine is a node of.
         bf16: whether the workers' device computes bf16 natively; None if unknown before they start.
+        no_gpu: why the workers cannot use a GPU although one was to be expected; otherwise empty.
     """
 
     gpus: int
@@ -114,10 +116,16 @@ class Site:
     cwd: str
     partition: Partition | None = None
     bf16: bool | None = None
+    no_gpu: str = ""
 
     @classmethod
     def here(cls) -> Site:
-        return cls(gpus=visible_gpus(os.environ), cores=len(os.sched_getaffinity(0)), cwd=str(Path.cwd()))
+        gpus, no_gpu = visible_gpus(os.environ), ""
+        if not gpus:
+            no_gpu = _cpu_build(visible_gpus(os.environ, torch_version=""), "here")
+            if torch_has_cuda():
+                no_gpu = f"torch {importlib.metadata.version('torch')} finds no GPU on this machine"
+        return cls(gpus=gpus, cores=len(os.sched_getaffinity(0)), cwd=str(Path.cwd()), no_gpu=no_gpu)
 
     @classmethod
     def of(cls, partition: Partition, image: str | None = None) -> Site:
@@ -127,7 +135,14 @@ class Site:
             image: container image with its own torch; None: the job uses the torch installed here.
         """
         gpus = partition.gpus if image is not None or torch_has_cuda() else 0
-        return cls(gpus=gpus, cores=partition.cores, cwd=str(Path.cwd()), partition=partition)
+        no_gpu = "" if gpus else _cpu_build(partition.gpus, f"on a node of partition {partition.name}")
+        return cls(gpus=gpus, cores=partition.cores, cwd=str(Path.cwd()), partition=partition, no_gpu=no_gpu)
+
+
+def _cpu_build(gpus: int, where: str) -> str:
+    """Return the text on ``gpus`` that the installed torch, a build for CPUs, cannot use; empty without any."""
+    version = importlib.metadata.version("torch")
+    return f"torch {version} is a build for CPUs, with {count(gpus, 'GPU')} {where}" if gpus else ""
 
 
 def shares_gpus() -> bool:
@@ -171,6 +186,8 @@ def visible_gpus(env: Mapping[str, str], dev: Path = Path("/dev"), torch_version
     if names[0].startswith("MIG-"):  # CUDA uses one slice, however many are listed
         return 1
     usable = 0
+    if len(set(names)) < len(names):  # CUDA has no device then
+        return 0
     for name in names:  # CUDA ignores everything after the first name it does not know
         if not (name.isdecimal() and int(name) < present) and not re.fullmatch(r"GPU-[0-9a-fA-F-]+", name):
             break

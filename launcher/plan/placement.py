@@ -9,7 +9,8 @@ from launcher.plan.clusters import cluster_of, require_effect
 from launcher.plan.gpus import find_gpu
 from launcher.plan.host import Site, shares_gpus
 from launcher.plan.launch_plan import PLAN_FORMAT, ClusterPlan, EnvPlan, LaunchPlan, NodeRange, RunInfo, node_range
-from launcher.plan.sbatch_options import names_gpus, solve_sbatch
+from launcher.plan.sbatch_options import gpus_asked_for, mixed_gpus, names_gpus, solve_sbatch
+from launcher.quantities import count
 
 CPU_WORKERS = 2
 SCRIPT_COMMAND = ("-P", "-m", "launcher.launch.script_worker")
@@ -68,6 +69,10 @@ def solve_cluster(
         allowed, nodes = NodeRange(started[0], started[0]), started[0]
     nodes = allowed.most if nodes is None else nodes
     workers = config.workers_per_node if started is None else started[1]
+    slurm_job = config.kind == ClusterKind.slurm and device is Device.cuda and started is None
+    asked = gpus_asked_for(config, allowed) if slurm_job else None
+    if workers is None and asked is not None and strategy is not StrategyKind.single:
+        workers = asked[1]
     if workers is None:
         least = CPU_WORKERS if config.gpu is not None else 1
         default = (site.gpus or least) if device is Device.cuda else CPU_WORKERS
@@ -75,13 +80,20 @@ def solve_cluster(
     # ranks started by the user's own torchrun, perhaps on several hosts, are checked when each selects its GPU
     most = site.partition.most_gpus if site.partition is not None and site.gpus else site.gpus
     if device is Device.cuda and workers > most and started is None and _gpus_are_known(config, site, most):
+        reason = f": {site.no_gpu}" if site.no_gpu else ""
         where = f"a node of partition {site.partition.name}" if site.partition else "this machine"
         raise ConfigError(
             "cluster.workers_per_node",
             workers,
-            f"{where} has {most} usable GPUs, and each worker needs one.",
+            f"{where} has {most} usable GPUs, and each worker needs one{reason}.",
             f"Use {'cluster.workers_per_node=' + str(most) + ', or ' if most else ''}cluster.device=cpu.",
         )
+    if asked is not None and (workers or 0) > asked[1] and not shares_gpus():
+        raise ConfigError(
+            "cluster.workers_per_node", workers,
+            f"{asked[0]} asks for {count(asked[1], 'GPU')} a node, and each worker needs one.",
+            f"Use cluster.workers_per_node={asked[1]} or less, or ask for more GPUs.",
+        )  # fmt: skip
     if strategy is StrategyKind.single and (ranks := nodes * workers) > 1:
         raise ConfigError("strategy", "single", f"trains on one rank, and this job has {ranks}.", "Use strategy=ddp.")
     slurm = None
@@ -112,6 +124,22 @@ def _gpus_are_known(config: ClusterConfig, site: Site, most: int) -> bool:
     if (shares_gpus() and most) or config.gpu is not None or config.kind == ClusterKind.elsewhere:
         return False
     return config.kind != ClusterKind.slurm or (site.partition is not None and not names_gpus(config))
+
+
+def device_notes(config: ClusterConfig, cluster: ClusterPlan, site: Site) -> list[str]:
+    """Return the notes on GPUs that the job does not use, or gets of several types."""
+    if cluster.device is Device.cpu:
+        chosen = config.device is Device.auto and site.no_gpu
+        return [f"The workers use CPUs (cluster.device=auto): {site.no_gpu}."] if chosen else []
+    if cluster.slurm is None or site.partition is None or cluster.nodes == 1:
+        return []
+    types = mixed_gpus(config, site.partition, cluster.workers_per_node)
+    if not types:
+        return []
+    return [
+        f"Nodes of partition {site.partition.name} have different GPUs ({', '.join(types)}), and the job may get both: "
+        "each step waits for the slowest. cluster.constraint or cluster.sbatch.gres=gpu:TYPE:N selects one type."
+    ]
 
 
 def _require_one_kind(config: ClusterConfig, site: Site) -> None:

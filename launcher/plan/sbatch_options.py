@@ -89,6 +89,61 @@ def names_gpus(config: ClusterConfig) -> bool:
     return by_gres is not None or bool({"gpus", "gpus-per-task"} & options.keys())
 
 
+def gpus_in(gres: str) -> list[tuple[str, int]]:
+    """Return the (type, number) of GPUs in a list of generic resources: ``gpu:4``, ``gpu:a100:4(S:0-1)``, ``(null)``.
+
+    The type is empty if the list does not name one.
+    """
+    found: list[tuple[str, int]] = []
+    for entry in re.sub(r"\(.*?\)", "", gres).split(","):
+        kind, *rest = entry.strip().split(":")
+        if kind == "gpu":
+            number = int(rest.pop()) if rest and rest[-1].isdecimal() else 1
+            found.append((rest[0] if rest else "", number))
+    return found
+
+
+def count_gpus(gres: str) -> int:
+    """Return the number of GPUs in a list of generic resources."""
+    return sum(number for _, number in gpus_in(gres))
+
+
+def gpus_asked_for(config: ClusterConfig, nodes: NodeRange) -> tuple[str, int] | None:
+    """Return the key of the user's own sbatch option that selects GPUs, and how many it asks for on each node.
+
+    None without one; if it names parts of GPUs (mps, shard); and for a total on a range of nodes.
+
+    Raises:
+        ConfigError: a total that the nodes cannot share equally.
+    """
+    for name, value in config.sbatch.items():
+        option, key = str(name).replace("_", "-"), f"cluster.sbatch.{name}"
+        if option == "gres" and (number := count_gpus(str(value))):
+            return key, number
+        if option in ("gpus", "gpus-per-task") and value:
+            number = sum(count_gpus(f"gpu:{part}") for part in str(value).split(","))
+            if option == "gpus-per-task":  # each node has one task
+                return key, number
+            if nodes.fixed and number % nodes.most:
+                raise ConfigError(
+                    key, value, f"cannot be divided by the {nodes.most} nodes of the job.",
+                    "Use cluster.sbatch.gres=gpu:N, which counts for each node.",
+                )  # fmt: skip
+            return (key, number // nodes.most) if nodes.fixed else None
+    return None
+
+
+def mixed_gpus(config: ClusterConfig, partition: Partition, workers: int) -> list[str]:
+    """Return the types of GPUs that a job may get on different nodes, if there are several and it selects none."""
+    options = {str(key).replace("_", "-"): str(value) for key, value in config.sbatch.items()}
+    asked = [options.get("gres", ""), *(f"gpu:{options.get(key, '')}" for key in ("gpus", "gpus-per-task"))]
+    selects = any(kind for gres in asked for kind, _ in gpus_in(gres))
+    if selects or config.constraint or options.keys() & {"nodelist", "reservation"}:
+        return []
+    types = {kind for gres in partition.gres for kind, number in gpus_in(gres) if kind and number >= workers}
+    return sorted(types) if len(types) > 1 else []
+
+
 def _default_cpus(workers: int, device: Device, partition: Partition | None) -> int:
     """Return the cores per worker: its GPU's share of the node, or at most two on a CPU."""
     if partition is None:

@@ -44,7 +44,7 @@ from launcher.plan.float_format import float_format
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import PLAN_FORMAT, ClusterPlan, RunInfo, node_range
 from launcher.plan.optimizer_plan import require_target, solve_optimizer
-from launcher.plan.placement import solve_cluster, solve_env
+from launcher.plan.placement import device_notes, solve_cluster, solve_env
 from launcher.plan.run_plan import (
     EpochPlan,
     OptimizerPlan,
@@ -270,6 +270,7 @@ def _on_cluster(
         trackers=tuple(config.trackers),
         added=config.added_values(),
         notes=(
+            *device_notes(config.cluster, cluster, site),
             *site_notes,
             *_notes(schedule, steps, epoch, batch, optimizer),
             *_unit_notes(strategy, task),

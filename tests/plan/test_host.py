@@ -11,9 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from launcher.config.hydra import compose
 from launcher.config.schema import Device, PrecisionKind
+from launcher.errors import ConfigError
 from launcher.plan import host
-from launcher.plan.host import free_host_bytes, visible_gpus
+from launcher.plan.host import Partition, Site, free_host_bytes, visible_gpus
+from launcher.plan.placement import device_notes, solve_cluster
 
 
 @pytest.mark.parametrize(
@@ -35,6 +38,7 @@ from launcher.plan.host import free_host_bytes, visible_gpus
         ("GPU-8f6d2c1e-0a,1", 2),
         ("GPU-node1", 0),
         ("0,void,1", 1),
+        ("0,0", 0),
     ],
 )
 def test_visible_gpus(tmp_path: Path, visible: str | None, expected: int) -> None:
@@ -43,6 +47,29 @@ def test_visible_gpus(tmp_path: Path, visible: str | None, expected: int) -> Non
     env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert visible_gpus(env, tmp_path, "2.13.0+cu130") == expected
     assert visible_gpus(env, tmp_path, "2.13.0+cpu") == 0, "a CPU build of torch sees no GPU"
+
+
+def test_gpus_that_torch_cannot_use_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def notes(site: Site, *overrides: str) -> list[str]:
+        cluster = compose(overrides).cluster
+        return device_notes(cluster, solve_cluster(cluster, site, "run"), site)
+
+    monkeypatch.setattr(host, "visible_gpus", lambda _, torch_version=None: 0 if torch_version is None else 2)
+    monkeypatch.setattr(host.importlib.metadata, "version", lambda _: "2.13.0+cpu")
+    here = Site.here()
+    (note,) = notes(here)
+    assert "torch 2.13.0+cpu is a build for CPUs, with 2 GPUs here" in note
+    assert notes(here, "cluster.device=cpu") == []
+    with pytest.raises(ConfigError, match=r"this machine has 0 usable GPUs.*torch 2\.13\.0\+cpu is a build for CPUs"):
+        notes(here, "cluster.device=cuda")
+    partition = Partition(
+        name="gpu", nodes=1, max_nodes=None, shapes=((8, 4),), gres=("gpu:4",), limit_s=None, default_s=None
+    )
+    (note,) = notes(Site.of(partition), "cluster=slurm")
+    assert "a build for CPUs, with 4 GPUs on a node of partition gpu" in note
+    monkeypatch.setattr(host.importlib.metadata, "version", lambda _: "2.13.0+cu130")
+    (note,) = notes(Site.here())
+    assert "torch 2.13.0+cu130 finds no GPU on this machine" in note
 
 
 def test_gpus_without_device_nodes_are_counted_by_torch_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,10 @@ import pytest
 from launcher.config.hydra import compose
 from launcher.errors import ConfigError
 from launcher.launch.slurm import client, submit
-from launcher.launch.slurm.client import count_gpus
 from launcher.plan.host import Partition, Site
 from launcher.plan.launch_plan import ClusterPlan
-from launcher.plan.placement import solve_cluster
-from launcher.plan.sbatch_options import clock, seconds
+from launcher.plan.placement import device_notes, solve_cluster
+from launcher.plan.sbatch_options import clock, count_gpus, seconds
 from tests.helpers import make_plan
 
 GPUS = Partition(
@@ -118,6 +117,33 @@ def test_gpus_and_cores_follow_the_partition() -> None:
     assert by_gres is not None
     assert "gpus-per-node" not in by_gres.options
     assert by_gres.options["gres"] == "gpu:a100:4"
+
+
+def test_gpus_of_the_users_own_options_count() -> None:
+    for option, nodes, workers in (
+        ("gres=gpu:h100:2", 2, 2), ("gres='gpu:a:1,lscratch:9,gpu:b:2'", 1, 3), ("gpus=h100:4", 2, 2),
+        ("gpus-per-task=2", 2, 2), ("gres=shard:16", 1, 8), ("gres=lscratch:9", 1, 8),
+    ):  # fmt: skip
+        plan = solve(f"cluster.nodes={nodes}", f"+cluster.sbatch={{{option.replace('=', ': ', 1)}}}")
+        assert plan.workers_per_node == workers, option
+    assert solve("cluster.sbatch.gres=gpu:4", "cluster.workers_per_node=2").workers_per_node == 2
+    with pytest.raises(ConfigError, match=r"=4: cluster.sbatch.gres asks for 2 GPUs a node.*\n.*workers_per_node=2 or"):
+        solve("cluster.sbatch.gres=gpu:h100:2", "cluster.workers_per_node=4")
+    with pytest.raises(ConfigError, match=r"cluster.sbatch.gpus=3: cannot be divided by the 2 nodes"):
+        solve("cluster.sbatch.gpus=3", "cluster.nodes=2")
+
+
+def test_a_job_that_may_get_gpus_of_several_types_is_told() -> None:
+    partition = dataclasses.replace(GPUS, gres=("gpu:a100:8(S:0-1)", "gpu:h100:8", "gpu:t4:1"))
+
+    def notes(*overrides: str) -> list[str]:
+        config = compose(["cluster=slurm", *overrides]).cluster
+        site = Site(gpus=8, cores=64, cwd="/", partition=partition)
+        return device_notes(config, solve_cluster(config, site, "run"), site)
+
+    assert "different GPUs (a100, h100)" in notes("cluster.nodes=2")[0]
+    for other in ("cluster.nodes=1", "cluster.constraint=h100", "cluster.sbatch.gres=gpu:h100:8", "cluster.device=cpu"):
+        assert notes("cluster.nodes=2", other) == []
 
 
 def joint(*shapes: tuple[int, int]) -> Partition:

@@ -17,7 +17,7 @@ from datetime import datetime
 
 from launcher.errors import SiteError
 from launcher.plan.host import Partition
-from launcher.plan.sbatch_options import seconds
+from launcher.plan.sbatch_options import count_gpus, seconds
 
 _TIMEOUT_S = 60
 # of all nodes of a job together, to Slurm's controller
@@ -147,16 +147,6 @@ def _partition(name: str, groups: list[list[str]], shapes: set[tuple[int, int]] 
         limit_s=seconds(limits[0]),
         default_s=seconds(defaults[0]),
     )
-
-
-def count_gpus(gres: str) -> int:
-    """Return the number of GPUs in a list of generic resources: ``gpu:4``, ``gpu:a100:4(S:0-1)``, ``(null)``."""
-    total = 0
-    for entry in re.sub(r"\(.*?\)", "", gres).split(","):
-        kind, *rest = entry.split(":")
-        if kind == "gpu":
-            total += int(rest[-1]) if rest and rest[-1].isdecimal() else 1
-    return total
 
 
 def job(job_id: str) -> SlurmJob | None:
