@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import sys
 import textwrap
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.cli.names import Parser
+from launcher.config.foreign_keys import translation
 from launcher.config.key_docs import Group, Key, class_keys, groups
 from launcher.config.schema import known_keys
 from launcher.errors import EXIT_DONE, UserError, did_you_mean
@@ -75,6 +77,9 @@ def _found(words: Sequence[str], own: Path | None) -> Iterable[Key]:
     found = named or [
         key for key in keys if all(word in f"{key.name} {key.type} {key.meaning}".lower() for word in rest)
     ]
+    if not found:
+        translated = translation(" ".join(rest))
+        found = [key for key in keys if re.search(rf"\b{re.escape(key.name)}=", translated)]
     if not found:
         near = did_you_mean(" ".join(rest), [key.name for key in keys] if chosen else known_keys())
         raise UserError(

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from launcher.config.choices import ClusterKind
+from launcher.config.foreign_keys import translation
 from launcher.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -116,6 +117,8 @@ def flags_first(arguments: list[str]) -> list[str]:
             overrides.append(argument)
             continue
         if flag not in _HYDRA_FLAGS:
+            if remedy := translation(flag):
+                raise UserError(f"{flag}: there is no such flag.\n  {remedy}")
             if (value := next(remaining, "")) and "=" not in value and not value.startswith("-"):
                 raise UserError(
                     f"{flag}: there is no such flag.\n  The job's options are written key=value, such as "

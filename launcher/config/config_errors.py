@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any, cast
 
 from launcher.config.added_groups import option_files
+from launcher.config.foreign_keys import translation
 from launcher.config.schema import WITH_TARGET, facts_by_key, known_keys
 from launcher.errors import ConfigError, did_you_mean
 
 # names that other programs use for an option, which do not resemble it
 _OTHER_NAMES = {
-    "float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32", "fp8": "float8"
+    "float16": "fp16", "half": "fp16", "16-mixed": "fp16", "bfloat16": "bf16", "bf16-mixed": "bf16", "float32": "fp32",
+    "float": "fp32", "32-true": "fp32", "no": "fp32", "fp8": "float8", "fsdp2": "fsdp", "deepspeed": "fsdp",
+    "zero2": "fsdp", "zero3": "fsdp", "full_shard": "fsdp", "hybrid_shard": "hsdp", "adam": "adamw",
+    "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "momentum": "sgd",
 }  # fmt: skip
 _FREE = ("task", "hydra", *WITH_TARGET)  # groups with keys that the schema does not know
 _DIR_FLAGS = ("--config-dir", "-cd")
@@ -58,7 +62,7 @@ _REMOVED = {
 
 def _remedy(key: str, known: Sequence[str]) -> str:
     """Return advice about a key that does not exist."""
-    return _REMOVED.get(key) or _nearest(key, known)
+    return _REMOVED.get(key) or translation(key) or _nearest(key, known)
 
 
 def require_known_keys(arguments: Sequence[str]) -> None:
@@ -73,7 +77,7 @@ def require_known_keys(arguments: Sequence[str]) -> None:
         free = key.split(".")[0] in _FREE or "/" in key or "@" in key
         if argument.startswith("+") and not free and key not in (*known, *own_groups):
             remedy = _remedy(key, [*known, *own_groups])
-            if "." not in key and not own_groups:
+            if "." not in key and not own_groups and not translation(key):
                 remedy += " Groups of your own are read from --config-dir DIR."
             raise ConfigError(key, value, "there is no such key.", remedy)
 
@@ -282,7 +286,7 @@ def _explain_composition(text: str, arguments: Sequence[str], known: Sequence[st
                 f"Write {parent}: {{{leaf}: VALUE}}.",
             )  # fmt: skip
         beside = [name for name in known if name.rpartition(".")[0] == parent]
-        nearest = did_you_mean(key, beside).strip() or f"Allowed: {', '.join(beside)}."
+        nearest = translation(key) or did_you_mean(key, beside).strip() or f"Allowed: {', '.join(beside)}."
         return ConfigError(_where(file, key), None, "there is no such key.", nearest)
     return ConfigError(_where(file, key), None, _plain(match[2], key))
 

@@ -95,6 +95,8 @@ def test_the_arguments_of_an_optimizer_are_without_its_parameters(capsys: pytest
         (["powersgd", "rank"], ["strategy.powersgd_rank"]),
         (["task=llama", "kv"], ["task.kv_heads"]),
         (["Passes", "over"], ["train.epochs"]),  # in the meaning
+        (["effective batch"], ["batch.global_size"]),  # another trainer's name
+        (["gradient accumulation"], ["batch.global_size", "batch.accumulation"]),
     ],
 )
 def test_words_select_keys(words: list[str], expected: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,6 +120,28 @@ def test_what_does_not_exist_is_one_message(words: list[str], message: str, caps
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("argument", "answer"),
+    [
+        ("gradient_accumulation_steps=4", "batch.global_size=N"),
+        ("+training.max_steps=3", "train.steps=N"),
+        ("train.max_epochs=3", "train.epochs=N"),
+        ("fp16=true", "precision=fp16"),
+        ("optimizer.learning_rate=0.1", "optimizer.lr=X"),
+        ("tensor_parallel=2", "data parallelism only"),
+        ("strategy=deepspeed", "did you mean 'fsdp'"),
+        ("precision=bf16-mixed", "did you mean 'bf16'"),
+        ("--max-steps=3", "train.steps=N"),
+        ("--per_device_train_batch_size", "batch.micro_size=N"),
+    ],
+)
+def test_a_name_of_another_trainer_is_translated(
+    argument: str, answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["plan", argument]) == EXIT_USER
+    assert answer in capsys.readouterr().err
 
 
 def problems(schema: dict[str, Any], content: Any) -> list[str]:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from omegaconf.errors import ValidationError
 
+from launcher.config import foreign_keys
 from launcher.config.config_errors import in_plain_words
+from launcher.config.hydra import compose
+from launcher.config.schema import known_keys
 from launcher.errors import ConfigError
 
 
@@ -18,3 +23,15 @@ def test_a_key_of_two_types_has_one_message(union: str) -> None:
     with pytest.raises(ConfigError) as caught, in_plain_words(("cluster.nodes=2.5",)):
         raise error
     assert str(caught.value) == "cluster.nodes: must be a whole number, not '2.5'."
+
+
+def test_the_answers_to_other_trainers_names_are_keys_and_options_that_exist() -> None:
+    known = known_keys()
+    for remedy, names in foreign_keys._NAMES.items():
+        for key, value in re.findall(r"\b([a-z_]+(?:\.[a-z_]+)*)=([\w\[\],]+)", remedy):
+            assert key in known or key.startswith(("task", "cluster.sbatch.", "optimizer._", "schedule._")), key
+            if value.islower() and key not in ("task", "trackers"):
+                compose([f"{key}={value}"])
+        assert not {name for name in names.split() if name in known}, "a key of the launcher"
+    counts = [name for names in foreign_keys._NAMES.values() for name in names.split()]
+    assert len(counts) == len(set(counts)), "a name with two answers"
