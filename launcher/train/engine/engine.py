@@ -130,7 +130,7 @@ class Engine:
         self.outputs = WindowOutputs(parts)
         self._watches: list[LossWatch] = [LossCollectives()] if self.world.size > 1 and plan.batch.accumulates else []
         self._watches += [ForeignLeaves(parts), GradientWatch(parts)]
-        count = ItemCount(parts, self._loss, step.weight)
+        count = ItemCount(parts, self._loss)
         self._current = CurrentWindow(parts, self.buffers, step, count, self.outputs)
         self._calibration, self.preserve = Calibration(parts), parts.preserve
         self._stop, self._save_due = stop, save_due if self.world.rank == 0 else bool

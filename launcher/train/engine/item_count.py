@@ -30,17 +30,13 @@ Run = Callable[[MicroBatch], list[Loss]]
 class ItemCount:
     """Count of the items of a window's terms over all micro-batches and ranks.
 
-    Args:
-        agree: called with the terms and the number of samples of the first micro-batch of this process; see
-            ``OptimizerStep.weight``.
-
     Attributes:
         items: the task's own function; None: items are counted by forward passes.
     """
 
-    def __init__(self, parts: EngineParts, loss: WindowLoss, agree: Callable[[Sequence[Loss], int], object]) -> None:
+    def __init__(self, parts: EngineParts, loss: WindowLoss) -> None:
         self._parallel, self._precision, self._norms = parts.parallel, parts.precision, parts.norms
-        self._loss, self._agree, self._preserve = loss, agree, parts.preserve
+        self._loss, self._preserve = loss, parts.preserve
         self._start: PreservedState | None = None
         self.items: Items | None = None
 
@@ -102,7 +98,7 @@ class ItemCount:
                 changed state that cannot be restored.
             WindowAbandoned: another rank ran out of memory.
         """
-        if self.items is not None and self._loss.parts is not None:
+        if self.items is not None:
             for micro in micro_batches:
                 if micro.samples:
                     self._loss.count(self.items(micro.data))
@@ -114,8 +110,6 @@ class ItemCount:
                     self._norms.trial(alone=True)
                     with self._precision.autocast():
                         losses = run(micro)
-                    if self._loss.parts is None:
-                        self._agree(losses, micro.samples)
                     self._loss.require_parts(losses)
                     if micro.samples:
                         self._loss.count([loss.items for loss in losses])

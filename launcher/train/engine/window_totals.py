@@ -190,7 +190,7 @@ class WindowLoss:
 
     def forget(self) -> None:
         """Let the ranks agree again in the next micro-batch: one of them may not know the names yet."""
-        self.parts, self.plain = None, False
+        self.parts, self.plain, self.several = None, False, False
 
     def require_parts(self, losses: Sequence[Loss]) -> None:
         """Raise TaskError if the terms or metrics are not those that the ranks have agreed on."""

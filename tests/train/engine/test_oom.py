@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -72,20 +73,20 @@ def two_terms(model: Any, batch: Tensor) -> list[Loss]:
     return [Loss(out.square().sum(), len(batch), name="one"), Loss(out.abs().sum(), 2 * len(batch), name="two")]
 
 
-def trained_with_terms(fails: bool) -> list[Tensor]:
-    """Parameters after two windows; ``fails``: memory runs out in the first micro-batch, after ``backward``, which has
-    found several terms that must be counted first."""
+def trained_with_terms(fails_at: int | None, **counted_by: Any) -> list[Tensor]:
+    """Parameters after two windows; ``fails_at``: the pass after whose ``backward`` memory runs out: that of the first
+    one has found several terms that must be counted first."""
     torch.manual_seed(0)
     model = nn.Linear(5, 1)
     plan = plan_of("batch.micro_size=8", "batch.on_oom=shrink", "train.steps=2", "precision=fp32")
     engine = Engine(model, torch.optim.SGD(model.parameters(), 0.1), plan)
     data = torch.randn(96, 5, generator=torch.Generator().manual_seed(1))
-    for window in engine.windows(list(data), forward=two_terms):
+    passes = itertools.count()
+    for window in engine.windows(list(data), **counted_by):
         try:
             for batch in window:
                 engine.backward(two_terms(engine.model, batch))
-                if fails:
-                    fails = False
+                if next(passes) == fails_at:
                     raise torch.OutOfMemoryError("injected")
         except torch.OutOfMemoryError as error:
             if not engine.shrinks(error):
@@ -96,8 +97,10 @@ def trained_with_terms(fails: bool) -> list[Tensor]:
 
 
 @pytest.mark.usefixtures("alone")
-def test_memory_that_runs_out_before_the_terms_are_counted() -> None:
-    torch.testing.assert_close(trained_with_terms(fails=True), trained_with_terms(fails=False))
+@pytest.mark.parametrize("fails_at", [0, 1])
+@pytest.mark.parametrize("counted_by", [{"forward": two_terms}, {"items": lambda batch: [len(batch), 2 * len(batch)]}])
+def test_memory_that_runs_out_with_several_terms(fails_at: int, counted_by: dict[str, Any]) -> None:
+    torch.testing.assert_close(trained_with_terms(fails_at, **counted_by), trained_with_terms(None, **counted_by))
 
 
 @pytest.mark.usefixtures("alone")
