@@ -37,7 +37,7 @@ from launcher.trackers.installed import require_trackers
 
 
 def make_plan(overrides: Sequence[str] | Config = (), *, samples: int | None) -> RunPlan:
-    """Return the plan for a training loop of your own; call it in each worker started by torchrun.
+    """Return the plan for a training loop of your own; call it in each worker of torchrun, or in a process alone.
 
     The model is not inspected here: strategy.sync=auto selects the policy that sends the fewest bytes, regardless of
     memory.
@@ -50,7 +50,7 @@ def make_plan(overrides: Sequence[str] | Config = (), *, samples: int | None) ->
 
     Raises:
         ConfigError: impossible values, alone or in combination.
-        SiteError: not started by torchrun.
+        SiteError: one of several processes that torchrun has not started.
     """
     from launcher.train.world import World
 

@@ -184,9 +184,14 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.received = False
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._receive)
+        self._before = {number: signal.signal(number, self._receive) for number in STOP_SIGNALS}
         unblock_stop_signals()
+
+    def release(self) -> None:
+        """Restore the earlier handlers in a process without an agent: a notebook continues after its loop."""
+        if AGENT_PID not in os.environ and threading.current_thread() is threading.main_thread():
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self.received = True

@@ -93,6 +93,12 @@ def find_target(
             raise ConfigError(key, target, f"no module {error.name!r}.", f"{near}Searched: {searched}.") from None
         raise
     cls = getattr(module, class_name, None)
+    if cls is None and module_name == "__main__":
+        raise ConfigError(
+            key, target, "is in the program or notebook that was started, which no worker imports.",
+            f"Move it into a module, a file such as my_module.py beside the program, and write {key}=my_module."
+            f"{class_name}.",
+        )  # fmt: skip
     if cls is None:
         is_kind = inspect.isclass if kind == "class" else inspect.isfunction
         public = [

@@ -10,7 +10,16 @@ import sys
 
 import pytest
 
-from launcher.process import deferred_interrupts, environment, raise_open_files, shared_interval, signal_handler
+from launcher.process import (
+    AGENT_PID,
+    STOP_SIGNALS,
+    StopRequest,
+    deferred_interrupts,
+    environment,
+    raise_open_files,
+    shared_interval,
+    signal_handler,
+)
 
 
 def test_environment_and_signal_handlers_are_put_back_after_an_exception() -> None:
@@ -29,6 +38,16 @@ def test_environment_and_signal_handlers_are_put_back_after_an_exception() -> No
     assert received == [signal.SIGUSR2]
     assert dict(os.environ) == variables
     assert signal.getsignal(signal.SIGUSR2) == handler
+
+
+def test_a_process_alone_has_its_own_handlers_again_after_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(AGENT_PID, raising=False)
+    earlier = [signal.getsignal(number) for number in STOP_SIGNALS]
+    asked = StopRequest()
+    signal.raise_signal(signal.SIGINT)
+    assert asked()
+    asked.release()
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == earlier
 
 
 def test_an_interrupt_waits_for_the_end_of_the_context_and_reaches_no_child() -> None:

@@ -107,3 +107,4 @@ def test_a_tasks_method_is_named() -> None:
     assert str(error).startswith("The task's optimizer(model) raised KeyError: 'lr'\n  File ")
     assert isinstance(raised(enter, LauncherError("own")), LauncherError)
     assert isinstance(raised(find_target, "key", "no_dots"), LauncherError)
+    assert "write key=my_module.Task" in str(raised(find_target, "key", "__main__.Task"))

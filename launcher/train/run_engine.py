@@ -124,7 +124,7 @@ class RunEngine(Engine):
         saves = Saves(cadence, fence, failed, parts=parts or {})
         self._loop = TrainingLoop(plan, task, self, Evaluation(self, task, sets_by_name(eval_data)), saves, restored)
         # a save in progress is waited for when the loop ends: the script may destroy the process group next
-        self.attach(lambda: failed.is_set() or requested(), cadence.by_clock, self._loop.saver.join)
+        self.attach(lambda: failed.is_set() or requested(), cadence.by_clock, self._leave)
         self._loop.begin(restored)
         if self.over or self._loop.totals.best.exhausted:  # its summary was deleted when this attempt started
             self._end("done")
@@ -177,8 +177,16 @@ class RunEngine(Engine):
         loop.extra = _json(extra)
         loop.save(result, loop.step_metrics(result))
 
+    def _leave(self) -> None:
+        assert self._loop is not None
+        assert self._requested is not None
+        self._loop.saver.join()
+        self._requested.release()
+
     def _end(self, verdict: str) -> None:
         assert self._loop is not None
+        assert self._requested is not None
+        self._requested.release()
         self.finish()
         self.callbacks.call("on_end", self, verdict)
         self._loop.close()

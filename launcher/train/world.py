@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+# numbers of processes that srun and mpirun have started
+_OF_OTHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
 
 class Everyone(Protocol):
     """Ranks that compare something."""
@@ -49,11 +53,20 @@ class World:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> World:
-        """Read the world from torchrun's environment variables.
+        """Read the world from torchrun's environment variables; without any of them it is this process alone.
 
         Raises:
-            SiteError: a variable is missing or out of range.
+            SiteError: a variable is missing or out of range, or another program has started several processes.
         """
+        if not any(name in env for name in _OF_TORCHRUN):
+            for name in _OF_OTHERS:
+                if env.get(name, "1") != "1":
+                    raise SiteError(
+                        f"{name}={env[name]}: this process is one of several, and not started by torchrun: each would "
+                        "train alone.\n  Start one command: `launch run cluster=slurm -- SCRIPT`, or `launch run -- "
+                        "SCRIPT` on one host."
+                    )
+            return cls(rank=0, size=1, local_rank=0)
         size, local_size = _number(env, "WORLD_SIZE", low=1), _number(env, "LOCAL_WORLD_SIZE", low=1)
         return cls(
             rank=_number(env, "RANK", high=size - 1),
@@ -190,6 +203,8 @@ def join(world: World, device: torch.device, hang_timeout_s: float | None) -> No
     arguments: dict[str, Any] = {"rank": world.rank, "world_size": world.size, "timeout": timeout}
     if world.divided:
         arguments["store"] = site_store(world)
+    elif world.size == 1 and "MASTER_ADDR" not in os.environ:  # a process alone, without torchrun
+        arguments["store"] = dist.HashStore()
     if device.type == "cuda" and shares_gpus():
         dist.init_process_group("cpu:gloo,cuda:gloo", **arguments)
     elif device.type == "cuda":

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import Launch
-from tests.helpers import ROOT, launch
+from tests.helpers import ROOT, launch, patience
+from tests.infra import warm
 from tests.infra.checkpoints import assert_same_tensors
 from tests.infra.jobs_on_slurm import Project
 from tests.infra.runs import records, summary
@@ -76,6 +79,18 @@ def test_a_loop_that_is_killed_and_stopped_resumes_bit_by_bit(
         config, history, last, _ = read_back(run)
         assert (config["batch"]["global_size"], last["verdict"]) == (20, "done")
         assert [step["step"] for step in history] == list(range(1, 21)), "each step once, over three starts"
+
+
+def test_a_plain_process_trains_and_resumes_without_torchrun(tmp_path: Path) -> None:
+    for steps in (1, 2):
+        command = [sys.executable, "-m", "jobs.own_loop", "run.name=alone", "run.calibrate_s=0", f"train.steps={steps}"]
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = warm.run(command, patience(60), cwd=tmp_path, env=env)
+        assert done.returncode == 0, done.stderr
+        assert ("Resuming from" in done.stdout) == (steps == 2)
+    run = tmp_path / "runs" / "alone"
+    assert [record["step"] for record in records(run)] == [1, 2]
+    assert json.loads((run / "loop_plan.json").read_text())["cluster"]["workers_per_node"] == 1
 
 
 def test_a_script_without_the_engine_has_no_record(launch: Launch, tmp_path: Path) -> None:
