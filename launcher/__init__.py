@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from launcher.launch.planner import plan_job as plan_job
     from launcher.loss import Loss as Loss
     from launcher.plan.run_plan import RunPlan as RunPlan
+    from launcher.task import ReadyBatches as ReadyBatches
     from launcher.train.context import Context as Context
     from launcher.train.context import current as current
     from launcher.train.data.packing import Packing as Packing
@@ -40,6 +41,7 @@ _HOMES = {
     "Job": "launcher.api",
     "Loss": "launcher.loss",
     "Packing": "launcher.train.data.packing",
+    "ReadyBatches": "launcher.task",
     "RunPlan": "launcher.plan.run_plan",
     "StepResult": "launcher.train.engine.window_totals",
     "Study": "launcher.api",

@@ -145,11 +145,10 @@ def train_data(task: Task, seed: int, notes: list[str] | None = None) -> Any:
     from the model's, so that a teacher model built here does not have the student's initial values.
 
     Args:
-        notes: list to which the task's ``notes`` are appended, and one if a DataLoader was returned, whose settings are
-            not used.
+        notes: list to which the task's ``notes`` are appended, and one if a DataLoader or ReadyBatches were returned.
 
     Raises:
-        TaskError: it is several data sets, or a DataLoader whose samples are not those of its dataset.
+        TaskError: it is several data sets.
     """
     _seed(seed, "data")
     data: Any = task.train_data()
@@ -247,11 +246,55 @@ def _require_names(sets: dict[Any, Any]) -> None:
             )
 
 
+class ReadyBatches:
+    """Batches that are used as micro-batches, dealt to the ranks in turn: training data of a task, or of
+    ``engine.windows``. A DataLoader needs no such wrapper, unless its batches have no known size or are a rank's own.
+
+    Args:
+        batches: a DataLoader, or an iterable that yields the same batches on every rank.
+        size: number of samples of a batch, which must be batch.micro_size; the last batch of an epoch may have fewer.
+            None: that of the DataLoader; where it has none, each batch counts as batch.micro_size samples.
+        sharded: each rank's ``batches`` are its own, as with a DistributedSampler, and it uses all of them. A window
+            then depends on the number of ranks.
+    """
+
+    def __init__(self, batches: Any, size: int | None = None, *, sharded: bool = False) -> None:
+        self.batches, self.sharded = batches, sharded
+        sampler = getattr(batches, "batch_sampler", None)
+        sizes = (size, getattr(batches, "batch_size", None), getattr(sampler, "batch_size", None))
+        self.size = next((each for each in sizes if isinstance(each, int)), None)
+
+    @property
+    def samples(self) -> int | None:
+        """Samples of an epoch; None if that is not known."""
+        loader = self.batches
+        known = is_loader(loader) and not self.sharded and isinstance(loader.batch_size, int)
+        if not known or not is_mapped(loader.dataset) or not isinstance(loader.sampler, Sized):
+            return None
+        samples = len(loader.sampler)
+        return samples - samples % loader.batch_size if loader.drop_last else samples
+
+
+def is_ready(data: Any) -> bool:
+    """Return whether the elements of ``data`` are batches: it is a DataLoader, or ReadyBatches."""
+    return isinstance(data, ReadyBatches) or is_loader(data)
+
+
+def as_ready(data: Any) -> ReadyBatches:
+    return data if isinstance(data, ReadyBatches) else ReadyBatches(data)
+
+
+def dataset_of(data: Any) -> Any:
+    """Return the dataset of a DataLoader, whose samples ranks compare; any other ``data`` itself."""
+    loader = data.batches if isinstance(data, ReadyBatches) else data
+    return loader.dataset if is_loader(loader) else loader
+
+
 def is_mapped(data: Any) -> bool:
     """Return whether ``data`` is map-style: its samples are read by index."""
     from torch.utils.data import IterableDataset
 
-    return isinstance(data, Sized) and not isinstance(data, IterableDataset)
+    return isinstance(data, Sized) and not isinstance(data, IterableDataset) and not is_loader(data)
 
 
 def first_samples(data: Any, count: int) -> list[Any]:
@@ -264,6 +307,12 @@ def first_batch(task: Task, data: Any, count: int) -> tuple[Any, int]:
     """Return the first ``count`` samples as one batch, collated as in training, and their number."""
     from torch.utils.data import default_collate
 
+    if is_ready(data):
+        loader = as_ready(data).batches
+        if not is_loader(loader) or (loader.batch_size is None and loader.batch_sampler is None):
+            return next(iter(loader)), as_ready(data).size or count
+        samples = first_samples(loader.dataset, count)
+        return loader.collate_fn(samples), len(samples)
     samples = first_samples(data, count)
     return getattr(task, "collate", default_collate)(samples), len(samples)
 
@@ -279,14 +328,24 @@ def is_loader(data: Any) -> bool:
 
 
 def _dataset_of(task: Task, data: Any, where: str, notes: list[str] | None) -> Any:
-    """Return ``data``, or the dataset of a DataLoader, whose collate_fn becomes the task's if it has none."""
+    """Return ``data``; of a DataLoader its dataset, unless its batches are used as they are.
+
+    The collate_fn of a DataLoader becomes the task's if it has none.
+    """
+    trained_on, own_order = where == "train_data()", callable(getattr(task, "order", None))
+    if trained_on and not own_order and is_ready(data):
+        if notes is not None:
+            notes.append(_note_on_batches(data))
+        loader = as_ready(data).batches
+        if is_loader(loader) and getattr(task, "collate", None) is None and (function := _collate_of(loader)):
+            task.collate = _Collate(function)  # pyright: ignore[reportAttributeAccessIssue]
+        return data
     if not is_loader(data):
         return data
-    own_order = where == "train_data()" and callable(getattr(task, "order", None))
-    _require_samples_of_dataset(data, where, own_order=own_order)
+    _require_samples_of_dataset(data, where, own_order=trained_on and own_order)
     function, collate = _collate_of(data), getattr(task, "collate", None)
     owned = collate is not None and not isinstance(collate, _Collate)
-    if not owned and where == "train_data()":
+    if not owned and trained_on:
         if function is not None:
             task.collate = _Collate(function)  # pyright: ignore[reportAttributeAccessIssue]
     elif not owned and not (function is None if collate is None else collate.does(function)):
@@ -301,6 +360,22 @@ def _dataset_of(task: Task, data: Any, where: str, notes: list[str] | None) -> A
             "settings are not: batch.* and train.* decide."
         )
     return data.dataset
+
+
+def _note_on_batches(data: Any) -> str:
+    ready = as_ready(data)
+    kind, resume = type(ready.batches).__name__, "reads the epoch's batches up to its position again"
+    if callable(getattr(ready.batches, "load_state_dict", None)):
+        resume = f"continues from the state that the {kind} had"
+    if ready.sharded:
+        reads = "each rank uses those of its own, so a window depends on the number of ranks"
+    else:
+        reads = "ranks use theirs in turn, so a window has the same ones on any number of ranks"
+        if not (getattr(ready.batches, "num_workers", 0) and is_mapped(dataset_of(ready))):
+            reads += ", and each rank reads all (with num_workers and a sampler, only its own)"
+    return (
+        f"train_data() returned a {kind}: its batches are the micro-batches, in its order; {reads}. A resume {resume}."
+    )
 
 
 class _Collate:
@@ -371,16 +446,10 @@ def _require_samples_of_dataset(loader: Any, where: str, *, own_order: bool) -> 
             f"micro-batch is the launcher's to decide.\n{instead}, or a Subset of it."
         )
     sampler, samples = loader.sampler, len(loader.dataset)
-    order = (
-        "  Give the task a method order(epoch, seed) that returns the indices of an epoch, such as "
-        f"list({type(sampler).__name__}(...)), and return the dataset itself"
-    )
-    if where != "train_data()":  # a method order() is only for training
-        order = instead
     if isinstance(sampler, WeightedRandomSampler) or (isinstance(sampler, RandomSampler) and sampler.replacement):
         raise TaskError(
-            f"{name} with a {type(sampler).__name__} that draws with replacement: by default, each sample is read once "
-            f"per epoch.\n{order}."
+            f"{name} with a {type(sampler).__name__} that draws with replacement: each sample is to be read "
+            f"once.\n{instead}."
         )
     if isinstance(sampler, SequentialSampler | DistributedSampler):
         return
@@ -388,8 +457,8 @@ def _require_samples_of_dataset(loader: Any, where: str, *, own_order: bool) -> 
     if drawn != samples:
         raise TaskError(
             f"{name} whose {type(sampler).__name__} draws {'an unknown number' if drawn is None else drawn} of "
-            f"{samples} samples: by default, each sample of the dataset is read once per epoch.\n{order}, or a Subset "
-            "of those that belong to it."
+            f"{samples} samples: each sample of the dataset is to be read once.\n{instead}, or a Subset of those that "
+            "belong to it."
         )
 
 

@@ -100,6 +100,30 @@ class Batch:
         accumulation = -(-self.global_size // (micro_size * self.world_size))
         return dataclasses.replace(self, micro_size=micro_size, accumulation=accumulation)
 
+    def of_ready_batches(self, size: int | None) -> Batch:
+        """Return the same windows, counted in batches that are used as micro-batches.
+
+        Args:
+            size: samples of such a batch; None if that is not known.
+
+        Raises:
+            ConfigError: a window does not consist of whole batches.
+        """
+        micro, whole = self.micro_size, "the batches of the training data are the micro-batches, and are used whole."
+        if size is not None and size != micro:
+            remedy = f"Use batch.micro_size={size}, or a batch_size of {micro} there."
+            raise ConfigError("batch.micro_size", micro, f"the training data has batches of {size} samples.", remedy)
+        for size in self.sizes:
+            if size % micro:
+                key, remedy = "batch.global_size", f"Use a multiple of {micro}, the samples of a batch."
+                raise ConfigError(key if size == self.global_size else "batch.ramp", size, whole, remedy)
+        keys = {"balance": self.balance is not Balance.none, "on_oom": self.on_oom is OnOom.shrink and micro > 1}
+        for key in (key for key, refused in keys.items() if refused):
+            value = getattr(self, key).value
+            raise ConfigError(f"batch.{key}", value, whole, "Leave it out, or use the DataLoader's dataset instead.")
+        ramp = tuple(dataclasses.replace(stage, global_size=stage.global_size // micro) for stage in self.ramp)
+        return dataclasses.replace(self, global_size=self.global_size // micro, micro_size=1, ramp=ramp)
+
     def accumulation_at(self, index: int) -> int:
         """Return the accumulation of window ``index`` of the run if that window is full."""
         return -(-self.global_size_at(index) // self.unit)

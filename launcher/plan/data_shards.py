@@ -127,6 +127,9 @@ class Division:
 def data_shards_text(plan: RunPlan) -> str:
     """Return how the ranks share the reading of a stream, and what would let each read a part of it."""
     shards, ranks = plan.train.data_shards, plan.batch.world_size
+    if plan.task.stream is not None and plan.task.stream.ready:
+        samples = "" if plan.task.samples is None else f" of {plan.task.samples:,} samples"
+        return f"ready batches{samples}, {'' if ranks == 1 else 'dealt to the ranks in turn, '}in their loader's order"
     if shards == 1:
         several = plan.task.stream is not None and plan.task.stream.shards > 1 and not plan.task.stream.problem
         remedy = f" ({KEY} divides it)" if several and ranks > 1 else ""

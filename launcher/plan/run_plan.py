@@ -159,7 +159,7 @@ class TaskPlan:
         eval_sets: names of the held-out data sets, "" for a single one; empty: there is none; None: not known.
         lengths: samples have known lengths; None if that is not known.
         window_loss: the loss is a function of all samples of a window, ``window_loss`` of what ``outputs`` returns.
-        stream: shards of the training data; None if it has a length, or is not known.
+        stream: shards of the training data, or its ready batches; None if it is map-style, or is not known.
     """
 
     target: str

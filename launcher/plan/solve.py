@@ -28,6 +28,7 @@ from launcher.config.schema import (
 )
 from launcher.errors import ConfigError, TaskError, did_you_mean
 from launcher.plan.batch import (
+    AUTO,
     EXACT_NORMS,
     Batch,
     batch_notes,
@@ -159,6 +160,7 @@ def solve(
         )
     check_values(config)
     _require_consistent(config)
+    config = _with_ready_batches(config, task)
     nodes = node_range(config.cluster.nodes)
     cluster = solve_cluster(config.cluster, site, run.name, config.strategy.kind, started)
     if started is not None or nodes.fixed:
@@ -176,6 +178,30 @@ def solve(
             raise _on_hosts(hosts, config.cluster.nodes, error) from None
     batches = {each.cluster.nodes: each.batch for each in (plan, *fewer)}
     return plan.with_fewer(fewer).with_notes(batch_notes(config.batch, batches, task.batch_norms))
+
+
+def _with_ready_batches(config: Config, task: TaskPlan) -> Config:
+    """Return ``config`` with micro-batches of the size of the training data's batches, if these are used as they are.
+
+    Raises:
+        ConfigError: ``batch`` does not allow it, or the size is not known.
+    """
+    if task.stream is None or not task.stream.ready:
+        return config
+    size, micro, key = task.stream.batch_size, config.batch.micro_size, "batch.micro_size"
+    if micro == AUTO:
+        raise ConfigError(key, micro, "the training data has ready batches, which are used whole.", "Leave it out.")
+    if micro is None and size is None:
+        raise ConfigError(
+            key, micro, "the training data has batches of unknown size.",
+            "Set it to the number of samples that a batch counts for.",
+        )  # fmt: skip
+    if config.batch.short_window is ShortWindow.drop:
+        raise ConfigError(
+            "batch.short_window", "drop", "the training data has ready batches: its DataLoader decides.",
+            "Leave it out, and give the DataLoader as many samples as whole windows have.",
+        )  # fmt: skip
+    return dataclasses.replace(config, batch=dataclasses.replace(config.batch, micro_size=micro or size))
 
 
 def _require_consistent(config: Config) -> None:
@@ -218,6 +244,8 @@ def _on_cluster(
 ) -> RunPlan:
     """Derive everything that follows from the cluster and its batch."""
     require_possible_order(config, task)
+    if task.stream is not None and task.stream.ready:
+        batch.of_ready_batches(task.stream.batch_size)
     require_second_epoch(config.train.epochs, task.stream)
     epoch = _epoch(config.batch, batch, task)
     steps = _steps(config.train, epoch, batch, task)

@@ -30,12 +30,16 @@ class StreamInfo:
         automatic: it is known that a division keeps all samples.
         problem: reason why it must not be divided, also if the user asks for it.
         single_pass: it is an iterator, such as a generator, which is empty after one epoch.
+        ready: its elements are batches, see ``launcher.ReadyBatches``.
+        batch_size: samples of a ready batch; None if that is not known.
     """
 
     shards: int = 0
     automatic: bool = False
     problem: str = ""
     single_pass: bool = False
+    ready: bool = False
+    batch_size: int | None = None
 
 
 class Span(NamedTuple):

@@ -220,8 +220,9 @@ def _strategy(strategy: StrategyPlan) -> str:
 
 
 def _task(plan: RunPlan) -> str:
-    size = data_shards_text(plan) if plan.task.samples is None else f"{plan.task.samples:,} samples"
-    if not plan.train.shuffle and plan.task.samples is not None:
+    streamed = plan.task.samples is None or plan.task.stream is not None
+    size = data_shards_text(plan) if streamed else f"{plan.task.samples:,} samples"
+    if not (plan.train.shuffle or streamed):
         size += " in the dataset's order"
     weights = "" if plan.task.parameters is None else f", {plan.task.parameters:,} parameters"
     if plan.task.parameters is not None and plan.task.frozen_parameters:

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, default_collate
 
-from launcher.errors import DataError, LauncherError, TaskError
+from launcher.errors import DataError, EngineMisuse, LauncherError, TaskError
 from launcher.heartbeat import HEARTBEAT, Phase, Wait
 from launcher.loss import Loss, as_losses, has_window_loss, window_loss_of
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import first_names
-from launcher.task import Task, empty_eval_set, eval_set_text, is_mapped, seed_everything, seed_for
+from launcher.task import Task, empty_eval_set, eval_set_text, is_mapped, is_ready, seed_everything, seed_for
 from launcher.train.data.loader import Collate, MicroBatch, prefetch
 from launcher.train.data.stream import StreamShare, blocks_in_turn, is_sharded
 from launcher.train.data.window_feed import Samples
@@ -212,7 +212,13 @@ def sets_by_name(data: Any) -> dict[str, Any]:
     """Return data sets by name; "" is the name of a single one."""
     if data is None:
         return {}
-    return cast("dict[str, Any]", data) if isinstance(data, dict) else {"": data}
+    sets = cast("dict[str, Any]", data) if isinstance(data, dict) else {"": data}
+    if any(map(is_ready, sets.values())):
+        raise EngineMisuse(
+            "The held-out data is a DataLoader: the engine makes up batches of samples itself, each of which counts "
+            "once.\n  Give its dataset, and its collate_fn as collate."
+        )
+    return sets
 
 
 def _by_name(results: Mapping[str, Metrics]) -> Metrics:

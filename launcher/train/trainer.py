@@ -17,6 +17,7 @@ from launcher.rundir import code_snapshot
 from launcher.rundir.fencing import Fence
 from launcher.task import (
     Task,
+    dataset_of,
     eval_set_text,
     eval_sets,
     file_of,
@@ -87,7 +88,7 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     samples, held_out = train_data(task, plan.train.seed), eval_sets(task, plan.train.seed)
     samples = arranged(samples, task, plan, world)
     named = {eval_set_text(name): data for name, data in held_out.items()} or {eval_set_text(""): None}
-    datasets = {"train_data()": samples, **named}
+    datasets = {"train_data()": dataset_of(samples), **named}
     everyone = engine.sites.whole_job()
     fingerprint = require_same_data(datasets, plan, everyone, engine.device, stored=plan.checkpoint.enabled)
     HEARTBEAT.beat(Phase.starting, 4)

@@ -20,7 +20,7 @@ from launcher.plan.run_plan import RunPlan, predicted_metrics
 from launcher.plan.sync_policy import SHARDED
 from launcher.rundir.fencing import Fence
 from launcher.rundir.files import write_json
-from launcher.task import Task, is_mapped
+from launcher.task import Task, is_mapped, is_ready
 from launcher.train import metrics
 from launcher.train.checkpoint import save
 from launcher.train.checkpoint.async_save import Saver
@@ -134,7 +134,8 @@ class TrainingLoop:
         if best.exhausted:
             return "done"
         self.cadence.start_clock()
-        collate, compare = getattr(self.task, "collate", None), not is_mapped(samples)  # mapped data was compared
+        collate = None if is_ready(samples) else getattr(self.task, "collate", None)
+        compare = not is_mapped(samples)  # mapped data was compared
         items = items_method_of(self.task)
         engine.tries_loss = not engine.steps
         for window in engine.windows(samples, collate, self.loss, items, compare_data=compare):

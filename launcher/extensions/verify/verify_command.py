@@ -67,7 +67,13 @@ def launch_verify(arguments: list[str]) -> int:
         directory, keep = Path(tempfile.mkdtemp(prefix="launch-verify-")), False
         try:
             with signals_as_interrupt():  # otherwise SIGTERM would leave the directory behind
-                status, keep = _verify(_verify_plan(config, directory), yaml, as_json=as_json)
+                plan = _verify_plan(config, directory)
+                if plan.task.stream is not None and plan.task.stream.ready:
+                    raise ConfigError(
+                        "task._target_", plan.task.target, "its training data has ready batches; `launch verify` "
+                        "divides windows of samples.", "Return the DataLoader's dataset from train_data() to verify.",
+                    )  # fmt: skip
+                status, keep = _verify(plan, yaml, as_json=as_json)
             return status
         finally:
             if not keep:

@@ -207,7 +207,13 @@ class _Recorded:
 
 
 def _init_loader_process(parent: int, started: Any, worker: int) -> None:  # noqa: ARG001
-    """Set up a loader process, and release ``started``.
+    """Set up a loader process, and release ``started``."""
+    guard_loader_process(parent)
+    started.release()
+
+
+def guard_loader_process(parent: int) -> None:
+    """Set up the signals of a loader process of the rank ``parent``.
 
     Its signals are set so that it ends only with its rank, or by its rank's SIGTERM. A stop request is sent to a rank's
     whole process group, or to every process of a job, but the rank's last window still needs its data.
@@ -219,7 +225,6 @@ def _init_loader_process(parent: int, started: Any, worker: int) -> None:  # noq
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_exit_on_sigterm_of, args=(parent,), daemon=True).start()
     require_free_exit_lock()
-    started.release()
 
 
 def _exit_on_sigterm_of(parent: int) -> None:

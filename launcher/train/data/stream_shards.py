@@ -14,6 +14,7 @@ from typing import Any
 from launcher.errors import DataError
 from launcher.plan.data_shards import require_divisible
 from launcher.plan.windows import StreamInfo
+from launcher.task import as_ready, is_ready
 
 # Operations of Hugging Face's streams after which a shard has the samples that the stream takes from the shard's files.
 # Classes of earlier versions are among them. A stream with others is not divided automatically. map and filter are not
@@ -61,6 +62,12 @@ def _is_single_pass(stream: Any) -> bool:
 
 def stream_info(stream: Any) -> StreamInfo:
     """Return what is known about the shards of a stream."""
+    if is_ready(stream):
+        ready = as_ready(stream)
+        problem = "the training data has ready batches, which are dealt to the ranks in turn."
+        return StreamInfo(
+            problem=problem, single_pass=_is_single_pass(ready.batches), ready=True, batch_size=ready.size
+        )
     if _is_single_pass(stream):
         return StreamInfo(problem="the training data is an iterator, which is read once.", single_pass=True)
     shards = own_shards(stream)

@@ -51,6 +51,13 @@ class StreamState(NamedTuple):
     over: bool = False
 
 
+class Identified(NamedTuple):
+    """A sample whose ``identity`` is compared in its place."""
+
+    sample: Any
+    identity: Any
+
+
 class SavedShards(NamedTuple):
     """A rank's part of the state of a stream.
 
@@ -65,7 +72,8 @@ class SavedShards(NamedTuple):
 
 def outlines_of(samples: Iterable[Any]) -> list[Any]:
     """Return the outlines of the first samples as tuples."""
-    return [tuple(outline(sample)) for sample in itertools.islice(samples, OUTLINED_SAMPLES)]
+    first = itertools.islice(samples, OUTLINED_SAMPLES)
+    return [tuple(outline(each.identity if isinstance(each, Identified) else each)) for each in first]
 
 
 class StreamReader:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,11 +22,12 @@ from launcher.plan.data_shards import START_AGAIN, Division, require_second_epoc
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.windows import Span, Windows, share_of_window
 from launcher.quantities import count, first_names
-from launcher.task import is_loader, is_mapped
+from launcher.task import ReadyBatches, as_ready, dataset_of, is_mapped, is_ready
 from launcher.train.data.fingerprint import Outline, require_same_data, require_same_stream
 from launcher.train.data.length_balance import BalancedWindow, balanced
 from launcher.train.data.loader import Collate, MicroBatch, prefetch, read_samples, read_tensors, reads_several
 from launcher.train.data.randomness import SampleRandom, Seed
+from launcher.train.data.ready_batches import BatchStream, require_usable, samples_in, the_batch
 from launcher.train.data.sample_order import ArrangedData, SampleOrder, samples_per_epoch
 from launcher.train.data.stream import StreamShare, blocks_of_windows, is_sharded, start_epoch
 from launcher.train.data.stream_shards import own_shards, require_shards, stream_info
@@ -90,36 +91,66 @@ def open_feed(
     Raises:
         ConfigError: ``batch.balance=length``, and the dataset has no lengths; or the stream cannot be divided into
             ``train.data_shards``, or read ``train.epochs`` times.
-        DataError: the dataset is a DataLoader, its length is not the plan's, or the data differs between ranks.
+        DataError: its length is not the plan's, or the data differs between ranks.
     """
-    if is_loader(dataset):
-        raise DataError(
-            f"The training data is a {type(dataset).__name__}: the engine makes up micro-batches of samples itself.\n"
-            "  Give its dataset to engine.windows(), and its collate_fn as collate."
-        )
-    collate = collate or default_collate
+    ready = as_ready(dataset) if is_ready(dataset) else None
     if compare:
-        require_same_data({"The training data": dataset}, plan, world, device)
+        require_same_data({"The training data": dataset_of(dataset)}, plan, world, device)
+    checkpoint = checkpoint or StreamCheckpoint()
+    if ready is not None:
+        _require_length(ready.samples, plan, world)
+        if collate is not None:
+            raise DataError("collate is for samples, and the training data has batches.\n  Leave it out.")
+        return _ready_feed(ready, plan, world, device, start, compare=compare, checkpoint=checkpoint)
+    collate = collate or default_collate
     if plan.task.samples is None:
         require_shards(dataset, plan.train.data_shards)
         require_second_epoch(plan.train.epochs, stream_info(dataset))
         return StreamFeed(
             dataset, plan, world, device, collate, start,
-            compare=compare and world.size > 1, checkpoint=checkpoint or StreamCheckpoint(),
+            compare=compare and world.size > 1, checkpoint=checkpoint,
         )  # fmt: skip
-    samples = samples_per_epoch(dataset, plan.train.seed) if is_mapped(dataset) else None
-    if samples != plan.task.samples:
-        length = "no length" if samples is None else f"{samples} samples"
-        raise DataError(
-            f"The training data has {length} on rank {world.rank}, and the plan was made for {plan.task.samples}.\n"
-            "  The data must be the same on every host, and the same as when the plan was made."
-        )
+    _require_length(samples_per_epoch(dataset, plan.train.seed) if is_mapped(dataset) else None, plan, world)
     if plan.batch.balance is Balance.length and not (isinstance(dataset, ArrangedData) and dataset.lengths is not None):
         raise ConfigError(
             "batch.balance", "length", "the lengths of the samples are not known.",
             "Give engine.windows() a launcher.ArrangedData(dataset, lengths=...).",
         )  # fmt: skip
     return MapFeed(dataset, plan, world, device, collate, start.index)
+
+
+def _require_length(samples: int | None, plan: RunPlan, world: World) -> None:
+    if plan.task.samples not in (None, samples):
+        length = "no length" if samples is None else f"{samples} samples"
+        raise DataError(
+            f"The training data has {length} on rank {world.rank}, and the plan was made for {plan.task.samples}.\n"
+            "  The data must be the same on every host, and the same as when the plan was made. A loop of your own "
+            "gives\n  the length to make_plan(samples=...); None if there is none."
+        )
+
+
+def _ready_feed(
+    ready: ReadyBatches, plan: RunPlan, world: World, device: torch.device, start: WindowPosition,
+    *, compare: bool, checkpoint: StreamCheckpoint,
+) -> StreamFeed:  # fmt: skip
+    """Return the feed of a stream whose samples are batches, read in this process."""
+    require_usable(ready)
+    micro_size, batch = plan.batch.micro_size, plan.batch.of_ready_batches(ready.size)
+    require_shards(ready, plan.train.data_shards)
+    require_second_epoch(plan.train.epochs, stream_info(ready))
+    if plan.epoch.short_window_policy is ShortWindow.drop:
+        raise ConfigError("batch.short_window", "drop", "the training data has ready batches.", "Leave it out.")
+    if batch.sites > 1:
+        raise DataError(
+            "The training data has ready batches, which cannot be divided among sites.\n  Give its dataset."
+        )
+    turn = (world.rank, world.size) if batch.even else (0, 1)
+    train = dataclasses.replace(plan.train, loader_workers=0)  # a DataLoader starts processes of its own
+    return StreamFeed(
+        BatchStream(ready, plan.train.seed, *turn), dataclasses.replace(plan, batch=batch, train=train), world, device,
+        the_batch, start, compare=compare and world.size > 1, checkpoint=checkpoint,
+        samples_in=lambda batch: samples_in(batch, ready.size, micro_size),
+    )  # fmt: skip
 
 
 class MapFeed:
@@ -275,10 +306,10 @@ class StreamFeed:
 
     def __init__(
         self, dataset: Any, plan: RunPlan, world: World, device: torch.device, collate: Collate, start: WindowPosition,
-        *, checkpoint: StreamCheckpoint, compare: bool = False,
+        *, checkpoint: StreamCheckpoint, compare: bool = False, samples_in: Callable[[Any], int] | None = None,
     ) -> None:  # fmt: skip
         self._dataset, self._plan, self._world, self._device, self._collate = dataset, plan, world, device, collate
-        self._position, self._compare = start, compare
+        self._position, self._compare, self._samples_in = start, compare, samples_in
         self._division = Division.of(plan)
         self._own_shards = own_shards(dataset) if self._division.shards > 1 else 0
         if start.window:
@@ -314,6 +345,8 @@ class StreamFeed:
         """Wait for the next micro-batch; return False at the end."""
         for item in self._source:
             self._outlines += item.note.outlines
+            if item.samples and self._samples_in is not None:
+                item = dataclasses.replace(item, samples=self._samples_in(item.data))
             if item.note.number is not None:
                 self._ahead.append(item)
                 return True
@@ -385,6 +418,8 @@ class StreamFeed:
 
     def close(self) -> None:
         self._source.close()
+        if isinstance(self._dataset, BatchStream):
+            self._dataset.close()
 
 
 Feed = MapFeed | StreamFeed

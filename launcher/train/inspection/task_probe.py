@@ -33,9 +33,11 @@ from launcher.rundir.files import value_from_json
 from launcher.task import (
     OPTIONAL_METHODS,
     Task,
+    as_ready,
     column_of_lengths,
     eval_metrics,
     is_mapped,
+    is_ready,
 )
 from launcher.tracebacks import users_frames
 from launcher.train.inspection.built_task import BuiltTask, attributes_restored
@@ -157,12 +159,16 @@ def _check_arrangement(task: Task, data: Any, request: InspectionRequest, notes:
     Raises:
         TaskError: they cannot be used, or do not belong together.
     """
-    if not is_mapped(data) and not hasattr(data, "__iter__"):
+    if not is_mapped(data) and not is_ready(data) and not hasattr(data, "__iter__"):
         raise TaskError(
             f"task._target_={request.target}: train_data() returned a {type(data).__name__} that has no length and "
             "cannot be iterated.\n  Give a map-style dataset (__len__ and __getitem__) or an IterableDataset."
         )
+    from launcher.train.data.ready_batches import require_usable
+
     try:
+        if is_ready(data):
+            require_usable(as_ready(data))
         return _arrangement(task, data, request.seed, request.balance, notes)
     except DataError as error:  # in training it is the job's
         raise TaskError(f"task._target_={request.target}: {error}") from None
@@ -182,7 +188,8 @@ def _arrangement(task: Task, data: Any, seed: int, balance: Balance, notes: list
                 "The task has a method order(epoch, seed), and its training data is a stream, which has no indices.\n"
                 "  Remove the method, and let the stream yield its samples in that order."
             )
-        return {"samples": None, "lengths": False, "stream": dataclasses.asdict(stream_info(data))}
+        samples = as_ready(data).samples if is_ready(data) else None
+        return {"samples": samples, "lengths": False, "stream": dataclasses.asdict(stream_info(data))}
     if lengths:
         _require_parameters_of(getattr(task, "lengths"), "lengths(data)", 1)  # noqa: B009
     column = column_of_lengths(data)

@@ -101,15 +101,7 @@ class Loaded(Split):
 
     def parts(self) -> list[Any]:
         packed = [Packed(part) for part in super().parts()]
-        return [DataLoader(part, 5, shuffle=True, collate_fn=unpack, drop_last=True) for part in packed]
-
-
-class StatefullyLoaded(Loaded):
-    """A stand-in for torchdata's StatefulDataLoader: it has the same attributes."""
-
-    def parts(self) -> list[Any]:
-        names = ("dataset", "sampler", "batch_sampler", "batch_size", "collate_fn")
-        return [SimpleNamespace(**{name: getattr(part, name) for name in names}) for part in super().parts()]
+        return [DataLoader(part, 4, shuffle=True, collate_fn=unpack, drop_last=True) for part in packed]
 
 
 class Packed(Dataset[Any]):
@@ -128,13 +120,13 @@ def unpack(samples: list[Any]) -> Tensor:
 
 
 class LoadedInVain(Split):
-    """``how``: a DataLoader that cannot be taken apart."""
+    """``how``: a DataLoader of held-out data that cannot be taken apart."""
 
     def __init__(self, how: str = "batches") -> None:
         super().__init__()
         self.how = how
 
-    def train_data(self) -> Any:
+    def eval_data(self) -> Any:
         data = Numbers()
         half: list[int] = list(range(40))
         match self.how:
@@ -149,7 +141,7 @@ class LoadedInVain(Split):
             case _:
                 return DataLoader(data, 4, collate_fn=unpack)
 
-    def eval_data(self) -> Any:
+    def train_data(self) -> Any:
         return DataLoader(Numbers(), 4)
 
 

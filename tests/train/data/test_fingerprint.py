@@ -19,8 +19,7 @@ from tests.helpers import inspection_of, torchrun
 from tests.train.data.data_tasks import SAMPLES, TRAINED
 
 WORKER = Path(__file__).parent / "data_worker.py"
-SPLITS = ("Split", "Permuted", "Shuffled", "InTheConstructor", "OfAllKinds", "Augmented",
-          "Loaded", "StatefullyLoaded")  # fmt: skip
+SPLITS = ("Split", "Permuted", "Shuffled", "InTheConstructor", "OfAllKinds", "Augmented", "Loaded")
 SEEDED = ("Split strategy=fsdp", "Split task.width=5 train.loader_workers=0", "Split precision=bf16 train.eval_every=1")
 DIVIDED = "train.data_shards=4"
 ALIKE = ("Streamed", "Sharded", f"StreamOfFiles {DIVIDED}", "TwinData", "Split train.seed=1")

@@ -1,4 +1,7 @@
-"""A DataLoader as a task's data: what is used of it, and which ones are refused before anything is started."""
+"""A DataLoader as a task's data: what is used of it, and which ones are refused before anything is started.
+
+The windows of one: test_ready_batches.py.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,15 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, get_worker_info
 
-from launcher.errors import ConfigError, DataError, TaskError
+from launcher.errors import ConfigError, TaskError
 from launcher.plan.task_inspection import describe_task
 from launcher.task import eval_sets, first_batch, is_mapped, load_task, train_data
-from launcher.train.data.window_feed import open_feed
-from launcher.train.world import World
-from tests.helpers import inspection_of, make_plan
+from tests.helpers import inspection_of
 from tests.train.data.data_tasks import SAMPLES, TRAINED, Numbers
 
 TASKS = "tests.train.data.data_tasks"
 REFUSED = {
-    "batches": "train_data() returned a DataLoader with batch_size=None",
+    "batches": "eval_data() returned a DataLoader with batch_size=None",
     "batch_sampler": "with a batch_sampler of its own (list)",
     "subset": "whose SubsetRandomSampler draws 40 of 80 samples",
     "weights": "with a WeightedRandomSampler that draws with replacement",
@@ -32,41 +33,39 @@ REFUSED = {
 }
 
 
-def test_the_plan_counts_samples_and_says_what_is_not_used() -> None:
+def test_the_plan_counts_samples_and_says_what_is_used() -> None:
     task = describe_task(inspection_of(f"{TASKS}.Loaded", "train.seed=7"))
     assert task.samples == TRAINED
-    assert [note.split(":")[0] for note in task.data_notes] == [
-        "train_data() returned a DataLoader", "eval_data() returned a DataLoader",
-    ]  # fmt: skip
-    assert all("its dataset and collate_fn are used. Its sampler" in note for note in task.data_notes)
+    assert task.stream is not None
+    assert (task.stream.ready, task.stream.batch_size) == (True, 4)
+    trained_on, held_out = task.data_notes
+    assert "train_data() returned a DataLoader: its batches are the micro-batches" in trained_on
+    assert "eval_data() returned a DataLoader: its dataset and collate_fn are used. Its sampler" in held_out
 
 
-@pytest.mark.parametrize("name", ["Loaded", "StatefullyLoaded"])
-def test_dataset_and_collate_fn_are_used(name: str) -> None:
-    task = load_task(f"{TASKS}.{name}", {}, [], seed=7)
+def test_batches_are_used_and_of_held_out_data_the_dataset() -> None:
+    task = load_task(f"{TASKS}.Loaded", {}, [], seed=7)
     train, held_out = train_data(task, 7), eval_sets(task, 7)[""]
-    assert (len(train), len(held_out)) == (TRAINED, SAMPLES - TRAINED)
-    assert task.collate([train[0], train[1]]).shape == (2, 2)  # pyright: ignore[reportAttributeAccessIssue]
+    assert isinstance(train, DataLoader)
+    assert len(held_out) == SAMPLES - TRAINED
+    assert task.collate([held_out[0], held_out[1]]).shape == (2, 2)  # pyright: ignore[reportAttributeAccessIssue]
+    assert first_batch(task, train, 3)[0].shape == (3, 2)
 
 
 @pytest.mark.parametrize("how", REFUSED)
 def test_what_is_not_its_dataset_is_refused(how: str) -> None:
     task = load_task(f"{TASKS}.LoadedInVain", {"how": how}, [], seed=7)
-    with pytest.raises(TaskError, match=re.escape(REFUSED[how])) as raised:
-        assert train_data(task, 7) is not eval_sets(task, 7)[""]
-    names_the_way = "Give the task a method order(epoch, seed) that returns the indices of an epoch" in str(
-        raised.value
-    )
-    assert names_the_way == (how in ("subset", "weights"))
+    train_data(task, 7)
+    with pytest.raises(TaskError, match=re.escape(REFUSED[how])):
+        eval_sets(task, 7)
 
 
 @pytest.mark.parametrize("name", ["", "dev"])
-def test_a_loader_of_held_out_data_is_not_told_to_give_an_order(name: str) -> None:
+def test_a_loader_of_held_out_data_draws_each_sample_once(name: str) -> None:
     task, loader = cast("Any", SimpleNamespace()), DataLoader(Numbers(), 4, sampler=SubsetRandomSampler(range(40)))
     task.eval_data = lambda: {name: loader} if name else loader
-    with pytest.raises(TaskError, match="Return the dataset itself, or a Subset of those that belong to it") as raised:
+    with pytest.raises(TaskError, match="Return the dataset itself, or a Subset of those that belong to it"):
         eval_sets(task, 7)
-    assert "order(epoch, seed)" not in str(raised.value)
 
 
 class TakesAnything:
@@ -97,12 +96,6 @@ def test_the_first_batch_is_the_same_of_every_kind_of_data(count: int) -> None:
         assert torch.equal(batch, torch.stack(samples[:count]))
 
 
-def test_a_loop_of_ones_own_is_told_to_give_the_dataset() -> None:
-    plan, loader = make_plan(samples=SAMPLES), DataLoader(Numbers(), 4)
-    with pytest.raises(DataError, match=r"Give its dataset to engine\.windows"):
-        open_feed(loader, plan, World(0, 1, 0), torch.device("cpu"))
-
-
 def seed_generators(worker: int) -> None:
     seed = torch.initial_seed() % 2**32 + worker
     np.random.seed(seed)
@@ -130,8 +123,8 @@ def test_a_worker_init_fn_that_would_not_be_called_is_refused(stream: bool) -> N
     def read(function: Any, workers: int) -> Any:
         data: Any = Stream() if stream else Numbers()
         task = cast("Any", SimpleNamespace())
-        task.train_data = lambda: DataLoader(data, 4, num_workers=workers, worker_init_fn=function)
-        return train_data(task, 7)
+        task.eval_data = lambda: DataLoader(data, 4, num_workers=workers, worker_init_fn=function)
+        return eval_sets(task, 7)
 
     for function in (open_files, functools.partial(open_files)):
         with pytest.raises(TaskError, match=r"worker_init_fn=.*would not be called[\s\S]*leave worker_init_fn out"):
