@@ -39,18 +39,22 @@ def compose(overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: an unknown key or option, or a value of the wrong type.
     """
-    return compose_with_yaml(overrides)[0]
+    return _composed(overrides, _typed)
 
 
 def compose_with_yaml(overrides: Sequence[str] = ()) -> tuple[Config, str]:
     """Return the config of ``compose``, and the YAML that is stored with the run."""
+    return _composed(overrides, _to_config)
+
+
+def _composed(overrides: Sequence[str], convert: Callable[[Any], Any]) -> Any:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
     _register_schema()
     overrides = _open_free_keys(overrides)
     with config_errors.in_plain_words(overrides), initialize_config_dir(str(CONF), version_base="1.3"):
-        return _to_config(hydra_compose(_PRIMARY, overrides=list(overrides)))
+        return convert(hydra_compose(_PRIMARY, overrides=list(overrides)))
 
 
 def recompose(kept: str, overrides: Sequence[str]) -> tuple[Config, str]:
@@ -271,7 +275,7 @@ def _schema() -> type[Any]:
 
 
 def _nullable(kind: Any) -> type[Any]:
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     fields: list[Any] = []
     for field in dataclasses.fields(kind):
         name, hint, facts = key_of(field), hints[field.name], facts_of(field)
@@ -283,7 +287,14 @@ def _nullable(kind: Any) -> type[Any]:
 
 
 def _to_config(composed: Any) -> tuple[Config, str]:
-    """Return the typed config and its YAML. A null is replaced by the default, unless None is a value of that field."""
+    from omegaconf import OmegaConf
+
+    config = _typed(composed)  # which replaces nulls in ``composed`` too
+    return config, OmegaConf.to_yaml(composed)
+
+
+def _typed(composed: Any) -> Config:
+    """Return the typed config. A null is replaced by the default, unless None is a value of that field."""
     from omegaconf import OmegaConf
 
     values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True, enum_to_str=False)
@@ -292,7 +303,7 @@ def _to_config(composed: Any) -> tuple[Config, str]:
         if not dataclasses.is_dataclass(kind):
             setattr(config, group, values[group])
             continue
-        default, hints = config.groups()[group], typing.get_type_hints(kind)
+        default, hints = config.groups()[group], _hints(kind)
         if group == "optimizer" and values[group]["lr"] is None:
             raise _error_of("optimizer.lr", "null has no meaning here: give the learning rate")
         for name, value in values[group].items():
@@ -303,7 +314,10 @@ def _to_config(composed: Any) -> tuple[Config, str]:
             values[group] = _with_arguments(group, values[group])
         where = vars(config) if group in vars(config) else config.added
         where[group] = dataclasses.replace(default, **values[group])
-    return config, OmegaConf.to_yaml(composed)
+    return config
+
+
+_hints = cache(typing.get_type_hints)
 
 
 def _with_arguments(group: str, values: dict[str, Any]) -> dict[str, Any]:
