@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -21,7 +21,7 @@ from launcher.plan.callback_plan import AROUND_EVALUATION, EVENTS, METHODS, TARG
 from launcher.plan.run_plan import RunPlan
 from launcher.targets import find_target, require_arguments
 from launcher.tracebacks import users_frames
-from launcher.train.data.randomness import random_state, restore_random_state
+from launcher.train.data.randomness import kept_random_state
 from launcher.train.optimizers import evaluation_values
 
 # events after which a checkpoint has the random state
@@ -75,16 +75,14 @@ class CallbackSet:
             return
         # the random numbers of training must not depend on what a callback draws after a checkpoint was taken
         keeps = event not in _WITHIN_STEPS
-        random = random_state(arguments[0].device) if keeps else None
         before = _version(arguments[0])
-        for name, method in self._methods[event]:
-            with _named(name, event):
-                method(*arguments)
-            if (after := _version(arguments[0])) != before:
-                before, events = after, self.changes.setdefault(name, [])
-                events += [event] * (event not in events)
-        if random is not None:
-            restore_random_state(random, arguments[0].device)
+        with kept_random_state(arguments[0].device) if keeps else nullcontext():
+            for name, method in self._methods[event]:
+                with _named(name, event):
+                    method(*arguments)
+                if (after := _version(arguments[0])) != before:
+                    before, events = after, self.changes.setdefault(name, [])
+                    events += [event] * (event not in events)
 
     def start(self, engine: Any) -> None:
         """Call ``on_start``, once."""
@@ -97,14 +95,13 @@ class CallbackSet:
         """Context manager for an evaluation: the values that the optimizer has for it, then those of all callbacks, the
         first one outermost. Random state is restored at the end."""
         methods = self._methods[AROUND_EVALUATION]
-        random = random_state(engine.device) if methods else None
         with ExitStack() as stack:
+            if methods:
+                stack.enter_context(kept_random_state(engine.device))
             stack.enter_context(evaluation_values(engine.optimizer))
             for name, method in methods:
                 stack.enter_context(_guarded(name, method, engine))
             yield
-        if random is not None:
-            restore_random_state(random, engine.device)
 
     @property
     def stateful(self) -> list[str]:

@@ -119,7 +119,7 @@ def _changed_data(engine: Engine, restored: Restored, fingerprint: Fingerprint, 
         WrongCheckpoint: there are some, and the user has not forced a change of the data or the task.
     """
     world, plan = engine.world, engine.plan
-    before = restored.run["account"].get("data", {})
+    before = restored.run["account"]["data"]
     found = other_data(before, fingerprint, datasets, plan, engine.device) if world.rank == 0 else []
     found = world.of_rank_0(found)
     if not found:

@@ -28,7 +28,7 @@ from launcher.task import seed_everything
 from launcher.train.data.fingerprint import outline
 from launcher.train.data.sample_order import SampleOrder, samples_per_epoch
 from launcher.train.data.stream import blocks_in_turn, is_sharded
-from launcher.train.engine.modes import without_dropout
+from launcher.train.engine.modes import eval_flags, without_dropout
 from launcher.train.parallel.batchnorm import batch_norms
 from launcher.train.world import World
 
@@ -311,12 +311,9 @@ def _additivity(reference: Reference, window: Sequence[Any], micro_size: int, to
     if len(samples) <= size:
         return
     norms = [module for module in reference.model.modules() if _uses_batch(module) and module.track_running_stats]
-    for module in norms:
-        module.training = False
-    together = reference.in_batches([samples])
-    apart = reference.in_batches([samples[i : i + size] for i in range(0, len(samples), size)])
-    for module in norms:
-        module.training = True
+    with eval_flags(norms):
+        together = reference.in_batches([samples])
+        apart = reference.in_batches([samples[i : i + size] for i in range(0, len(samples), size)])
     # both results are means over their own items
     several = len(together.items_of_terms) > 1
     factor = 1.0 if several else apart.items / (together.items or 1.0)

@@ -256,7 +256,7 @@ def load(engine: Engine, directory: Path) -> Restored:
         name: value for name, value in training.items() if f"training.{name}" in stored.state_dict_metadata
     }
     options = OptimizerOptions(engine, directory, tensors["optimizer"]["param_groups"], stored)
-    tensors["optimizer"] = state_to_load(engine, directory, stored, state.get("optimizers"))
+    tensors["optimizer"] = state_to_load(engine, directory, stored, state["optimizers"])
     read_values(tensors, directory)
     options.require_same_groups(tensors["optimizer"]["param_groups"])
     with contents.any_signature(engine.parallel.module) as module:  # strict=False: the names were compared
@@ -267,9 +267,9 @@ def load(engine: Engine, directory: Path) -> Restored:
     hardware_before, hardware = measured_before["hardware"], measured_as["hardware"]
     comparable = measured_before == measured_as
     engine.load_state_dict(saved, alike=comparable, same_order=same_ranks)
-    options.restore(scheduled=saved.get("follows_plan", True))
+    options.restore(scheduled=saved["follows_plan"])
 
-    not_matching = engine.callbacks.load_state_dict(tensors["callbacks"], state.get("callbacks", {}))
+    not_matching = engine.callbacks.load_state_dict(tensors["callbacks"], state["callbacks"])
     if not_matching and engine.world.rank == 0:
         print(not_matching, flush=True)
 
@@ -297,8 +297,8 @@ def _fit_buffers(engine: Engine, saved: Mapping[str, Any], stored: Metadata) -> 
         saved: state of the engine, with names of buffers.
     """
     modules = dict(engine.parallel.module.named_modules())
-    late: list[str] = saved.get("late_buffers", [])
-    for name in [*saved["changing_buffers"], *saved.get("gone_buffers", [])]:
+    late: list[str] = saved["late_buffers"]
+    for name in [*saved["changing_buffers"], *saved["gone_buffers"]]:
         entries = [stored.state_dict_metadata.get(f"{part}.{name}") for part in ("model", "buffers")]
         owner, _, last = name.rpartition(".")
         buffers = modules[owner]._buffers if owner in modules else {}

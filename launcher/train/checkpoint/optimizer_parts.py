@@ -87,20 +87,20 @@ def optimizer_state(engine: Engine) -> State:
     return {_STATE: state, _GROUPS: groups, **extra}
 
 
-def state_to_load(engine: Engine, directory: Path, stored: Metadata, classes: Sequence[str] | None) -> State:
+def state_to_load(engine: Engine, directory: Path, stored: Metadata, classes: Sequence[str]) -> State:
     """Return what a checkpoint's state of the optimizers is loaded into: its names, with tensors as the optimizers have
     them now.
 
     Args:
         stored: metadata of the checkpoint.
-        classes: those of the optimizers that were saved; None: not known.
+        classes: those of the optimizers that were saved.
 
     Raises:
         WrongCheckpoint: the checkpoint has state that the optimizers have no place for; or only a part of a parameter's
             state, so that a changed option needs more of it.
     """
     fresh, parameters = optimizer_state(engine), _named(engine)
-    same = classes is None or list(classes) == class_names(engine)
+    same = list(classes) == class_names(engine)
     found: State = {_STATE: {}, _GROUPS: [dict(group) for group in fresh[_GROUPS]]}
     left: list[str] = []
     for (kind, *path), entry in entries_under(stored, "optimizer"):

@@ -135,23 +135,20 @@ class RunTotals:
         """Restore the totals from a checkpoint. Figures of a step's time, communication and memory are dropped if they
         would be different under this plan."""
         state, step = restored.run["account"], self.engine.steps
-        self.loss, self.evaluation = state["loss"], state["evaluation"]
-        self.evaluated_step = state["evaluated_step"]
-        dropped = self.best.load_state_dict(state.get("best"))
+        for name in ("loss", "metrics", "evaluation", "evaluated_step", "worlds", "failed_saves", "commits"):
+            setattr(self, name, state[name])
+        dropped = self.best.load_state_dict(state["best"])
         if dropped and self.engine.world.rank == 0:
             print(dropped, flush=True)
-        self.metrics = state.get("metrics", {})
         self.resumed, self.seconds_before = state["resumed"] + 1, state["total_s"]
-        self.worlds, self.failed_saves = state.get("worlds", []), state.get("failed_saves", 0)
         before = _setting(restored.origin | {"world_size": restored.ranks, "hardware": restored.hardware_before})
         after = _setting(origin_of(self.engine.plan) | {"hardware": restored.hardware})
         if before != after:
             self.worlds.append({"step": step, "from": before, "to": after})
-        self.commits = state.get("commits", [])
         if (saved_by := restored.other_commit(self.commit)) is not None:
             self.commits.append({"step": step, "from": saved_by, "to": self.commit})
-        self.commit = self.commit or state.get("commit")
-        self.since = state.get("since", 0) if restored.comparable else step
+        self.commit = self.commit or state["commit"]
+        self.since = state["since"] if restored.comparable else step
         self.checkpoint = str(restored.directory)
         if not restored.comparable:
             return
@@ -159,7 +156,7 @@ class RunTotals:
         if (typical := state["typical"]) is not None:
             kinds = {Collective(kind): Traffic(**traffic) for kind, traffic in typical["kinds"].items()}
             self.typical = CommStats(**{**typical, "kinds": kinds})
-        self.seconds.extend(zip(state["step_seconds"], state.get("data_seconds", ()), strict=False))
+        self.seconds.extend(zip(state["step_seconds"], state["data_seconds"], strict=True))
 
     def forget_evaluations(self) -> None:
         """Drop what the evaluations of other held-out data have found."""

@@ -59,6 +59,16 @@ def restore_random_state(state: dict[str, Tensor], device: torch.device) -> None
         np.random.set_state(legacy)
 
 
+@contextmanager
+def kept_random_state(device: torch.device) -> Iterator[None]:
+    """Context manager that restores the generators' state at its end."""
+    state = random_state(device)
+    try:
+        yield
+    finally:
+        restore_random_state(state, device)
+
+
 def _words_of_python() -> tuple[Any, Any]:
     """Return Python's global generator and a view of its memory, which every draw and every seed changes: far faster
     than ``random.getstate``. The number cached by ``gauss`` is not part of it."""

@@ -39,6 +39,7 @@ from launcher.train.callback_set import CallbackSet
 from launcher.train.data.loader import MicroBatch
 from launcher.train.engine.build import EngineParts
 from launcher.train.engine.loss_trial import SAME, forward_pass
+from launcher.train.engine.modes import eval_flags
 from launcher.train.engine.preserved_state import (
     FOREIGN,
     OF_TORCH,
@@ -323,16 +324,11 @@ class CarriedState:
     def _evaluated(self, losses: Callable[[], Digest]) -> Digest:
         """Run ``losses`` in eval mode, without calling ``eval``; empty if they fail, as those of a model that returns
         predictions do."""
-        training = [module for module in self._model.modules() if module.training]
         try:
-            for module in training:
-                module.training = False
-            return losses()
+            with eval_flags(self._model.modules()):
+                return losses()
         except Exception:  # of the user's loss
             return ()
-        finally:
-            for module in training:
-                module.training = True
 
     def _with_gradients(self, losses: Callable[[], Digest]) -> Digest:
         """Run ``losses`` while all trained parameters have a gradient."""

@@ -624,7 +624,7 @@ class Engine:
         self.noise_scale.load_state_dict(state["noise"])
         self.buffers.know(state["changing_buffers"])
         if self.world.rank == 0:
-            print_other_constants(state.get("constants", {}), self._constants, self.left_out)
-        self._trained.restore(state.get("frozen", []))
+            print_other_constants(state["constants"], self._constants, self.left_out)
+        self._trained.restore(state["frozen"])
         if same_order:
             self.parallel.take_gradient_order(state["gradient_order"])

@@ -14,13 +14,12 @@ apart, has none. Meanwhile there is no dropout, and BatchNorm is in eval mode.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from launcher.config.schema import PrecisionKind
@@ -30,7 +29,7 @@ from launcher.loss import Loss
 from launcher.plan.sync_policy import SHARDED
 from launcher.train.data.loader import MicroBatch
 from launcher.train.engine.build import EngineParts
-from launcher.train.engine.modes import without_dropout
+from launcher.train.engine.modes import eval_flags, without_dropout
 
 # relative differences: of the same input twice; of values with other random numbers, beyond which there is no verdict
 SAME, NOISE = 1e-6, 0.05
@@ -200,7 +199,7 @@ def forward_pass(parts: EngineParts, run: Callable[[MicroBatch], list[Loss]], mi
         parts.parallel.meter.unchecked(),
         parts.parallel.evaluation(),
         without_dropout(parts.parallel.module),
-        _fixed_norms(parts.parallel.module),
+        eval_flags(module for module in parts.parallel.module.modules() if isinstance(module, _BatchNorm)),
         parts.precision.autocast(),
     ):
         return run(micro)
@@ -234,16 +233,3 @@ def taken(data: Any, chosen: Sequence[int], samples: int) -> Any:
             return None
         case _:
             raise NotDivisible
-
-
-@contextmanager
-def _fixed_norms(model: nn.Module) -> Iterator[None]:
-    """Put BatchNorm layers into eval mode, by their flags alone."""
-    changed = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training]
-    for module in changed:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in changed:
-            module.training = True

@@ -6,8 +6,8 @@ to cache fused weights. Setting ``training`` alone would leave that out. Passes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,28 +60,36 @@ def _restore(modes: Sequence[tuple[nn.Module, bool]], set_mode: Callable[[nn.Mod
 
 
 @contextmanager
+def eval_flags(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Context manager in which ``modules`` have the flag of eval mode, without a call of their ``eval``."""
+    changed = [module for module in modules if module.training]
+    for module in changed:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in changed:
+            module.training = True
+
+
+@contextmanager
 def without_dropout(model: nn.Module, *, functions: bool = True) -> Iterator[None]:
     """Disable dropout of modules and, with ``functions``, of torch's functions in forward and backward passes.
 
     The modules are switched separately because recomputation in backward runs in another thread, in which the functions
     are not intercepted.
     """
-    off = [module for module in model.modules() if isinstance(module, _DropoutNd) and module.training]
     inside = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention | nn.RNNBase)]
     rates = [module.dropout for module in inside]
-    for module in off:
-        module.training = False
     for module in inside:
         module.dropout = 0.0
     try:
-        if functions:
-            with _NoDropout():
-                yield
-        else:
+        with (
+            eval_flags(module for module in model.modules() if isinstance(module, _DropoutNd)),
+            _NoDropout() if functions else nullcontext(),
+        ):
             yield
     finally:
-        for module in off:
-            module.training = True
         for module, rate in zip(inside, rates, strict=True):
             module.dropout = rate
 

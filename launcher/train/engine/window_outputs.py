@@ -32,7 +32,7 @@ from launcher.plan.batch import norm_of_window_loss
 from launcher.plan.sync_policy import Collective
 from launcher.task import seed_everything, seed_for
 from launcher.train.data.loader import MicroBatch
-from launcher.train.data.randomness import random_state, restore_random_state
+from launcher.train.data.randomness import kept_random_state
 from launcher.train.engine.build import EngineParts
 from launcher.train.engine.loss_terms import require_terms
 from launcher.train.engine.loss_watches import leaves_of
@@ -400,7 +400,6 @@ def same_random_numbers(seed: int, part: str, device: torch.device) -> Iterator[
     Args:
         part: the rows that it is called with.
     """
-    state = random_state(device)
-    seed_everything(seed_for(seed, f"window_loss of {part}"))
-    yield
-    restore_random_state(state, device)
+    with kept_random_state(device):
+        seed_everything(seed_for(seed, f"window_loss of {part}"))
+        yield
