@@ -74,7 +74,8 @@ OnNonfinite = StrEnum("OnNonfinite", {"stop": "stop", "skip": "skip"})
 OptimizerKind = StrEnum("OptimizerKind", {"adamw": "adamw", "sgd": "sgd", "custom": "custom"})
 LrScaling = StrEnum("LrScaling", {"none": "none", "linear": "linear", "sqrt": "sqrt"})
 ScheduleKind = StrEnum(
-    "ScheduleKind", {"constant": "constant", "cosine": "cosine", "linear": "linear", "custom": "custom"}
+    "ScheduleKind",
+    {"constant": "constant", "cosine": "cosine", "linear": "linear", "wsd": "wsd", "custom": "custom"},
 )
 OnError = StrEnum("OnError", {"stop": "stop", "continue": "continue"})
 WandbMode = StrEnum("WandbMode", {"offline": "offline", "online": "online", "disabled": "disabled"})

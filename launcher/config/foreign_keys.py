@@ -37,7 +37,7 @@ _NAMES = {
     "Write optimizer.betas=[B1,B2].": "adam_beta1 adam_beta2 beta1 beta2",
     "Write optimizer.eps=X.": "adam_epsilon epsilon",
     "Write optimizer=adamw, or optimizer._target_=MODULE.CLASS.": "optim",
-    "Write schedule=cosine, linear or constant, or schedule._target_=MODULE.FUNCTION.": (
+    "Write schedule=cosine, linear, wsd or constant, or schedule._target_=MODULE.FUNCTION.": (
         "lr_scheduler_type lr_scheduler lr_decay_style decay_type"
     ),
     "Write schedule.warmup_steps=N.": "warmup_steps warmup_ratio num_warmup_steps lr_warmup_iters",
@@ -46,7 +46,6 @@ _NAMES = {
         "fp16 bf16 mixed_precision amp use_amp half_precision mixed_precision_param autocast dtype torch_dtype"
     ),
     "Write precision.reduce_dtype=fp32.": "mixed_precision_reduce grad_reduce_dtype",
-    "Write precision=float8.": "enable_float8_linear fp8",
     "Write strategy=fsdp (parameters, gradients and optimizer state sharded), hsdp or ddp.": (
         "fsdp zero_optimization zero_stage deepspeed sharding_strategy fsdp_sharding_strategy sharded_ddp fsdp_config "
         "data_parallel_shard_degree use_distributed_optimizer"

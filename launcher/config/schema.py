@@ -292,7 +292,8 @@ class ScheduleConfig:
     """The learning rate over optimizer steps, as a factor of lr; or a task's own method schedule(optimizer, steps)."""
 
     kind: ScheduleKind = key(ScheduleKind.cosine, resume=UPDATE, affects="learning", nullable=False)
-    """constant; cosine or linear: falls from 1 to min_ratio, which it reaches after the last step; custom: _target_."""
+    """constant; cosine or linear: falls from 1 to min_ratio, which it reaches after the last step; wsd (warm-up,
+    stable, decay): 1 until the last decay_share of the steps, in which it falls linearly; custom: _target_."""
     target: str | None = key(None, resume=SCHEDULE_STATE, affects="learning", name="_target_")
     """custom: class, such as torch.optim.lr_scheduler.OneCycleLR, stepped after each optimizer step; the group's other
     keys are its arguments (${train.steps}: the run's length). Implies custom."""
@@ -301,9 +302,11 @@ class ScheduleConfig:
     warmup_steps: int = key(0, at_least(0), resume=UPDATE, affects="learning")
     """Optimizer steps over which the factor rises to 1."""
     min_ratio: float | None = key(
-        None, between(0, 1), only="schedule=cosine|linear|custom", resume=UPDATE, affects="learning"
+        None, between(0, 1), only="schedule=cosine|linear|wsd|custom", resume=UPDATE, affects="learning"
     )
-    """cosine, linear: the factor after the last step."""
+    """cosine, linear, wsd: the factor after the last step."""
+    decay_share: float | None = key(None, between(0, 1), only="schedule=wsd|custom", resume=UPDATE, affects="learning")
+    """wsd: share of the steps, warm-up included, in which the factor falls. Default: 0.2."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from launcher.plan.run_plan import OptimizerPlan, solved_part
 from launcher.quantities import first_names
 
 # common practice: decay applies to matrices, not to biases and the scales of norms
+_DIMENSIONS = re.compile(r"\s*ndim\s*(<=|>=|==|<|>)\s*(\d+)\s*")
 DEFAULT_GROUP: Mapping[str, Any] = {"match": "ndim<2", "weight_decay": 0.0}
 _COMPARISONS = {
     "<": operator.lt, "<=": operator.le, "==": operator.eq, ">=": operator.ge, ">": operator.gt,
@@ -132,7 +133,7 @@ def _matcher(match: str) -> Callable[[str, int], bool]:
     """Return the function of a parameter's name and number of dimensions that ``match`` stands for."""
     if re.match(r"\s*ndim\s*=[^=]", match):
         raise re.error("a number of dimensions is written ndim==2 or ndim<2")
-    if found := re.fullmatch(r"\s*ndim\s*(<=|>=|==|<|>)\s*(\d+)\s*", match):
+    if found := _DIMENSIONS.fullmatch(match):
         compare, number = _COMPARISONS[found[1]], int(found[2])
         return lambda _, ndim: compare(ndim, number)
     pattern = re.compile(match)
@@ -149,10 +150,10 @@ def assign(parameters: Iterable[Named], groups: Sequence[Mapping[str, Any]]) -> 
 
 
 def require_members(parameters: Sequence[Named], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ConfigError for a group that takes no parameter, unless it is the default one."""
+    """Raise ConfigError for a group that takes no parameter, unless it is one for a number of dimensions."""
     taken = set(assign(parameters, groups))
     for number, group in enumerate(groups):
-        if number in taken or group == DEFAULT_GROUP:
+        if number in taken or _DIMENSIONS.fullmatch(group[MATCH]):
             continue
         names = [name for names, _ in parameters for name in names]
         matching = sum(found is not None for found in assign(parameters, [group]))

@@ -49,6 +49,7 @@ class SchedulePlan(ScheduleConfig):
     """
 
     min_ratio: float = 0.0
+    decay_share: float = 0.2
     steps: int | None = None
 
     @property
@@ -69,7 +70,10 @@ class SchedulePlan(ScheduleConfig):
             return (step + 1) / self.warmup_steps
         if self.kind is ScheduleKind.constant or steps is None:
             return 1.0
-        progress = min(1.0, (step - self.warmup_steps) / max(1, steps - self.warmup_steps))
+        start = self.warmup_steps
+        if self.kind is ScheduleKind.wsd:
+            start = max(start, steps - round(self.decay_share * steps))
+        progress = min(1.0, max(0, step - start) / max(1, steps - start))
         fall = (1 + math.cos(math.pi * progress)) / 2 if self.kind is ScheduleKind.cosine else 1 - progress
         return self.min_ratio + (1 - self.min_ratio) * fall
 

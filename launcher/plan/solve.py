@@ -354,7 +354,8 @@ def _steps(config: TrainConfig, epoch: EpochPlan, batch: Batch, task: TaskPlan) 
 def _schedule(config: ScheduleConfig, steps: int | None) -> SchedulePlan:
     require_target("schedule", config.kind, config.target, "torch.optim.lr_scheduler.OneCycleLR")
     if config.kind is ScheduleKind.custom:
-        named = {"warmup_steps": config.warmup_steps or None, "min_ratio": config.min_ratio}
+        named = {"warmup_steps": config.warmup_steps or None, "min_ratio": config.min_ratio,
+                 "decay_share": config.decay_share}  # fmt: skip
         given = {name: value for name, value in named.items() if value is not None}
         return solved_part(SchedulePlan, config, arguments={**config.arguments, **given})
     if config.kind is not ScheduleKind.constant and steps is None:

@@ -171,6 +171,8 @@ def _updates(plan: RunPlan, clip: str) -> list[str]:
     lines = [f"{optimizer.name}, lr {_rate(optimizer)}, {rates}, {clip}"]
     sizes = (task.group_parameters or ())[1:]
     for number, group in enumerate(optimizer.groups):
+        if number < len(sizes) and not sizes[number]:
+            continue
         options = ", ".join(f"{name} {typed(value)}" for name, value in group.items() if name not in (MATCH, TARGET))
         size = f" ({count(sizes[number], 'parameter')})" if number < len(sizes) else ""
         lines.append(f"{group[MATCH]}{size}: {', '.join(part for part in (group.get(TARGET), options) if part)}")

@@ -28,7 +28,7 @@ def test_a_key_of_two_types_has_one_message(union: str) -> None:
 def test_the_answers_to_other_trainers_names_are_keys_and_options_that_exist() -> None:
     known = known_keys()
     for remedy, names in foreign_keys._NAMES.items():
-        for key, value in re.findall(r"\b([a-z_]+(?:\.[a-z_]+)*)=([\w\[\],]+)", remedy):
+        for key, value in re.findall(r"\b([a-z_]+(?:\.[a-z_]+)*)=([\w\[\],]*[\w\]])", remedy):
             assert key in known or key.startswith(("task", "cluster.sbatch.", "optimizer._", "schedule._")), key
             if value.islower() and key not in ("task", "trackers"):
                 compose([f"{key}={value}"])

@@ -69,6 +69,21 @@ def test_keys_of_a_class_are_its_arguments() -> None:
     assert arguments_of(plan, {"match": "up", "eps": 2}) == {"alpha": 0.9, "eps": 2, "lr": 0.1}
 
 
+def test_muon_takes_the_matrices_of_hidden_layers() -> None:
+    groups = solve_optimizer(optimizer("optimizer=muon"), 64).groups
+    hidden = ["blocks.0.up.weight", "layers.1.attention.output.dense.weight", "decoder.0.multihead_attn.in_proj_weight"]
+    others = [
+        *("embed_tokens.weight", "transformer.wte.weight", "shared.weight", "model.embeddings.word.weight"),
+        *("lm_head.weight", "output.weight", "net.head.weight", "model.classifier.0.weight", "cls_head.out.weight"),
+    ]
+    parameters = [([name], 2) for name in (*hidden, *others)] + [(["conv.weight"], 4), (["blocks.0.norm.weight"], 1)]
+    taken = [groups[number].get("_target_") if number is not None else None for number in assign(parameters, groups)]
+    assert taken == ["torch.optim.Muon"] * len(hidden) + [None] * (len(others) + 2)
+    require_members([([hidden[0]], 2)], groups)  # a model without biases and convolutions
+    with pytest.raises(ConfigError, match="matches no parameter that is trained"):
+        require_members([([others[0]], 2)], groups)
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "words"),
     [

@@ -151,6 +151,14 @@ def test_schedules_in_numbers() -> None:
     linear = SchedulePlan(kind=ScheduleKind.linear, warmup_steps=0, min_ratio=0.0)
     assert [linear.factor(step, 5) for step in range(5)] == pytest.approx([1, 0.8, 0.6, 0.4, 0.2])
     assert linear.factor(0, 1) == 1, "the only step is taken at the full rate"
+    wsd = SchedulePlan(kind=ScheduleKind.wsd, warmup_steps=2, min_ratio=0.5, decay_share=0.4)
+    assert [wsd.factor(step, 10) for step in range(11)] == pytest.approx(
+        [0.5, 1, 1, 1, 1, 1, 1, 0.875, 0.75, 0.625, 0.5]
+    )
+    assert wsd.factor(7, 20) == 1, "a longer run decays later"
+    assert [wsd.factor(step, 3) for step in range(4)] == pytest.approx([0.5, 1, 1, 0.5]), "most of it is warm-up"
+    whole, line = dataclasses.replace(wsd, decay_share=1), dataclasses.replace(wsd, kind=ScheduleKind.linear)
+    assert [whole.factor(step, 9) for step in range(9)] == [line.factor(step, 9) for step in range(9)]
     constant = SchedulePlan(kind=ScheduleKind.constant, warmup_steps=2, min_ratio=0.0)
     assert [constant.factor(step, None) for step in range(4)] == [0.5, 1, 1, 1]
 
