@@ -13,6 +13,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import socket
 import sys
 from contextlib import suppress
@@ -302,7 +303,12 @@ def _described(fields: Any, built: BuiltTask) -> dict[str, Any]:
     except UserError as error:
         return {"error": str(error)}
     except Exception as error:  # user code may raise anything
-        return {"error": f"task._target_={request.target}: {type(error).__name__}: {error}\n{users_frames(error)}"}
+        from launcher.train.parallel.model_check import UNDIVIDED
+
+        text = f"task._target_={request.target}: {type(error).__name__}: {error}\n{users_frames(error)}"
+        if re.search(r"process group|torch\.distributed", str(error)):
+            text += f"\n  A task is also built where there is no process group. {UNDIVIDED}."
+        return {"error": text}
 
 
 def _forecast(fields: Any, target: str | None, built: BuiltTask) -> dict[str, Any]:

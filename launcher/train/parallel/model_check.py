@@ -6,12 +6,17 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from launcher.errors import TaskError
 from launcher.quantities import first_names
 
 _DDP = "or use strategy=ddp"
+UNDIVIDED = (
+    "Leave the model whole: strategy=fsdp shards it. Tensor, pipeline, context and expert\n  parallelism need a "
+    "trainer that has them, which `launch run` starts"
+)
 
 
 def require_trainable(model: nn.Module, *, sharded: bool, deferred: bool) -> None:
@@ -26,6 +31,11 @@ def require_trainable(model: nn.Module, *, sharded: bool, deferred: bool) -> Non
     kind = type(model).__name__
     tensors: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    refuse(
+        (name for name, tensor in tensors if isinstance(tensor, DTensor)),
+        "shards already (DTensor), from parallelize_module, fully_shard or distribute_tensor",
+        UNDIVIDED,
+    )
     refuse(
         (name for name, tensor in tensors if is_lazy(tensor)),
         "no shape before the first forward pass (nn.Lazy...)",

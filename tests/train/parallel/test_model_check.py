@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from launcher.errors import TaskError
+from launcher.train.inspection.built_task import BuiltTask
+from launcher.train.inspection.task_probe import _described
 from launcher.train.parallel.model_check import require_trainable
+from tests.helpers import inspection_of
 
 
 class Whole(nn.Module):
@@ -20,6 +28,19 @@ class Whole(nn.Module):
         self.linear = nn.Linear(4, 4)
         for name, part in parts.items():
             self.register_buffer(name, part) if type(part) is Tensor else setattr(self, name, part)
+
+
+class Divided:
+    """A task whose model is divided among ranks that it cannot have met yet."""
+
+    def model(self) -> nn.Module:
+        return parallelize_module(nn.Linear(4, 4), init_device_mesh("cpu", (2,)), ColwiseParallel())
+
+    def train_data(self) -> list[int]:
+        return list(range(1000))
+
+    def loss(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+        return model(batch).sum(), len(batch)
 
 
 def sparse(*, trained: bool = True) -> nn.Module:
@@ -74,6 +95,25 @@ def test_what_is_refused(expected: str) -> None:
 @pytest.mark.parametrize("case", ALLOWED)
 def test_what_is_allowed(case: str) -> None:
     require_trainable(ALLOWED[case](), sharded=True, deferred=False)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_model_that_is_divided_already(sharded: bool) -> None:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        parallelize_module(model, init_device_mesh("cpu", (2,)), {"1": ColwiseParallel()})
+        with pytest.raises(TaskError, match=r"1\.weight, 1\.bias have shards already \(DTensor\)"):
+            require_trainable(model, sharded=sharded, deferred=False)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_task_that_needs_a_process_group() -> None:
+    request = inspection_of(f"{__name__}.Divided")
+    error = _described(dataclasses.asdict(request), BuiltTask(*request.build))["error"]
+    assert "Divided: ValueError: " in error
+    assert "where there is no process group. Leave the model whole: strategy=fsdp shards it" in error
 
 
 def test_a_model_that_gets_its_values_later() -> None:
