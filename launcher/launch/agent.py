@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import signal
 import sys
 import threading
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from launcher import errors
+from launcher.config.schema import Device
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Superseded, class_named
 from launcher.heartbeat import PROGRESS
 from launcher.launch import rendezvous
@@ -99,7 +101,7 @@ def serve(plan: LaunchPlan, plan_file: Path, own: Incarnation, shield: StopShiel
     ``shield``. The caller decides whether the job ends or is requeued.
     """
     raise_open_files()
-    inherited = plan.env.default | inherited_environment(os.environ) | plan.env.set
+    inherited = plan.env.default | _allocator(plan) | inherited_environment(os.environ) | plan.env.set
     of_run = {AGENT_PID: str(os.getpid()), INCARNATION: str(own), RUN_ID: plan.run.id, RUN_DIR: plan.run.dir}
     of_run[PROGRESS] = ""  # not that of an outer run
     trackers = TrackerProcesses(plan, own)
@@ -116,6 +118,15 @@ def serve(plan: LaunchPlan, plan_file: Path, own: Incarnation, shield: StopShiel
         # neither a scheduler that reclaims the node nor a person who stops the run waits for a server: the next attempt
         # sends what is missing
         trackers.finish(GRACE_S if shield.received is None else HURRIED_S)
+
+
+def _allocator(plan: LaunchPlan, dev: Path = Path("/dev")) -> dict[str, str]:
+    """Return torch's setting against fragmented GPU memory, unless the user has configured the allocator. WSL2 and ROCm
+    do not have it."""
+    set_already = any(re.fullmatch("PYTORCH_(CUDA_|HIP_)?ALLOC_CONF", name) for name in os.environ)
+    if set_already or plan.cluster.device is not Device.cuda or not (dev / "nvidiactl").exists():
+        return {}
+    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 def load_plan(path: Path) -> LaunchPlan:

@@ -169,8 +169,13 @@ def solve_env(cluster: ClusterPlan, site: Site) -> EnvPlan:
     threads = max(1, cores // cluster.workers_per_node)
     no_gpu = {"CUDA_VISIBLE_DEVICES": ""} if cluster.device is Device.cpu else dict[str, str]()
     return EnvPlan(
+        # torch.compile has processes on all cores for each worker otherwise
         # a task that enumerates a set of strings gets the same order on every rank and at every start
-        default={"OMP_NUM_THREADS": str(threads), "PYTHONHASHSEED": "0"},
+        default={
+            "OMP_NUM_THREADS": str(threads),
+            "TORCHINDUCTOR_COMPILE_THREADS": str(threads),
+            "PYTHONHASHSEED": "0",
+        },
         # unbuffered: a log line must survive the process that printed it; no shared store: each attempt has its own
         set={"PYTHONUNBUFFERED": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | no_gpu,
     )

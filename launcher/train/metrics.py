@@ -213,15 +213,12 @@ def epochs_done(samples: int, result: StepResult, plan: RunPlan) -> float:
     return samples / of_epoch
 
 
-def step_metrics(
-    result: StepResult, plan: RunPlan, seen: tuple[int, float], total_s: float, peak_memory: int
-) -> Metrics:
+def step_metrics(result: StepResult, plan: RunPlan, seen: tuple[int, float], total_s: float) -> Metrics:
     """Return the metrics of one step; those of what is measured beside it are ``Engine.metrics()``.
 
     Args:
         seen: (samples, items) of the run so far.
         total_s: wall-clock seconds of training so far, over all attempts.
-        peak_memory: bytes.
     """
     sites = plan.batch.sites  # of outer steps; all have as many samples, and are taken to have as many items
     samples, items = seen
@@ -251,7 +248,6 @@ def step_metrics(
         "time/total_s": total_s,
         "throughput/samples_per_s": result.samples * sites / result.step_s,
         "throughput/items_per_s": result.items * sites / result.step_s,
-        "memory/peak_bytes": peak_memory,
     }
     if result.padding_fraction is not None:
         metrics["balance/padding_fraction"] = result.padding_fraction

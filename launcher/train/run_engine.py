@@ -175,7 +175,7 @@ class RunEngine(Engine):
         if result is None or not result.step:
             return  # the newest checkpoint is of this step, or there is nothing to save yet
         loop.extra = _json(extra)
-        loop.save(result, loop.step_metrics(result))
+        loop.save(result, loop.step_metrics(result) | loop.memory())
 
     def _leave(self) -> None:
         assert self._loop is not None

@@ -188,7 +188,7 @@ class TrainingLoop:
                 self.engine.callbacks.state_dict()
         values, saves, evaluates = self.step_metrics(result), self.save_due(result), self.eval_due(result)
         if records := self.log_due(result, extra=evaluates or saves):
-            values |= self.engine.context.take_scalars() | self.engine.sites.take_metrics()
+            values |= self.memory() | self.engine.context.take_scalars() | self.engine.sites.take_metrics()
         try:
             if self.windows == EARLY_CHECK or result.last:  # saves and evaluations check, too
                 self.require_same_replicas(callbacks=reads_state)
@@ -266,8 +266,7 @@ class TrainingLoop:
 
     def step_metrics(self, result: StepResult) -> Metrics:
         engine, totals = self.engine, self.totals
-        progress, peak = (engine.samples, engine.items), metrics.peak_memory_bytes(engine.device)
-        values = metrics.step_metrics(result, engine.plan, progress, totals.total_s, peak)
+        values = metrics.step_metrics(result, engine.plan, (engine.samples, engine.items), totals.total_s)
         values |= engine.metrics()
         values |= {f"train/{name}": value for name, value in result.metrics.items()}
         values["batch/empty_windows"] = engine.empty_windows
@@ -288,6 +287,10 @@ class TrainingLoop:
             if self.peak_flops is not None:
                 values["throughput/mfu"] = flops_per_s / (self.peak_flops * engine.world.in_job[1])
         return values
+
+    def memory(self) -> Metrics:
+        """Return the peak memory for a record. It is not read in each step: torch collects all of its statistics."""
+        return {"memory/peak_bytes": metrics.peak_memory_bytes(self.engine.device)}
 
     def save_due(self, result: StepResult) -> bool:
         if not self.plan.checkpoint.enabled or not self.engine.steps:  # before the first step there is nothing to save

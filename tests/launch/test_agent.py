@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed.elastic.multiprocessing import api
 
-from launcher.launch.agent import _Failures, _workers_end_within  # pyright: ignore[reportPrivateUsage]
+from launcher.config.schema import Device
+from launcher.launch.agent import _allocator, _Failures, _workers_end_within  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.parametrize("arguments", [(), (signal.SIGTERM,), (signal.SIGINT, 30)])
@@ -23,6 +25,25 @@ def test_workers_are_killed_after_the_given_time_on_every_path(
         api.PContext.close(object(), *arguments)  # type: ignore[arg-type]
     assert waits == [3]
     assert api.PContext.close is before
+
+
+@pytest.mark.parametrize(
+    ("device", "node", "variable", "grows"),
+    [
+        (Device.cuda, "nvidiactl", "OTHER", True),
+        (Device.cuda, "nvidiactl", "PYTORCH_ALLOC_CONF", False),
+        (Device.cuda, "nvidiactl", "PYTORCH_CUDA_ALLOC_CONF", False),
+        (Device.cuda, "dxg", "OTHER", False),
+        (Device.cpu, "nvidiactl", "OTHER", False),
+    ],
+)
+def test_the_allocators_segments_grow_unless_the_user_has_configured_it(
+    device: Device, node: str, variable: str, grows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / node).touch()
+    monkeypatch.setenv(variable, "max_split_size_mb:64")
+    plan: Any = SimpleNamespace(cluster=SimpleNamespace(device=device))
+    assert _allocator(plan, tmp_path) == ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if grows else {})
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,25 @@ def test_groups_and_several_optimizers_are_those_written_by_hand(
         assert each["groups"] == 4, "the group of no parameter but those of others is left out"
 
 
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_a_gpu_steps_with_one_kernel_unless_torch_has_none(kind: str) -> None:
+    plan = solve_optimizer(compose([f"optimizer={kind}", "optimizer.lr=0.1"]).optimizer, 64)
+    torch.manual_seed(0)
+    networks = [model(), model()]
+    networks[1].load_state_dict(networks[0].state_dict())
+    optimizers = [build_optimizer(networks[0], plan, Device.cpu), build_optimizer(networks[1], plan, Device.cuda)]
+    assert optimizers[1].defaults["fused"] is True
+    for network, optimizer in zip(networks, optimizers, strict=True):
+        network(torch.ones(2, 3)).square().sum().backward()
+        optimizer.step()
+    for one, other in zip(*(network.parameters() for network in networks), strict=True):
+        torch.testing.assert_close(one, other)
+    complex_values = nn.Module()
+    complex_values.weight = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    if kind == "sgd":
+        assert build_optimizer(complex_values, plan, Device.cuda).defaults["fused"] is None
+
+
 def test_a_class_gets_its_arguments() -> None:
     made = built("optimizer._target_=torch.optim.RMSprop", "optimizer.lr=0.1", "optimizer.alpha=0.5")
     assert type(made) is torch.optim.RMSprop

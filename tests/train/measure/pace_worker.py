@@ -59,7 +59,7 @@ def train(name: str, overrides: list[str]) -> dict[str, Any]:
         if engine.stragglers.news is not None:
             said.append(engine.stragglers.news)
             first = first or result.step
-        metrics = step_metrics(result, plan, (engine.samples, engine.items), 1.0, 0) | engine.metrics()
+        metrics = step_metrics(result, plan, (engine.samples, engine.items), 1.0) | engine.metrics()
     named = engine.stragglers.named
     return {
         "named": None if named is None else [named.rank, named.of],
