@@ -10,16 +10,27 @@ import sys
 
 import pytest
 
+from launcher.launch.slurm.client import command_environment
 from launcher.process import (
     AGENT_PID,
     STOP_SIGNALS,
     StopRequest,
     deferred_interrupts,
     environment,
+    inherited_environment,
     raise_open_files,
     shared_interval,
     signal_handler,
 )
+
+
+def test_what_describes_one_process_of_an_outer_job_is_not_inherited() -> None:
+    of_one = ("RANK", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_PROCID", "PMIX_RANK")
+    of_all = ("FI_PROVIDER", "UCX_TLS", "HF_TOKEN", "SLURM_JOB_ID", "MY_RANK", "PMIX_MCA_psec", "PYTHONPATH")
+    shell = dict.fromkeys((*of_one, *of_all, "SLURM_CONF", "SBATCH_TIMELIMIT"), "x")
+    assert set(inherited_environment(shell)) == {*of_all, "SLURM_CONF", "SBATCH_TIMELIMIT"}
+    with environment(shell):  # what sbatch passes to a job
+        assert set(inherited_environment(command_environment())) == {*of_all, "SLURM_CONF"} - {"SLURM_JOB_ID"}
 
 
 def test_environment_and_signal_handlers_are_put_back_after_an_exception() -> None:

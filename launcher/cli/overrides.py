@@ -147,11 +147,14 @@ def with_config(
         OnLoginNode: the config says so.
     """
     from launcher.config.hydra import run_with_config
+    from launcher.launch.outer_job import require_one_copy
 
     arguments = flags_first(arguments)
 
     def act_or_explain(config: Config, yaml: str) -> int:
         try:
+            if verb != "plan":
+                require_one_copy(config.cluster.kind, sys.argv[1:])
             if on_login_node:
                 _leave_for_login_node(config)
             if verb != "plan":
@@ -169,6 +172,8 @@ def with_config(
         begin = sweep["cells"]
 
         def begin_here(requested: Sequence[RequestedCell], with_results: bool) -> Sequence[Result]:
+            if verb != "plan":
+                require_one_copy(requested[0].config.cluster.kind, sys.argv[1:])
             _leave_for_login_node(requested[0].config)
             return begin(requested, with_results)
 

@@ -15,6 +15,7 @@ from launcher.cli.names import Parser, command_parser, resolve, resolve_any
 from launcher.cli.overrides import flags_first
 from launcher.errors import EXIT_DONE, EXIT_FAILED, UserError
 from launcher.launch.agent import load_plan
+from launcher.launch.outer_job import require_one_copy
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.process import no_collection
@@ -184,6 +185,7 @@ def launch_resume(arguments: list[str]) -> int:
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys to change; not for runs of a sweep")
     parser.add_argument("--force", action="store_true", help="allow changes of keys that affect what is learned")
     options = parser.parse_intermixed_args(arguments)
+    require_one_copy(None, ["resume", *arguments])
     if not options.overrides and not options.force:
         states = frozenset(RunState) - ACTIVE - {
             RunState.done, RunState.unknown, RunState.unreadable, RunState.impossible,
@@ -204,6 +206,7 @@ def launch_retry(arguments: list[str]) -> int:
     parser = _restart_parser("retry", does)
     parser.add_argument("--failed", action="store_true", help="of a sweep, the failed runs, which is the default")
     options = parser.parse_args(arguments)
+    require_one_copy(None, ["retry", *arguments])
     return _restart("retry", options, {RunState.failed, RunState.lost}, control.to_retry)
 
 

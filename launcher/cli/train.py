@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from launcher.errors import (
 )
 from launcher.launch import local
 from launcher.launch.credentials import require_credentials
+from launcher.launch.outer_job import allocation_note
 from launcher.launch.planner import new_run, plan_job, site_of
 from launcher.launch.program import require_program
 from launcher.launch.slurm import client, submit
@@ -120,6 +122,9 @@ def _start(plan: LaunchPlan, yaml: str, config: Config, console: Console, *, wai
         if isinstance(plan, RunPlan):
             console.print(tables.plan_table(plan), "")
         return _show_submitted(plan, job, console, wait=wait)
+    here = plan.cluster.kind == ClusterKind.local and not console.quiet
+    if here and (note := allocation_note(os.environ, sys.argv[1:])):
+        print(note, file=sys.stderr, flush=True)
     cluster, create = cluster_of(plan.cluster.kind), partial(local.create, config_yaml=yaml)
     return _run_here(*cluster.start(plan, create, config.run.name, _plain(console)), console)
 

@@ -170,6 +170,11 @@ def for_several() -> str:
     return f"cluster=slurm{f', or {added} where there is no scheduler' if added else ''}"
 
 
+def typed_kinds() -> list[str]:
+    """Return the installed kinds whose command the user types on each host."""
+    return [kind for kind in sorted(_added()) if cluster_of(kind).typed_on_each_host]
+
+
 def require_effect(config: ClusterConfig) -> None:
     """Raise ConfigError for a key of the group ``cluster`` that the kind does not take."""
     for name in ("rendezvous", "interface"):

@@ -11,6 +11,7 @@ import pytest
 
 from launcher.record.measurements import read_run
 from launcher.record.report_entry import identity_of, read_entry
+from tests.helpers import launch_command, patience
 from tests.infra.jobs_on_slurm import JOB, Project, assert_as_undisturbed
 from tests.infra.runs import MY_SETUP, export_canary, files_with_canary, records
 from tests.infra.slurm import Cluster, needs_slurm
@@ -100,6 +101,15 @@ def test_the_ledger_tells_the_truth_of_a_failure(either: Cluster, project: Path)
     assert "Submitted own.retry1 as Slurm job" in again
     mine.launch("cancel", "own.retry1")
     assert "Run own: failed" in mine.launch("status", "own").stdout  # a whole name is no prefix
+
+
+def test_copies_of_a_command_in_a_step_start_nothing(by_cgroup: Cluster, project: Path) -> None:
+    command = launch_command("train", *JOB)
+    done = by_cgroup.login("srun", "--nodes=2", "--ntasks=2", *command, cwd=project, check=False, timeout=patience(120))
+    assert done.returncode == 2
+    assert done.stderr.count("launch: error: srun has started 2 copies of this command") == 1
+    assert "launch train cluster=slurm cluster.nodes=2 task._target_=speech.tasks.Tagger" in done.stderr
+    assert not (project / "runs").exists()
 
 
 @pytest.mark.parametrize(
