@@ -92,7 +92,7 @@ def engine_of(*overrides: str) -> Engine:
 
 
 def run(engine: Engine, paths: RunPaths | None) -> None:
-    """Train; with ``paths``, save a checkpoint and stop at step SAVED."""
+    """Train; with ``paths``, save a checkpoint at step SAVED."""
     apply_phase(engine)
     for window in engine.windows(range(SAMPLES), batch_of):
         for batch in window:
@@ -100,7 +100,6 @@ def run(engine: Engine, paths: RunPaths | None) -> None:
         engine.step()
         if paths is not None and engine.steps == SAVED:
             save.write(save.take_snapshot(engine, Fence.here(paths)))
-            return
         apply_phase(engine)
 
 
@@ -132,10 +131,8 @@ def main() -> None:
                 *["strategy.shard_size=2"] * (strategy == "hsdp"),
                 f"precision={precision}",
             )
-            engine = engine_of(*options)
-            run(engine, None)
-            paths = RunPaths(where / f"{strategy}-{precision}")
-            run(engine_of(*options), paths)
+            engine, paths = engine_of(*options), RunPaths(where / f"{strategy}-{precision}")
+            run(engine, paths)
             resumed = engine_of(*options)
             load.load(resumed, paths.checkpoint(SAVED))
             run(resumed, None)
