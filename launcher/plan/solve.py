@@ -243,9 +243,9 @@ def _on_cluster(
     config: Config, site: Site, task: TaskPlan, run: RunInfo, cluster: ClusterPlan, batch: Batch
 ) -> RunPlan:
     """Derive everything that follows from the cluster and its batch."""
-    require_possible_order(config, task)
     if task.stream is not None and task.stream.ready:
         batch.of_ready_batches(task.stream.batch_size)
+    require_possible_order(config, task)
     require_second_epoch(config.train.epochs, task.stream)
     epoch = _epoch(config.batch, batch, task)
     steps = _steps(config.train, epoch, batch, task)

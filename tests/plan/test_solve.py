@@ -24,6 +24,7 @@ from launcher.plan.host import Site
 from launcher.plan.launch_plan import RunInfo
 from launcher.plan.run_plan import RunPlan, SchedulePlan, TaskPlan
 from launcher.plan.solve import solve, solve_best_mode, what_norms_do
+from launcher.plan.windows import StreamInfo
 from launcher.train.optimizers import build_optimizer
 from tests.helpers import make_plan
 
@@ -37,6 +38,33 @@ def test_the_default_job() -> None:
     assert solved.strategy.sync is Sync.boundary
     assert solved.cluster.device is Device.cpu
     assert solved.train.steps == 300
+
+
+def planned_of_batches(size: int | None, *overrides: str) -> RunPlan:
+    stream = StreamInfo(ready=True, batch_size=size)
+    config = compose(["cluster.workers_per_node=2", "batch.global_size=24", *overrides])
+    return solve(config, Site(gpus=0, cores=2, cwd="/"), replace(BASE.task, samples=100, stream=stream), BASE.run)
+
+
+def test_ready_batches_are_the_micro_batches() -> None:
+    solved = planned_of_batches(3)
+    assert (solved.batch.micro_size, solved.batch.accumulation) == (3, 4)
+    assert (solved.epoch.windows, solved.epoch.short_window) == (5, 4)
+    assert planned_of_batches(None, "batch.micro_size=4").batch.accumulation == 3
+    assert RunPlan.from_json(solved.to_json()) == solved
+
+
+@pytest.mark.parametrize(
+    ("size", "override", "error"),
+    [(3, "batch.micro_size=4", "the training data has batches of 3 samples"),
+     (None, "batch.accumulation=3", "batches of unknown size"), (3, "batch.micro_size=auto", "are used whole"),
+     (3, "batch.on_oom=shrink", "batch.on_oom=shrink: the batches"), (3, "batch.short_window=drop", "ready batches"),
+     (3, "batch.balance=length", "batch.balance=length: the batches"), (7, "batch.uneven=true", "a multiple of 7"),
+     (3, "train.data_shards=2", "divides streams only")],
+)  # fmt: skip
+def test_what_ready_batches_cannot_do(size: int | None, override: str, error: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(error)):
+        planned_of_batches(size, override)
 
 
 @given(
