@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.tensor import DTensor
 
 from launcher.errors import CallbackFailed, ConfigError, LauncherError, NotFinite, SiteError
@@ -142,13 +143,9 @@ class CallbackSet:
                 continue
             state: dict[str, Any] = json.loads(json.dumps(values[name]))
             for path, tensor in tensors.items():
-                of, _, rest = path.partition(_SLASH)
+                of, *keys = path.split(_SLASH)
                 if of == name:
-                    *above, last = rest.split(_SLASH)
-                    place = state
-                    for part in above:
-                        place = place.setdefault(part, {})
-                    place[last] = tensor
+                    set_element(state, tuple(keys), tensor)
             with _named(name, "load_state_dict"):
                 callback.load_state_dict(state)
         lost = [name for name in values if name not in stateful]

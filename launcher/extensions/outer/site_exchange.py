@@ -16,7 +16,7 @@ from torch import Tensor
 
 from launcher.errors import SiteError
 from launcher.heartbeat import HEARTBEAT, Wait
-from launcher.train.parallel.checksum import checksum
+from launcher.train.parallel.replicas import checksum
 from launcher.train.sites import OneSite
 from launcher.train.world import World, job_store, patience
 

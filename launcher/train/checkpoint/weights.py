@@ -7,7 +7,7 @@ for one of these pieces.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from launcher.errors import ConfigError, WrongCheckpoint
 from launcher.plan.initial_weights import KEY, safetensors_files
@@ -71,48 +72,36 @@ class CheckpointWeights:
             for name, entry in stored.state_dict_metadata.items()
             if name.startswith(prefix)
         }
-        self._chunks = {name: e.chunks for name, e in entries.items() if isinstance(e, TensorStorageMetadata)}
+        self._stored = {name: each for name, each in entries.items() if isinstance(each, TensorStorageMetadata)}
         self.tensors = {
-            name: StoredTensor(tuple(entry.size), entry.properties.dtype)
-            for name, entry in entries.items()
-            if isinstance(entry, TensorStorageMetadata)
+            name: StoredTensor(tuple(each.size), each.properties.dtype) for name, each in self._stored.items()
         }
         self.others = [name for name in entries if name not in self.tensors]
-        self._places = {(index.fqn, tuple(index.offset or ())): info for index, info in stored.storage_data.items()}
+        self._places = {(index.fqn, index.offset): info for index, info in stored.storage_data.items()}
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
         """Return a tensor on the CPU, or a region of it."""
-        shape, dtype = self.tensors[name]
-        region = region or tuple(slice(0, size) for size in shape)
-        sizes = [part.stop - part.start for part in region]
-        pieces = [(chunk, overlap) for chunk in self._chunks[name] if (overlap := _overlap(chunk, region)) is not None]
-        if len(pieces) == 1 and [part.stop - part.start for part in pieces[0][1]] == sizes:
-            chunk, overlap = pieces[0]
-            return self._load(name, chunk)[_relative(overlap, chunk.offsets)]
-        result = torch.empty(sizes, dtype=dtype)
-        for chunk, overlap in pieces:
-            piece = self._load(name, chunk)[_relative(overlap, chunk.offsets)]
-            result[_relative(overlap, [part.start for part in region])] = piece
+        stored = self._stored[name]
+        region = region or tuple(slice(0, size) for size in stored.size)
+        sizes = torch.Size([part.stop - part.start for part in region])
+        wanted = ChunkStorageMetadata(torch.Size([part.start for part in region]), sizes)
+        result = torch.empty(sizes, dtype=stored.properties.dtype)
+        for item in create_read_items_for_chunk_list(self._prefix + name, stored, [wanted]):
+            piece = self._load(item.storage_index)[_slices(item.storage_offsets, item.lengths)]
+            if item.lengths == sizes:
+                return piece
+            result[_slices(item.dest_offsets, item.lengths)] = piece
         return result
 
-    def _load(self, name: str, chunk: Any) -> Tensor:
-        place = self._places[self._prefix + name, tuple(chunk.offsets)]
+    def _load(self, index: MetadataIndex) -> Tensor:
+        place = self._places[index.fqn, index.offset]
         with open_file(self._directory / place.relative_path) as file:
             part = self._reader._slice_file(file, place)  # pyright: ignore[reportPrivateUsage]
             return torch.load(part, map_location="cpu", weights_only=True)
 
 
-def _overlap(chunk: Any, region: Region) -> Region | None:
-    """Return the part of ``region`` that a piece has; None if that is empty."""
-    parts = [
-        slice(max(start, part.start), min(start + size, part.stop))
-        for start, size, part in zip(chunk.offsets, chunk.sizes, region, strict=True)
-    ]
-    return tuple(parts) if all(part.start < part.stop for part in parts) else None
-
-
-def _relative(region: Region, offsets: Any) -> Region:
-    return tuple(slice(part.start - at, part.stop - at) for part, at in zip(region, offsets, strict=True))
+def _slices(offsets: Sequence[int], lengths: Sequence[int]) -> Region:
+    return tuple(slice(offset, offset + length) for offset, length in zip(offsets, lengths, strict=True))
 
 
 class SafetensorsWeights:

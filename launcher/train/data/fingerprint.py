@@ -242,8 +242,11 @@ def require_same_data(
     if suspects:
         _require_stable_samples_agree(suspects, world.of_all(_outlines(mapped, suspects, plan, device)))
     first_outlines: dict[str, list[Outline | None]] = {}
+    found: Fingerprint = {}
     for read, each in zip(reads, own, strict=True):
         first_outlines.setdefault(read.name, []).append(each)
+        finite = each is not None and all(map(math.isfinite, (*each.numbers, *each.limits)))  # JSON has no others
+        found.setdefault(read.name, {})[str(read.sample)] = each if finite else None
     trained_on = next(iter(datasets))
     if world.rank == 0 and (name := _same_beginning(first_outlines, trained_on)) is not None:
         print(
@@ -252,10 +255,6 @@ def require_same_data(
             "in both are identical. Draw held-out samples from a separate generator.",
             flush=True,
         )
-    found: Fingerprint = {}
-    for read, each in zip(reads, own, strict=True):
-        finite = each is not None and all(map(math.isfinite, (*each.numbers, *each.limits)))  # JSON has no others
-        found.setdefault(read.name, {})[str(read.sample)] = each if finite else None
     return found
 
 

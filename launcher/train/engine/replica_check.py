@@ -23,8 +23,8 @@ from launcher.quantities import count, first_names
 from launcher.train.callback_set import called
 from launcher.train.engine.engine import Engine
 from launcher.train.optimizers import members_of
-from launcher.train.parallel.checksum import BITS, checksum
 from launcher.train.parallel.lost_writes import limited_norms
+from launcher.train.parallel.replicas import BITS, checksum
 
 _NOTHING = -(1 << 62)  # below each checksum and each negative of one
 

@@ -22,9 +22,8 @@ from launcher.config.schema import StrategyKind
 from launcher.errors import TaskError
 from launcher.quantities import first_names
 from launcher.train.measure.observer import Observer
-from launcher.train.parallel.checksum import checksum
 from launcher.train.parallel.mixed_precision import groups_of
-from launcher.train.parallel.replicas import differs
+from launcher.train.parallel.replicas import checksum, differs
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
