@@ -173,7 +173,7 @@ class RunEngine(Engine):
         loop, result = self._require_loop("save"), self._result
         self._unfinished = False
         if result is None or not result.step:
-            return  # the newest checkpoint is of this step, or there is nothing to save yet
+            return  # the newest checkpoint is of this step, as at the run's end, or there is nothing to save yet
         loop.extra = _json(extra)
         loop.save(result, loop.step_metrics(result) | loop.memory())
 
@@ -189,6 +189,7 @@ class RunEngine(Engine):
         self._requested.release()
         self.finish()
         self.callbacks.call("on_end", self, verdict)
+        self._result = None
         self._loop.close()
         self._loop.write_summary(verdict)
 

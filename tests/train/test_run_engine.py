@@ -62,6 +62,8 @@ def train(place: Path, callback: object, every: int, *, steps: int = 8, by_hand:
             assert engine._loop is not None  # pyright: ignore[reportPrivateUsage]
             engine._loop.close()  # pyright: ignore[reportPrivateUsage]
             break
+    if engine.over:
+        engine.save()  # without effect: the last step is saved
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
