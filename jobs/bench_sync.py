@@ -101,7 +101,7 @@ def cell(
     if strategy == "ddp":
         options += ["strategy.bucket_mb=1"]  # the model has 7.6 MB: several buckets are needed for overlap
     if compress != "none":
-        options += [f"strategy.compress={compress}"] + ["strategy.powersgd_start=2"] * (compress == "powersgd")
+        options += [f"strategy.compress={compress}"] + ["powersgd.start=2"] * (compress == "powersgd")
     if strategy == "hsdp":
         options.append(f"strategy.shard_size={local}")
     plan = make_plan(options, samples=len(data))

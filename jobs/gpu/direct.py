@@ -260,8 +260,7 @@ def float8(environment: Environment) -> str:
 
     import torch
 
-    from launcher.config.schema import PrecisionKind
-    from launcher.plan.run_plan import PrecisionPlan
+    from launcher.config.hydra import compose
     from launcher.train.parallel.mixed_precision import set_format
 
     if find_spec("torchao") is None:
@@ -270,7 +269,7 @@ def float8(environment: Environment) -> str:
         raise Skip("this GPU has no float8 units")
     torch.manual_seed(0)
     layer = torch.nn.Linear(256, 512, device=environment.device)
-    set_format(layer, PrecisionPlan(kind=PrecisionKind("float8"), float8_emulate=not environment.on_gpu))
+    set_format(layer, compose(("precision=float8", f"float8.emulate={str(not environment.on_gpu).lower()}")))
     x = (torch.randn(100, 256) * torch.logspace(-3, 2, 100)[:, None]).to(environment.device).requires_grad_()
     gradient = torch.randn(100, 512, device=environment.device).bfloat16()
     with torch.autocast(environment.device, torch.bfloat16):

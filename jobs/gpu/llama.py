@@ -80,7 +80,7 @@ def _throughput(environment: Environment, size: str, precision: str) -> str:
     if precision == "float8" and environment.on_gpu:
         _require_float8()
     elif precision == "float8":
-        settings += ("precision.float8_emulate=true",)
+        settings += ("float8.emulate=true",)
     if environment.on_gpu:
         _require_memory(size, settings)
         shape = ("task.seq_len=4096", f"train.compile={'true' if _compiles() else 'false'}")

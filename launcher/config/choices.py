@@ -49,9 +49,6 @@ class PrecisionKind(StrEnum):
 
 
 SumFormat = StrEnum("SumFormat", {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"})
-Float8Recipe = StrEnum(
-    "Float8Recipe", {"rowwise_with_gw_hp": "rowwise_with_gw_hp", "rowwise": "rowwise", "tensorwise": "tensorwise"}
-)
 Parameters = StrEnum("Parameters", {"fp32": "fp32", "keep": "keep"})
 ShortWindow = StrEnum("ShortWindow", {"exact": "exact", "drop": "drop"})
 

@@ -62,7 +62,8 @@ _REMOVED = {
 
 def _remedy(key: str, known: Sequence[str]) -> str:
     """Return advice about a key that does not exist."""
-    return _REMOVED.get(key) or translation(key) or _nearest(key, known)
+    renamed = {facts.was: f"Write {name}." for name, facts in facts_by_key().items()}
+    return _REMOVED.get(key) or renamed.get(key) or translation(key) or _nearest(key, known)
 
 
 def require_known_keys(arguments: Sequence[str]) -> None:

@@ -115,6 +115,7 @@ class Facts:
         name: name of the key within its group if it is not the field's; "*": all keys that have no field.
         nullable: null stands for the default.
         form: form of a list whose elements are no single values.
+        was: former name of the key, dotted; an error names the new one.
     """
 
     bound: Bound | None
@@ -125,6 +126,7 @@ class Facts:
     name: str
     nullable: bool
     form: str
+    was: str
 
 
 def key(
@@ -138,6 +140,7 @@ def key(
     name: str = "",
     nullable: bool = True,
     form: str = "",
+    was: str = "",
 ) -> Any:
     """Return the field of a config key; see ``Facts``. ``resume`` has a default only if learning is not affected."""
     words = affects.split()
@@ -145,7 +148,7 @@ def key(
     if resume is None:
         assert "learning" not in words, "whether a resume may change what is learned must be said"
         resume = FREE
-    facts = Facts(bound, only, hint, resume, frozenset(words), name, nullable, form)
+    facts = Facts(bound, only, hint, resume, frozenset(words), name, nullable, form, was)
     metadata = {"facts": facts}
     if isinstance(default, list | dict):
         mutable = cast("Any", default)

@@ -1,7 +1,7 @@
 """Values that installed packages add to a config key by the entry point ``launcher.numerics``.
 
-An entry point ``KEY.VALUE = "package.module:name"`` adds ``KEY=VALUE``: ``precision.NAME`` a ``FloatFormat``
-(launcher/plan/float_format.py), ``strategy.compress.NAME`` a function that makes a ``Compression``
+An entry point ``KEY.VALUE = "package.module:name"`` adds ``KEY=VALUE``: ``precision.NAME`` a class, a
+``FloatFormat`` (launcher/plan/float_format.py), ``strategy.compress.NAME`` a function that makes a ``Compression``
 (launcher/train/parallel/ddp.py), ``batch.norm.NAME`` a function that makes a ``Normaliser`` which looks ahead over each
 window (launcher/train/parallel/batchnorm.py).
 """

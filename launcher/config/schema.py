@@ -20,7 +20,6 @@ from launcher.config.choices import (
     Compress,
     ContainerRuntime,
     Device,
-    Float8Recipe,
     LrScaling,
     Norm,
     OnError,
@@ -158,12 +157,7 @@ class StrategyConfig:
     """ddp: DDP's find_unused_parameters; only with sync=every. The gradient of a parameter that no rank uses in a
     window is zero after its first use: momentum and weight decay still change it."""
     compress: Compress = key(Compress.none, only="strategy=ddp", resume=FREE, affects=STEP)
-    """ddp: format in which gradients are sent: bf16, or powersgd (low-rank factors, with error feedback); fp16 is
-    refused."""
-    powersgd_rank: int | None = key(None, at_least(1), only="strategy.compress=powersgd", resume=FREE, affects=STEP)
-    """powersgd: rank of the factors. Default: 1."""
-    powersgd_start: int | None = key(None, at_least(2), only="strategy.compress=powersgd", resume=FREE, affects=STEP)
-    """powersgd: synchronisations sent uncompressed before compression starts. Default: 10."""
+    """ddp: format in which gradients are sent: bf16, or one that an extension adds; fp16 is refused."""
     shard_size: int | None = key(None, at_least(1), only="strategy=hsdp", affects="time memory")
     """hsdp: ranks that share one copy of the model. Default: the workers of one host."""
     recompute: Recompute = key(Recompute.none, affects="time memory")
@@ -177,9 +171,8 @@ class PrecisionConfig:
     """Number formats of the parameters and of the forward and backward passes."""
 
     kind: PrecisionKind = key(PrecisionKind.auto, resume=FREE, affects=STEP)
-    """fp32, or autocast to bf16 or fp16 (with loss scaling), or float8: bf16, with linear layers whose products are
-    computed in float8 by torchao. auto: bf16 if every worker's device computes it without emulation, else fp32; decided
-    once for a run."""
+    """fp32, or autocast to bf16 or fp16 (with loss scaling). auto: bf16 if every worker's device computes it without
+    emulation, else fp32; decided once for a run. Extensions add others."""
     init_scale: float | None = key(None, above(0), only="precision=fp16", resume=FREE, affects="learning")
     """fp16: first loss scale."""
     reduce_dtype: SumFormat | None = key(
@@ -197,15 +190,6 @@ class PrecisionConfig:
     gradients and optimizer state have that format too. Frozen parameters stay, except with precision=fp32."""
     tf32: bool = key(False, resume=FREE, affects="learning time")
     """GPUs: use TF32 for fp32 matrix products and convolutions; it rounds their inputs to 10 mantissa bits."""
-    float8_recipe: Float8Recipe | None = key(None, only="precision=float8", resume=FREE, affects=STEP)
-    """float8: what shares a scale. rowwise_with_gw_hp: the numbers of a token, and the gradient of weights is computed
-    in bf16, so that no number depends on the other tokens of a micro-batch; rowwise, tensorwise: faster, and the
-    gradient depends on how samples are divided into micro-batches. Default: rowwise_with_gw_hp."""
-    float8_exclude: list[str] | None = key(None, only="precision=float8", resume=FREE, affects=STEP)
-    """float8: regular expressions; a linear layer whose name contains a match stays in bf16. Default: [lora_], the
-    adapters of PEFT."""
-    float8_emulate: bool = key(False, only="precision=float8", resume=FREE, affects=STEP)
-    """float8: round to float8 and multiply in fp32, on any device: slow, for tests."""
 
 
 @dataclass(frozen=True, kw_only=True)

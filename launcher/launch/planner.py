@@ -214,8 +214,8 @@ def _before_inspection(config: Config, once: Once, *, starts: bool) -> _Ready:
         unknown = _solve_any_task(config, site, run)
     cluster = unknown.cluster
     require_trackers(config, os.environ)
-    if (added := float_format(config.precision.kind)) is not None:
-        added.check_machine(config, cluster)
+    if (added := float_format(config)) is not None:
+        added.check_machine(cluster)
     if cluster.gpu is None and config.precision.kind is PrecisionKind.auto and cluster.kind == ClusterKind.local:
         site = dataclasses.replace(site, bf16=once(_computes, PrecisionKind.bf16, cluster.device))
     initial = once(initial_weights, config, site.cwd)

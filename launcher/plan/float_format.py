@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from launcher.config.numerics import added_value
-from launcher.config.schema import Config, PrecisionConfig, PrecisionKind
+from launcher.config.schema import PrecisionConfig, PrecisionKind
 from launcher.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -14,13 +14,25 @@ if TYPE_CHECKING:
     from torch import nn
 
     from launcher.plan.launch_plan import ClusterPlan
-    from launcher.plan.run_plan import PrecisionPlan
+
+Kind = TypeVar("Kind")
+
+
+class Settings(Protocol):
+    """Configuration, or a plan."""
+
+    @property
+    def precision(self) -> PrecisionConfig: ...
+
+    def extension(self, kind: type[Kind]) -> Kind:
+        """Return the keys of the added config group with the dataclass ``kind``."""
+        ...
 
 
 class FloatFormat(Protocol):
     """Format in which some layers of a model multiply. Everything else is computed, gathered and sent as with bf16.
 
-    The command line uses these objects, so their module must not import torch at module level.
+    The command line uses these classes, so their module must not import torch at module level.
 
     Attributes:
         units: field of ``Gpu`` with the peak of the units that compute in it.
@@ -30,11 +42,13 @@ class FloatFormat(Protocol):
     units: str
     roundoff: float
 
-    def check(self, config: PrecisionConfig, cluster: ClusterPlan) -> None:
+    def __init__(self, settings: Settings) -> None: ...
+
+    def check(self, cluster: ClusterPlan) -> None:
         """Raise ConfigError if an option is wrong, or the plan's device cannot compute in this format."""
         ...
 
-    def check_machine(self, config: Config, cluster: ClusterPlan) -> None:
+    def check_machine(self, cluster: ClusterPlan) -> None:
         """Raise ConfigError if this machine lacks a package, or the GPUs for a job that it is to run itself."""
         ...
 
@@ -42,15 +56,15 @@ class FloatFormat(Protocol):
         """Return the error for a ``device`` that cannot compute in this format."""
         ...
 
-    def computes(self, precision: PrecisionPlan, device: torch.device) -> bool:
+    def computes(self, device: torch.device) -> bool:
         """Return whether a worker's device can compute in this format, in its units or emulated."""
         ...
 
-    def text(self, precision: PrecisionPlan) -> str:
+    def text(self) -> str:
         """Return the format with its options, for the plan."""
         ...
 
-    def notes(self, precision: PrecisionPlan, layers: tuple[int, ...] | None, *, compiles: bool) -> list[str]:
+    def notes(self, layers: tuple[int, ...] | None, *, compiles: bool) -> list[str]:
         """Return the notes of a plan.
 
         Args:
@@ -62,11 +76,11 @@ class FloatFormat(Protocol):
         """
         ...
 
-    def layers(self, model: nn.Module, precision: PrecisionPlan) -> Mapping[str, nn.Module]:
+    def layers(self, model: nn.Module) -> Mapping[str, nn.Module]:
         """Return the layers that can be computed in this format, by name."""
         ...
 
-    def convert(self, model: nn.Module, precision: PrecisionPlan) -> None:
+    def convert(self, model: nn.Module) -> None:
         """Change the class of these layers to a subclass whose attribute ``class_before_format`` is the class before.
 
         Raises:
@@ -75,6 +89,12 @@ class FloatFormat(Protocol):
         ...
 
 
-def float_format(kind: PrecisionKind) -> FloatFormat | None:
-    """Return the format ``precision=kind`` of an installed package; None for one of the core."""
+def format_class(kind: PrecisionKind) -> type[FloatFormat] | None:
+    """Return the class of the format ``precision=kind`` of an installed package; None for one of the core."""
     return added_value("precision", kind)
+
+
+def float_format(settings: Settings) -> FloatFormat | None:
+    """Return the format of an installed package that a configuration or plan has; None for one of the core."""
+    made = format_class(settings.precision.kind)
+    return None if made is None else made(settings)

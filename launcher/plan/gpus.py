@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from launcher.config.schema import ClusterConfig, ClusterKind, PrecisionKind
 from launcher.errors import ConfigError, did_you_mean
 from launcher.plan.clusters import for_several
-from launcher.plan.float_format import float_format
+from launcher.plan.float_format import format_class
 
 # Memory that a rank's tensors cannot have, in bytes. The CUDA context with torch's kernels takes about half a gigabyte
 # (PyTorch documentation, "CUDA semantics", memory management: it is not part of torch.cuda.memory_allocated).
@@ -61,7 +61,7 @@ class Gpu:
             tf32: fp32 matrix products and convolutions run in TF32.
         """
         fp32 = self.tf32 or self.fp32 if tf32 else self.fp32
-        added = float_format(precision)
+        added = format_class(precision)
         narrow = self.fp16 if added is None else getattr(self, added.units, None)
         tera = {PrecisionKind.fp32: fp32, PrecisionKind.bf16: self.bf16}.get(precision, narrow)
         return None if tera is None else tera * 1e12

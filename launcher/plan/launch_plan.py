@@ -175,8 +175,32 @@ class EnvPlan:
     set: dict[str, str]
 
 
+class AddedKeys:
+    """Base class of what has the values of the config groups that packages add.
+
+    Attributes:
+        added: by group and field.
+    """
+
+    added: dict[str, dict[str, Any]]
+
+    def extension(self, kind: type[Kind]) -> Kind:
+        """Return the keys of the added config group with the dataclass ``kind``; its defaults if there are none.
+
+        Raises:
+            SiteError: no package installed here adds this group, and the plan has groups that are missing here.
+        """
+        name, lost = group_name(kind), sorted(self.added.keys() - added_groups().keys())
+        if lost and not name:
+            raise SiteError(
+                f"{kind.__module__}: no package installed here adds its config group; the plan has {', '.join(lost)}.\n"
+                "  Install its package on every node, and again after a change of its entry points."
+            )
+        return value_from_json(kind, self.added.get(name, {}))
+
+
 @dataclass(frozen=True, kw_only=True)
-class LaunchPlan:
+class LaunchPlan(AddedKeys):
     """Everything that a node agent needs to run any job.
 
     Attributes:
@@ -192,20 +216,6 @@ class LaunchPlan:
     command: tuple[str, ...]
     notify: tuple[str, ...] = ()
     added: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
-
-    def extension(self, kind: type[Kind]) -> Kind:
-        """Return the keys of the added config group with the dataclass ``kind``; its defaults if the plan has none.
-
-        Raises:
-            SiteError: no package installed here adds this group, and the plan has groups that are missing here.
-        """
-        name, lost = group_name(kind), sorted(self.added.keys() - added_groups().keys())
-        if lost and not name:
-            raise SiteError(
-                f"{kind.__module__}: no package installed here adds its config group; the plan has {', '.join(lost)}.\n"
-                "  Install its package on every node, and again after a change of its entry points."
-            )
-        return value_from_json(kind, self.added.get(name, {}))
 
     @property
     def paths(self) -> RunPaths:

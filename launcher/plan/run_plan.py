@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self, TypeVar, cast
 
-from launcher.config.choices import Float8Recipe, SumFormat
+from launcher.config.choices import SumFormat
 from launcher.config.schema import (
     CheckpointConfig,
     OptimizerConfig,
@@ -233,8 +233,6 @@ class StrategyPlan(StrategyConfig):
 
     shard_size: int = 1
     bucket_mb: float = 25.0
-    powersgd_rank: int = 1
-    powersgd_start: int = 10
     sync_reason: str
     kind_reason: str = ""
     rehearses: bool
@@ -262,8 +260,6 @@ class PrecisionPlan(PrecisionConfig):
     reduce_dtype: SumFormat = SumFormat.fp32
     init_scale: float = 65536.0
     growth_interval: int = 2000
-    float8_recipe: Float8Recipe = Float8Recipe.rowwise_with_gw_hp
-    float8_exclude: list[str] = field(default_factory=lambda: ["lora_"])
     reason: str = ""
 
 

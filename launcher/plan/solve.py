@@ -249,7 +249,7 @@ def _on_cluster(
     require_second_epoch(config.train.epochs, task.stream)
     epoch = _epoch(config.batch, batch, task)
     steps = _steps(config.train, epoch, batch, task)
-    precision = solve_precision(config.precision, cluster, site.bf16)
+    precision = solve_precision(config, cluster, site.bf16)
     division = division_of(UndividedJob(config, batch, cluster, task.samples, epoch.short_window, task.parameters))
     sites, own_strategy, site_notes = division or (None, config.strategy, [])
     own_batch = batch if sites is None else batch.of_site(sites.count)
@@ -303,7 +303,7 @@ def _on_cluster(
             *_notes(schedule, steps, epoch, batch, optimizer),
             *_unit_notes(strategy, task),
             *_precision_notes(precision, strategy),
-            *_format_notes(precision, task, compiles=config.train.compile),
+            *_format_notes(config, task),
             *_norm_notes(batch, task),
             *_single_sample_notes(epoch, batch, task, steps),
             *_loss_notes(batch, task),
@@ -316,9 +316,9 @@ def _on_cluster(
     )
 
 
-def _format_notes(precision: PrecisionPlan, task: TaskPlan, *, compiles: bool) -> list[str]:
-    added = float_format(precision.kind)
-    return [] if added is None else added.notes(precision, task.format_layers, compiles=compiles)
+def _format_notes(config: Config, task: TaskPlan) -> list[str]:
+    added = float_format(config)
+    return [] if added is None else added.notes(task.format_layers, compiles=config.train.compile)
 
 
 def _epoch(config: BatchConfig, batch: Batch, task: TaskPlan) -> EpochPlan:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from launcher.config.schema import (
     Compress,
+    Config,
     Device,
     OptimizerKind,
-    PrecisionConfig,
     PrecisionKind,
     StrategyConfig,
     StrategyKind,
@@ -185,7 +185,7 @@ def fewest_bytes(forecasts: Sequence[Forecast]) -> Forecast:
     return min(reversed(forecasts), key=lambda forecast: forecast.wire_bytes)
 
 
-def solve_precision(config: PrecisionConfig, cluster: ClusterPlan, bf16: bool | None) -> PrecisionPlan:
+def solve_precision(config: Config, cluster: ClusterPlan, bf16: bool | None) -> PrecisionPlan:
     """Return the number formats.
 
     Args:
@@ -195,17 +195,17 @@ def solve_precision(config: PrecisionConfig, cluster: ClusterPlan, bf16: bool | 
     Raises:
         ConfigError: an option that has no effect on this device.
     """
-    if (added := float_format(config.kind)) is not None:
-        added.check(config, cluster)
-    kind, reason, device = config.kind, "", "this machine"
+    if (added := float_format(config)) is not None:
+        added.check(cluster)
+    kind, reason, device = config.precision.kind, "", "this machine"
     if cluster.gpu is not None:
         bf16, device = find_gpu(cluster.gpu).bf16 is not None, cluster.gpu.upper()
     if kind is PrecisionKind.auto and bf16 is not None:
         kind = PrecisionKind.bf16 if bf16 else PrecisionKind.fp32
         reason = host.emulation_reason(kind, device)
-    if config.tf32 and cluster.device is not Device.cuda:
+    if config.precision.tf32 and cluster.device is not Device.cuda:
         raise ConfigError("precision.tf32", "true", "has no effect without GPUs.", "Leave it out.")
-    return solved_part(PrecisionPlan, config, kind=kind, reason=reason)
+    return solved_part(PrecisionPlan, config.precision, kind=kind, reason=reason)
 
 
 def _shard_size(config: StrategyConfig, batch: Batch, cluster: ClusterPlan) -> int:

@@ -13,10 +13,9 @@ import tempfile
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self, cast
 
-from launcher.config.numerics import is_added
 from launcher.config.schema import (
     Balance,
     ClusterKind,
@@ -24,16 +23,19 @@ from launcher.config.schema import (
     Device,
     OptimizerConfig,
     OptimizerKind,
+    PrecisionConfig,
     ScheduleConfig,
     ScheduleKind,
 )
 from launcher.errors import ConfigError, TaskError
 from launcher.plan.callback_plan import solve_callbacks
+from launcher.plan.float_format import float_format
 from launcher.plan.gpus import OVERHEAD_BYTES, find_gpu
 from launcher.plan.host import free_host_bytes
 from launcher.plan.initial_weights import InitialWeights
+from launcher.plan.launch_plan import AddedKeys
 from launcher.plan.optimizer_plan import TARGET, parameter_groups
-from launcher.plan.run_plan import Forecast, PrecisionPlan, RunPlan, TaskPlan, part, solved_part
+from launcher.plan.run_plan import Forecast, RunPlan, TaskPlan, part
 from launcher.plan.strategy import excess_notes, least_bytes, least_note, with_memory
 from launcher.plan.sync_policy import SHARDED
 from launcher.rundir.files import value_from_json
@@ -57,7 +59,7 @@ class HasFacts(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectionRequest:
+class InspectionRequest(AddedKeys):
     """Parts of a job's config on which the inspection of its task depends.
 
     Attributes:
@@ -68,7 +70,7 @@ class InspectionRequest:
         balance: may need the lengths of the samples.
         callbacks: as configured; they are checked and not constructed.
         initial: weights that must fit the model.
-        precision: number formats, if one is of an installed package: its layers are counted.
+        precision, added: number format and added config groups, if a package adds the format: its layers are counted.
     """
 
     task: dict[str, Any]
@@ -80,22 +82,26 @@ class InspectionRequest:
     balance: Balance
     callbacks: list[dict[str, Any]]
     initial: InitialWeights | None = None
-    precision: PrecisionPlan | None = None
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    added: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
 
     @classmethod
     def of(cls, config: Config, import_from: str, initial: InitialWeights | None = None) -> Self:
-        precision, optimizer, schedule = solved_part(PrecisionPlan, config.precision), config.optimizer, config.schedule
+        optimizer, schedule = config.optimizer, config.schedule
         groups = optimizer.groups
         # the jobs of a sweep over learning rates share an inspection, unless a class of the user's gets the rate
         if optimizer.kind is not OptimizerKind.custom and not any(TARGET in group for group in groups or ()):
             optimizer = OptimizerConfig(kind=optimizer.kind, groups=groups)
         if schedule.kind is not ScheduleKind.custom:
             schedule = ScheduleConfig()
+        formats: dict[str, Any] = {}
+        if float_format(config) is not None:
+            precision = PrecisionConfig(kind=config.precision.kind)
+            formats = {"precision": precision, "added": config.added_values()}
         return cls(
             task=config.task, import_from=import_from, shards=config.strategy.kind in SHARDED, seed=config.train.seed,
             optimizer=optimizer, schedule=schedule, balance=config.batch.balance,
-            callbacks=[*solve_callbacks(config.callbacks)], initial=initial,
-            precision=precision if is_added("precision", precision.kind) else None,
+            callbacks=[*solve_callbacks(config.callbacks)], initial=initial, **formats,
         )  # fmt: skip
 
     @property
@@ -293,7 +299,7 @@ def _by_arithmetic(request: InspectionRequest) -> TaskPlan | None:
             "task._target_", target, "is not set.", "Name the task's class: task._target_=my_tasks.MyTask."
         )
     checks = any((optimizer.target, request.schedule.target, optimizer.groups, request.callbacks, request.initial))
-    checks = checks or request.precision is not None
+    checks = checks or float_format(request) is not None
     if target.startswith(_WITH_FACTS) and not checks:
         try:
             task = load_task(target, params, [])

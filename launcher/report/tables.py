@@ -34,7 +34,7 @@ from launcher.plan.data_shards import data_shards_text
 from launcher.plan.float_format import float_format
 from launcher.plan.host import without_path
 from launcher.plan.optimizer_plan import MATCH, TARGET
-from launcher.plan.run_plan import Forecast, OptimizerPlan, PrecisionPlan, RunPlan, StrategyPlan
+from launcher.plan.run_plan import Forecast, OptimizerPlan, RunPlan, StrategyPlan
 from launcher.plan.strategy import least_note
 from launcher.process import CRASH_MARK
 from launcher.quantities import bytes_text, count, exposed_text, prediction_text, printable, speedup_text
@@ -92,7 +92,7 @@ def _main_lines(plan: RunPlan, forecast: Iterable[tuple[str, str]]) -> list[tupl
     for world in plan.worlds():
         where = "" if cluster.range.fixed else f"on {count(world.cluster.nodes, 'host')}: "
         lines.append(("global batch" if world.batch is plan.batch else "", f"{where}{world.batch.text}"))
-    lines += [("precision", precision_text(plan.precision)), ("strategy", _strategy(plan.strategy))]
+    lines += [("precision", precision_text(plan)), ("strategy", _strategy(plan.strategy))]
     if plan.sites is not None:
         lines.append(("sites", plan.sites.text))
     return [*lines, *forecast]
@@ -198,13 +198,14 @@ def _scaled_adam(optimizer: OptimizerPlan) -> str | None:
     )
 
 
-def precision_text(precision: PrecisionPlan) -> str:
+def precision_text(plan: RunPlan) -> str:
     """Return the number format and why it was chosen."""
+    precision = plan.precision
     if precision.kind is PrecisionKind.auto:
         return "auto: bf16 if every worker's device computes it natively, else fp32; decided at the start"
     tf32 = ", TF32 for what is in fp32" if precision.tf32 else ""
-    if (added := float_format(precision.kind)) is not None:
-        return f"{added.text(precision)}, else bf16{tf32}"
+    if (added := float_format(plan)) is not None:
+        return f"{added.text()}, else bf16{tf32}"
     return precision.kind.value + (f" ({precision.reason})" if precision.reason else "") + tf32
 
 

@@ -117,8 +117,8 @@ def replan(paths: RunPaths, old: RunPlan, overrides: Sequence[str], *, force: bo
             plan = with_reason(plan, old.strategy.kind_reason) if keeps_strategy else plan
         plan = plan.with_notes(asked.slow_notes())
     require_trackers(config, os.environ)
-    if (added := float_format(config.precision.kind)) is not None:
-        added.check_machine(config, plan.cluster)
+    if (added := float_format(config)) is not None:
+        added.check_machine(plan.cluster)
     if keeps_precision:
         plan = plan.with_precision(old.precision.kind, old.precision.reason)
     _require_something_to_do(plan, old, at, done=done)

@@ -207,8 +207,8 @@ def resolve_precision(plan: RunPlan, world: World, device: torch.device, record:
         plan = plan.with_precision(kind, reason)
         if world.rank == 0:
             print(f"Precision: {kind.value} ({reason}).", flush=True)
-    if (added := float_format(plan.precision.kind)) is not None:
-        natives = world.of_all(added.computes(plan.precision, device))
+    if (added := float_format(plan)) is not None:
+        natives = world.of_all(added.computes(device))
         if not all(natives):
             raise added.no_units(f"the device of rank {natives.index(False)}")
     elif plan.precision.kind in DTYPES and plan.precision.kind not in _warned:

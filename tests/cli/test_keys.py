@@ -92,7 +92,7 @@ def test_the_arguments_of_an_optimizer_are_without_its_parameters(capsys: pytest
     [
         (["train.steps"], ["train.steps"]),
         (["nesterov"], ["optimizer.nesterov"]),
-        (["powersgd", "rank"], ["strategy.powersgd_rank"]),
+        (["powersgd", "rank"], ["powersgd.rank"]),
         (["task=llama", "kv"], ["task.kv_heads"]),
         (["Passes", "over"], ["train.epochs"]),  # in the meaning
         (["effective batch"], ["batch.global_size"]),  # another trainer's name

@@ -49,12 +49,12 @@ from launcher import cli
 from launcher.config.choices import PrecisionKind
 from launcher.config.hydra import compose_with_yaml, recompose
 from launcher.config.key_docs import schema_of
-from launcher.plan.float_format import float_format
+from launcher.plan.float_format import format_class
 from launcher.plan.resumable import as_typed, changes, forced_by
 from launcher.plan.run_plan import RunPlan, part
 from tests.helpers import make_plan
 
-assert float_format(PrecisionKind.bf16) is None, "no package replaces a value of the core"
+assert format_class(PrecisionKind.bf16) is None, "no package replaces a value of the core"
 plan = make_plan("example=some")
 again = RunPlan.from_json(plan.to_json())
 config, yaml = compose_with_yaml(["example=some", "task=own_digits"])

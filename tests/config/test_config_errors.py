@@ -10,7 +10,7 @@ from omegaconf.errors import ValidationError
 from launcher.config import foreign_keys
 from launcher.config.config_errors import in_plain_words
 from launcher.config.hydra import compose
-from launcher.config.schema import known_keys
+from launcher.config.schema import facts_by_key, known_keys
 from launcher.errors import ConfigError
 
 
@@ -35,3 +35,11 @@ def test_the_answers_to_other_trainers_names_are_keys_and_options_that_exist() -
         assert not {name for name in names.split() if name in known}, "a key of the launcher"
     counts = [name for names in foreign_keys._NAMES.values() for name in names.split()]
     assert len(counts) == len(set(counts)), "a name with two answers"
+
+
+def test_a_former_name_of_a_key_is_refused_with_its_new_name() -> None:
+    renamed = {facts.was: name for name, facts in facts_by_key().items() if facts.was}
+    assert renamed
+    for was, name in renamed.items():
+        with pytest.raises(ConfigError, match=rf"^{was}=1: there is no such key\.\n  Write {name}\.$"):
+            compose((f"{was}=1",))

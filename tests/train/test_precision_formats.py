@@ -54,9 +54,9 @@ def test_formats_of_this_cpu() -> None:
 
 def test_workers_without_float8_units_refuse_it() -> None:
     """The workers check the device if only they know it, as on Slurm."""
-    plan, alone = make_plan("precision=float8", "precision.float8_emulate=true"), World(rank=0, size=1, local_rank=0)
+    plan, alone = make_plan("precision=float8", "float8.emulate=true"), World(rank=0, size=1, local_rank=0)
     assert resolve_precision(plan, alone, CPU) == plan
-    plan = dataclasses.replace(plan, precision=dataclasses.replace(plan.precision, float8_emulate=False))
+    plan = dataclasses.replace(plan, added={})
     with pytest.raises(ConfigError, match="precision=float8: the device of rank 0 has no float8 units"):
         resolve_precision(plan, alone, CPU)
 

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from launcher.errors import SiteError
-from launcher.plan.run_plan import StrategyPlan
+from launcher.extensions.compression.powersgd_keys import PowersgdConfig
+from launcher.plan.run_plan import RunPlan
 from launcher.train.measure.comm_meter import Meter
 
 
@@ -29,23 +30,23 @@ class PowerSgd:
 
     Args:
         model: the model whose gradients the buckets hold.
-        strategy: with the rank of the factors and the number of synchronisations before compression starts.
+        plan: with the keys of the group ``powersgd``.
         meter: records the time spent waiting.
     """
 
     can_sum = False  # torch's hook averages
 
-    def __init__(self, model: nn.Module, strategy: StrategyPlan, meter: Meter) -> None:
-        rank, start = strategy.powersgd_rank, strategy.powersgd_start
+    def __init__(self, model: nn.Module, plan: RunPlan, meter: Meter) -> None:
+        keys = plan.extension(PowersgdConfig)
         try:
             from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
         except ImportError as error:
             raise SiteError(
                 f"strategy.compress=powersgd: torch's PowerSGD needs numpy: {error}.\n  pip install numpy"
             ) from None
-        self._hook, self._rank, self._start = power.powerSGD_hook, rank, start
+        self._hook, self._rank, self._start = power.powerSGD_hook, keys.rank, keys.start
         self._meter = meter
-        self._state = power.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=start)
+        self._state = power.PowerSGDState(None, matrix_approximation_rank=keys.rank, start_powerSGD_iter=keys.start)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._layout: dict[int, list[nn.Parameter]] = {}
         # state of the parameters that no bucket of torch's hook holds now

@@ -7,14 +7,13 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from launcher.config.choices import Float8Recipe
-from launcher.config.schema import ClusterKind, Config, Device, PrecisionConfig
+from launcher.config.schema import ClusterKind, Device
 from launcher.errors import ConfigError
+from launcher.extensions.float8.float8_keys import Float8Config, Float8Recipe
 from launcher.plan import host
-from launcher.plan.float_format import FloatFormat
+from launcher.plan.float_format import FloatFormat, Settings
 from launcher.plan.gpus import find_gpu
 from launcher.plan.launch_plan import ClusterPlan
-from launcher.plan.run_plan import PrecisionPlan
 from launcher.process import quiet_torchao
 
 if TYPE_CHECKING:
@@ -34,25 +33,27 @@ class _Float8:
     units = "fp8"
     roundoff = 2.0**-4
 
-    def check(self, config: PrecisionConfig, cluster: ClusterPlan) -> None:
-        for pattern in config.float8_exclude or ():
+    def __init__(self, settings: Settings) -> None:
+        self._keys = settings.extension(Float8Config)
+
+    def check(self, cluster: ClusterPlan) -> None:
+        for pattern in self._keys.exclude:
             try:
                 re.compile(pattern)
             except re.error as error:
-                key = "precision.float8_exclude"
-                raise ConfigError(key, pattern, f"is not a regular expression: {error}.") from None
-        if config.float8_emulate:
+                raise ConfigError("float8.exclude", pattern, f"is not a regular expression: {error}.") from None
+        if self._keys.emulate:
             return
         if cluster.gpu is not None and find_gpu(cluster.gpu).fp8 is None:
             raise self.no_units(cluster.gpu.upper())
         if cluster.device is Device.cpu:
             raise self.no_units("a CPU")
 
-    def check_machine(self, config: Config, cluster: ClusterPlan) -> None:
+    def check_machine(self, cluster: ClusterPlan) -> None:
         # an image has packages of its own
-        if config.cluster.container is None and importlib.util.find_spec("torchao") is None:
+        if (cluster.slurm is None or cluster.slurm.container is None) and importlib.util.find_spec("torchao") is None:
             raise ConfigError("precision", "float8", "torchao is not installed.", _INSTALL)
-        here = cluster.kind == ClusterKind.local and cluster.gpu is None and not config.precision.float8_emulate
+        here = cluster.kind == ClusterKind.local and cluster.gpu is None and not self._keys.emulate
         if here and host.gpus_have(_CAPABILITY) is False:
             raise self.no_units(host.device_model(cluster.device) or "this machine's GPU")
 
@@ -60,36 +61,31 @@ class _Float8:
         return ConfigError(
             "precision", "float8",
             f"{device} has no float8 units; GPUs have them since compute capability 8.9 (L4, H100).",
-            "Use precision=bf16. precision.float8_emulate=true computes the same numbers slowly on any device, for "
-            "tests.",
+            "Use precision=bf16. float8.emulate=true computes the same numbers slowly on any device, for tests.",
         )  # fmt: skip
 
-    def computes(self, precision: PrecisionPlan, device: torch.device) -> bool:
+    def computes(self, device: torch.device) -> bool:
         import torch
 
-        return precision.float8_emulate or (
-            device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-        )
+        return self._keys.emulate or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9))
 
-    def text(self, precision: PrecisionPlan) -> str:
-        return f"float8 ({precision.float8_recipe.value}{', emulated' if precision.float8_emulate else ''})"
+    def text(self) -> str:
+        return f"float8 ({self._keys.recipe.value}{', emulated' if self._keys.emulate else ''})"
 
-    def notes(self, precision: PrecisionPlan, layers: tuple[int, ...] | None, *, compiles: bool) -> list[str]:
+    def notes(self, layers: tuple[int, ...] | None, *, compiles: bool) -> list[str]:
         notes: list[str] = []
         if layers is not None:
             chosen, every = layers
             if not chosen:
-                raise _no_layers(precision.float8_exclude)
+                raise _no_layers(self._keys.exclude)
             notes.append(f"{chosen} of {every} linear layers compute in float8, all else in bf16.")
-        if precision.float8_recipe is not Float8Recipe.rowwise_with_gw_hp:
+        if self._keys.recipe is not Float8Recipe.rowwise_with_gw_hp:
             notes.append(
-                f"precision.float8_recipe={precision.float8_recipe.value} scales over the tokens of a micro-batch: the "
+                f"float8.recipe={self._keys.recipe.value} scales over the tokens of a micro-batch: the "
                 "gradient depends on how samples are divided into micro-batches. rowwise_with_gw_hp does not."
             )
-        if precision.float8_emulate:
-            notes.append(
-                "precision.float8_emulate: products are rounded to float8 and computed in fp32: slow, for tests."
-            )
+        if self._keys.emulate:
+            notes.append("float8.emulate: products are rounded to float8 and computed in fp32: slow, for tests.")
         elif not compiles:
             notes.append(
                 "precision=float8 without train.compile=true is slower than bf16: nothing fuses the conversions to "
@@ -97,14 +93,14 @@ class _Float8:
             )
         return notes
 
-    def layers(self, model: nn.Module, precision: PrecisionPlan) -> dict[str, nn.Linear]:
-        return float8_layers(model, precision.float8_exclude)
+    def layers(self, model: nn.Module) -> dict[str, nn.Linear]:
+        return float8_layers(model, self._keys.exclude)
 
-    def convert(self, model: nn.Module, precision: PrecisionPlan) -> None:
+    def convert(self, model: nn.Module) -> None:
         """Change the class of the layers: each stays the same object with the same parameters, hooks and names."""
-        layers = self.layers(model, precision)
+        layers = self.layers(model)
         if not layers:
-            raise _no_layers(precision.float8_exclude)
+            raise _no_layers(self._keys.exclude)
         from torch.utils._python_dispatch import _disable_current_modes
 
         try:
@@ -114,17 +110,17 @@ class _Float8:
         except ImportError as error:
             raise ConfigError("precision", "float8", f"torchao cannot be imported: {error}.", _INSTALL) from None
         for layer in layers.values():
-            layer.__class__ = float8_class(type(layer), precision.float8_recipe.value, precision.float8_emulate)
+            layer.__class__ = float8_class(type(layer), self._keys.recipe.value, self._keys.emulate)
 
 
-FLOAT8: FloatFormat = _Float8()
+FLOAT8: type[FloatFormat] = _Float8
 
 
 def _no_layers(exclude: list[str]) -> ConfigError:
     """Return the error that float8 would have no effect on the model."""
     return ConfigError(
         "precision", "float8", "no layer of the model can be computed in float8: it needs an nn.Linear whose two sizes "
-        f"are multiples of 16, which is not the output head, and matches none of precision.float8_exclude={exclude}.",
+        f"are multiples of 16, which is not the output head, and matches none of float8.exclude={exclude}.",
         "Use precision=bf16.",
     )  # fmt: skip
 

@@ -89,7 +89,7 @@ class Reference:
                 if value.dtype != tensor.dtype:
                     tensor.data = tensor.data.to(value.dtype)
                 tensor.copy_(value)
-        set_format(self.model, self.plan.precision)
+        set_format(self.model, self.plan)
         start_training(self.model)
         for name, module in self.model.named_modules():
             module.training = self.run.training[name]

@@ -246,7 +246,7 @@ def _rule(plan: RunPlan, own: EngineRun) -> Rule:
     """Return the rule for the coarsest format in which the job computes, stores or sends."""
     formats = {DTYPES.get(plan.precision.kind), _sent_as(plan), *(t.dtype for t in own.values.values())}
     roundoffs = [torch.finfo(each).eps / 2 for each in DTYPES.values() if each in formats]
-    if (added := float_format(plan.precision.kind)) is not None:
+    if (added := float_format(plan)) is not None:
         roundoffs.append(added.roundoff)
     return narrow_rule(max(roundoffs)) if roundoffs else FP32
 

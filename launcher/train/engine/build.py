@@ -132,7 +132,7 @@ def build_parallel(
     if isinstance(optimizer, Sequence):
         optimizer = as_one(optimizer)
     _set_formats(model, optimizer if isinstance(optimizer, Optimizer) else None, plan, world)
-    set_format(model, plan.precision)
+    set_format(model, plan)
     if not isinstance(optimizer, Optimizer):
         parallel = wrap(model, plan, device, shard_units, initial, compile_units)
         if values is not None:

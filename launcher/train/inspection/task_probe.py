@@ -27,7 +27,7 @@ from launcher.loss import has_window_loss
 from launcher.plan.callback_plan import require_callbacks
 from launcher.plan.float_format import float_format
 from launcher.plan.optimizer_plan import assign, require_members, solve_optimizer
-from launcher.plan.run_plan import NoForecast, OptimizerPlan, PrecisionPlan, RunPlan, SchedulePlan, solved_part
+from launcher.plan.run_plan import NoForecast, OptimizerPlan, RunPlan, SchedulePlan, solved_part
 from launcher.plan.task_inspection import FORECASTS, InspectionRequest
 from launcher.process import die_with_parent, exit_at_once
 from launcher.rundir.files import value_from_json
@@ -84,7 +84,7 @@ def probe(request: InspectionRequest, built: BuiltTask | None = None) -> dict[st
         "target": request.target,
         "params": request.params | (fixed() if (fixed := getattr(task, "fixed_arguments", None)) is not None else {}),
         **_sizes(model, task, shards=request.shards),
-        "format_layers": _format_layers(model, request.precision),
+        "format_layers": _format_layers(model, request),
         "in_eval_mode": [""] if built.in_eval_mode else in_eval_mode(model),
         "eval_sets": tuple(held_out),
         "window_loss": has_window_loss(task),
@@ -122,13 +122,13 @@ def _sizes(model: nn.Module, task: Task, *, shards: bool) -> dict[str, int]:
     }
 
 
-def _format_layers(model: nn.Module, precision: PrecisionPlan | None) -> tuple[int, int] | None:
+def _format_layers(model: nn.Module, request: InspectionRequest) -> tuple[int, int] | None:
     """Return the numbers of linear layers in the format of an installed package and of all; None without one."""
-    if precision is None or (added := float_format(precision.kind)) is None:
+    if (added := float_format(request)) is None:
         return None
     from torch.nn import Linear
 
-    return len(added.layers(model, precision)), sum(isinstance(module, Linear) for module in model.modules())
+    return len(added.layers(model)), sum(isinstance(module, Linear) for module in model.modules())
 
 
 def near_misses(task: Task) -> list[str]:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from launcher.config.numerics import added_value
 from launcher.config.schema import Compress, Sync
 from launcher.errors import TaskError
-from launcher.plan.run_plan import RunPlan, StrategyPlan
+from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import REDUCING_OVER_ALL, Collective
 from launcher.train.measure.comm_meter import Meter
 from launcher.train.parallel.base import Parallel
@@ -41,8 +41,8 @@ class Ddp(Parallel):
         # with either option DDP never rebuilds its buckets, or not in the order of a single backward pass
         self._keeps_buckets = self._unused_allowed or strategy.static_graph
         self._order = self._first_order()
-        self._strategy, self._device = strategy, device
-        self._compression = _compression(strategy, model, self.meter)
+        self._plan, self._device = plan, device
+        self._compression = _compression(plan, model, self.meter)
         self._keeps_residue = strategy.compress.keeps_residue  # without a call for each bucket
         # blocks that are compiled one by one are reduced one by one without this
         self._compiled, self._reduces = compiled, False
@@ -58,7 +58,7 @@ class Ddp(Parallel):
         return [] if self._keeps_buckets else None
 
     def _wrapped(self, *, init_sync: bool) -> DistributedDataParallel:
-        strategy = self._strategy
+        strategy = self._plan.strategy
         ddp = DistributedDataParallel(
             self.module,
             device_ids=[self._device.index] if self._device.type == "cuda" else None,
@@ -180,7 +180,7 @@ class Ddp(Parallel):
             del self._ddp.reducer, self._ddp.logger  # removes the hooks from the parameters and frees the buckets
             vars(self._ddp).update(vars(self._wrapped(init_sync=False)))
             self._order = self._first_order()
-            self._compression = _compression(self._strategy, self.module, self.meter)
+            self._compression = _compression(self._plan, self.module, self.meter)
             if kept:
                 self._compression.load_state_dict(kept)
         self.take_gradient_order(order)
@@ -276,7 +276,7 @@ class Ddp(Parallel):
 
 class Compression:
     """Reduction of DDP's gradient buckets; this one in their own dtype, or rounded to bf16. One of an installed package
-    is made from model, ``StrategyPlan`` and meter; its state has the parts "residue" and "factors", tensors by the
+    is made from model, plan and meter; its state has the parts "residue" and "factors", tensors by the
     names of parameters.
 
     bf16 has the exponent range of fp32, so that small gradients survive. A ring of W ranks rounds each number when it
@@ -321,7 +321,8 @@ class Compression:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def _compression(strategy: StrategyPlan, model: nn.Module, meter: Meter) -> Compression:
-    if strategy.compress.keeps_residue:
-        return added_value("strategy.compress", strategy.compress)(model, strategy, meter)
-    return Compression(None if strategy.compress is Compress.none else torch.bfloat16)
+def _compression(plan: RunPlan, model: nn.Module, meter: Meter) -> Compression:
+    kind = plan.strategy.compress
+    if kind.keeps_residue:
+        return added_value("strategy.compress", kind)(model, plan, meter)
+    return Compression(None if kind is Compress.none else torch.bfloat16)

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
-from launcher.plan.float_format import float_format
-from launcher.plan.run_plan import PrecisionPlan
+from launcher.plan.float_format import Settings, float_format
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -92,7 +91,7 @@ def class_before_format(module: nn.Module) -> type[nn.Module]:
     return getattr(type(module), "class_before_format", type(module))
 
 
-def set_format(model: nn.Module, precision: PrecisionPlan) -> None:
+def set_format(model: nn.Module, settings: Settings) -> None:
     """Let the model's layers compute in the format of an installed package if the precision is one, and otherwise as
     they did before.
 
@@ -102,8 +101,8 @@ def set_format(model: nn.Module, precision: PrecisionPlan) -> None:
     for module in model.modules():
         if class_before_format(module) is not type(module):
             module.__class__ = class_before_format(module)
-    if (added := float_format(precision.kind)) is not None:
-        added.convert(model, precision)
+    if (added := float_format(settings)) is not None:
+        added.convert(model)
 
 
 def matmul_parameters(model: nn.Module) -> dict[nn.Parameter, tuple[nn.Module, str]]:

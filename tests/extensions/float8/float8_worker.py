@@ -94,7 +94,7 @@ def window(policy: tuple[str, ...], micro: int, *options: str) -> tuple[Tensor, 
     strategy, sync, *more = policy
     kind = [f"strategy={strategy}", f"strategy.sync={sync}", *more, "precision=float8", f"batch.micro_size={micro}"]
     hsdp = ["strategy.shard_size=2"] if strategy == "hsdp" else []
-    emulated = ["precision.float8_emulate=true", *options]
+    emulated = ["float8.emulate=true", *options]
     plan = make_plan([*OPTIONS, *SIZES, *kind, *hsdp, *emulated], samples=SAMPLES)
     engine = Engine(build, lambda p: torch.optim.AdamW(p, 1e-3), plan)
     parameters, found = list(engine.parallel.module.parameters()), list[Tensor]()
@@ -125,7 +125,7 @@ def main() -> None:
         }  # fmt: skip
     for micro in (1, 4, 8):
         results[f"micro {micro}"] = distance(window(("fsdp", "boundary"), micro)[0], wanted)
-    excluded = window(("ddp", "boundary"), 2, "precision.float8_exclude=[up]")[0]
+    excluded = window(("ddp", "boundary"), 2, "float8.exclude=[up]")[0]
     results["excluded"] = distance(excluded, wanted)
     print_on_rank_0(results)
     leave_group()

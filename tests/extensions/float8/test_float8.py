@@ -21,7 +21,7 @@ JOB = (
     *SHAPE, "wandb.mode=disabled", "run.calibrate_s=0", "batch.global_size=8", "batch.micro_size=2",
     "cluster.workers_per_node=2", "strategy=fsdp", "strategy.sync=boundary",
 )  # fmt: skip
-EMULATED = ("precision=float8", "precision.float8_emulate=true")
+EMULATED = ("precision=float8", "float8.emulate=true")
 
 
 @pytest.mark.nightly
@@ -34,7 +34,7 @@ def test_it_exports_what_bf16_does_and_resumes_in_bf16(tmp_path: Path) -> None:
         assert words not in whole.stdout + whole.stderr
     half = launch("train", *JOB, *EMULATED, "train.steps=2", "schedule=constant", "run.name=half", cwd=tmp_path)
     assert half.returncode == 0, half.stdout + half.stderr
-    resumed = launch("resume", "half", "train.steps=4", "precision=bf16", "precision.float8_emulate=null", cwd=tmp_path)
+    resumed = launch("resume", "half", "train.steps=4", "precision=bf16", "float8.emulate=null", cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert "precision=bf16 instead of float8" in resumed.stdout
     runs = tmp_path / "runs"
@@ -62,7 +62,7 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(tmp_path: Path) -> None:
 def test_what_cannot_run_is_one_message(tmp_path: Path) -> None:
     for overrides, words in (
         (("precision=float8",), "precision=float8: a CPU has no float8 units"),
-        ((*EMULATED, "precision.float8_exclude=[proj]"), "no layer of the model can be computed in float8"),
+        ((*EMULATED, "float8.exclude=[proj]"), "no layer of the model can be computed in float8"),
     ):
         done = launch("train", *JOB, *overrides, cwd=tmp_path)
         assert done.returncode == 2

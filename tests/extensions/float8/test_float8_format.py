@@ -11,18 +11,19 @@ import pytest
 from launcher.config.schema import PrecisionKind
 from launcher.errors import ConfigError
 from launcher.extensions.float8.float8_format import FLOAT8
+from launcher.extensions.float8.float8_keys import Float8Config, Float8Recipe
 from launcher.plan import host
 from launcher.plan.gpus import GPUS, find_gpu
 from launcher.plan.run_plan import RunPlan
-from tests.helpers import compose, make_plan
+from tests.helpers import make_plan
 
-EMULATED = ("precision=float8", "precision.float8_emulate=true")
+EMULATED = ("precision=float8", "float8.emulate=true")
 
 
 def test_it_sends_what_bf16_sends() -> None:
     float8, bf16 = make_plan(*EMULATED, "strategy=fsdp"), make_plan("precision=bf16", "strategy=fsdp")
     assert float8.strategy.forecasts == bf16.strategy.forecasts
-    assert float8.precision.float8_recipe.value == "rowwise_with_gw_hp"
+    assert float8.extension(Float8Config).recipe is Float8Recipe.rowwise_with_gw_hp
     assert RunPlan.from_json(float8.to_json()) == float8
 
 
@@ -31,16 +32,13 @@ def test_it_sends_what_bf16_sends() -> None:
     [
         (("precision=float8",), "precision=float8: a CPU has no float8 units"),
         (("precision=float8", "cluster.device=cuda", "cluster.gpu=a100"), "A100 has no float8 units"),
+        (("precision=bf16", "float8.emulate=true"), "float8.emulate=true: has no effect with precision=bf16"),
+        (("precision=fp32", "float8.recipe=rowwise"), "float8.recipe=rowwise: has no effect with"),
         (
-            ("precision=bf16", "precision.float8_emulate=true"),
-            "precision.float8_emulate=true: has no effect with precision=bf16",
-        ),
-        (("precision=fp32", "precision.float8_recipe=rowwise"), "precision.float8_recipe=rowwise: has no effect with"),
-        (
-            ("precision=bf16", "precision.float8_exclude=[out]"),
+            ("precision=bf16", "float8.exclude=[out]"),
             "has no effect with precision=bf16.\n  It belongs to precision=float8",
         ),
-        ((*EMULATED, "precision.float8_exclude=['(']"), "is not a regular expression"),
+        ((*EMULATED, "float8.exclude=['(']"), "is not a regular expression"),
         (
             (*EMULATED, "precision.reduce_dtype=float8", "strategy=fsdp"),
             "must be one of fp32, bf16, fp16, not 'float8'",
@@ -49,7 +47,7 @@ def test_it_sends_what_bf16_sends() -> None:
     ],
 )
 def test_what_it_refuses(overrides: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match="precision") as refused:
+    with pytest.raises(ConfigError, match=r"precision|float8\.exclude") as refused:
         make_plan(*overrides, gpus=2 if "cluster.device=cuda" in overrides else 0)
     assert message in str(refused.value)
 
@@ -64,7 +62,7 @@ def test_a_gpu_with_units_may() -> None:
 
 def test_notes_on_layers_recipe_and_emulation() -> None:
     task = dataclasses.replace(make_plan().task, format_layers=(14, 15))
-    notes = make_plan(*EMULATED, "precision.float8_recipe=tensorwise", task=task).notes
+    notes = make_plan(*EMULATED, "float8.recipe=tensorwise", task=task).notes
     assert "14 of 15 linear layers compute in float8, all else in bf16." in notes
     assert any("the gradient depends on how samples are divided into micro-batches" in note for note in notes)
     assert any("slow, for tests" in note for note in notes)
@@ -80,10 +78,10 @@ def test_this_machines_gpus_are_asked(capability: str, may: bool, monkeypatch: p
     try:
         plan = make_plan("precision=float8", gpus=2)
         if may:
-            FLOAT8.check_machine(compose(("precision=float8",)), plan.cluster)
+            FLOAT8(plan).check_machine(plan.cluster)
         else:
             with pytest.raises(ConfigError, match="has no float8 units"):
-                FLOAT8.check_machine(compose(("precision=float8",)), plan.cluster)
+                FLOAT8(plan).check_machine(plan.cluster)
     finally:
         host.gpus_have.cache_clear()
 
@@ -92,7 +90,7 @@ def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     plan = make_plan(*EMULATED)
     with pytest.raises(ConfigError, match=r"torchao is not installed.\n  Install it: pip install 'launcher\[float8\]'"):
-        FLOAT8.check_machine(compose(EMULATED), plan.cluster)
+        FLOAT8(plan).check_machine(plan.cluster)
 
 
 def test_peaks_are_twice_those_of_bf16_on_gpus_since_ada() -> None:

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from launcher.config.choices import Float8Recipe
 from launcher.errors import ConfigError
 from launcher.extensions.float8.float8_format import float8_layers
-from launcher.plan.run_plan import PrecisionPlan
+from launcher.extensions.float8.float8_keys import Float8Recipe
+from launcher.plan.run_plan import RunPlan
 from launcher.train.parallel.mixed_precision import matmul_parameters, set_format
 from tests.helpers import make_plan
 
-PLAIN = make_plan("precision=bf16").precision
+PLAIN = make_plan("precision=bf16")
 
 
-def emulated(*overrides: str) -> PrecisionPlan:
-    return make_plan("precision=float8", "precision.float8_emulate=true", *overrides).precision
+def emulated(*overrides: str) -> RunPlan:
+    return make_plan("precision=float8", "float8.emulate=true", *overrides)
 
 
 def in_bf16() -> torch.autocast:
@@ -131,7 +131,7 @@ def test_it_computes_what_torchao_does(recipe: Float8Recipe) -> None:
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32, bias=False))
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe.value), emulate=True)
     reference = convert_to_float8_training(copy.deepcopy(model).to(torch.bfloat16), config=config)
-    set_format(model, emulated(f"precision.float8_recipe={recipe.value}"))
+    set_format(model, emulated(f"float8.recipe={recipe.value}"))
     x = torch.randn(2, 16, 32)
     with in_bf16():
         outputs = model(x)
@@ -151,7 +151,7 @@ def outputs_and_gradients(recipe: Float8Recipe, size: int) -> tuple[Tensor, Tens
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
     x = (torch.randn(8, 16, 32) * torch.logspace(-3, 1, 8)[:, None, None]).requires_grad_()
-    set_format(model, emulated(f"precision.float8_recipe={recipe.value}"))
+    set_format(model, emulated(f"float8.recipe={recipe.value}"))
     outputs = list[Tensor]()
     for part in x.split(size):
         with in_bf16():

@@ -38,7 +38,7 @@ def measured(plan: RunPlan, predicted: dict[str, int], ranks: int, place: Path) 
     [
         (2, "strategy=fsdp precision=bf16 strategy.recompute=blocks"),
         pytest.param(4, "strategy=hsdp strategy.shard_size=2 precision=bf16", marks=pytest.mark.nightly),
-        pytest.param(2, "strategy=fsdp precision=float8 precision.float8_emulate=true", marks=pytest.mark.nightly),
+        pytest.param(2, "strategy=fsdp precision=float8 float8.emulate=true", marks=pytest.mark.nightly),
     ],
 )
 def test_memory_is_what_was_predicted(ranks: int, extra: str, launch: Launch, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ DDP = ("strategy.bucket_mb=0.002",)
 HERE = ("train.loader_workers=0",)
 PLAIN = {"norm": False}  # torch has no BatchNorm in bf16 on a CPU
 STREAM = {"streams": True, "samples": 50}
-POWERSGD = (*DDP, *HERE, "strategy.compress=powersgd", "strategy.powersgd_start=3")
+POWERSGD = (*DDP, *HERE, "strategy.compress=powersgd", "powersgd.start=3")
 FP16 = (*DDP, *HERE, "precision=fp16", "precision.init_scale=1e6", "precision.growth_interval=3")
 CASES: dict[int, dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[int, ...]]]] = {
     2: {

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distrib
 WORLDS = (4, 2, 3, 1)
 # own shards on 4, 2 and 1 ranks; 3 ranks read all of them
 STREAM = ("strategy=ddp", "batch.micro_size=2", "train.data_shards=4")
-POWERSGD = ("strategy=ddp", "batch.micro_size=2", "strategy.compress=powersgd", "strategy.powersgd_start=2")
+POWERSGD = ("strategy=ddp", "batch.micro_size=2", "strategy.compress=powersgd", "powersgd.start=2")
 # what a run at two ranks is asked to go on with, from a checkpoint of step 5 at four: (forced, overrides, task, says)
 WRONG: dict[str, tuple[list[str], list[str], dict[str, Any], list[str]]] = {
     "seed": ([], ["train.seed=3"], {}, ["train.seed=3 (was 0): the order of the samples"]),
@@ -61,7 +61,7 @@ def test_a_run_goes_on_in_any_world_and_strategy(tmp_path: Path) -> None:
 
     def reading(ranks: int) -> list[dict[str, Any]]:
         overrides = POWERSGD if ranks > 1 else ("strategy=single", "batch.micro_size=2")
-        other = ["strategy.powersgd_rank=2"] if ranks == 3 else []
+        other = ["powersgd.rank=2"] if ranks == 3 else []
         return [job(memories[ranks], *overrides, *other, reads=str(kept))]
 
     def alone() -> list[dict[str, Any]]:

@@ -140,7 +140,7 @@ RIGHT: dict[str, Any] = {
     "same noise": (lambda: Noise(1, 3), ("strategy=ddp",)),
     "same noise hsdp": (lambda: Noise(1, 3), HSDP),
     "shards of one model": (lambda: Noise(1, 3), ("strategy=fsdp",)),
-    "powersgd": (Watching, ("strategy=ddp", "strategy.compress=powersgd", "strategy.powersgd_start=2")),
+    "powersgd": (Watching, ("strategy=ddp", "strategy.compress=powersgd", "powersgd.start=2")),
     "bf16": (Watching, ("strategy=ddp", "strategy.sync=every", "precision=bf16", "strategy.compress=bf16")),
     "fp16": (Watching, ("strategy=ddp", "precision=fp16")),
     "fp16 hsdp": (Watching, (*HSDP, "precision=fp16", "strategy.sync=every")),

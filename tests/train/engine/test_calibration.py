@@ -33,7 +33,7 @@ PAIRS: dict[int, dict[str, str]] = {
         "ddp bf16": f"{DDP} precision=bf16 batch.micro_size=2",
         "ddp fp16": f"{DDP} precision=fp16 precision.growth_interval=2 batch.micro_size=4",
         "every": f"{DDP} precision=fp32 batch.micro_size=4 strategy.sync=every",
-        "powersgd": f"{DDP} precision=fp32 batch.micro_size=4 strategy.compress=powersgd strategy.powersgd_start=3",
+        "powersgd": f"{DDP} precision=fp32 batch.micro_size=4 strategy.compress=powersgd powersgd.start=3",
         "norm sync": f"{DDP} precision=fp32 batch.micro_size=4 batch.norm=sync",
         "norm window": f"{DDP} precision=fp32 batch.micro_size=8 batch.norm=window",
         "ramp": f"{DDP} precision=fp32 batch.micro_size=4 batch.ramp=[[2,8],[1,16]]",

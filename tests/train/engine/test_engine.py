@@ -109,7 +109,7 @@ def test_compressed_gradients_keep_to_their_bound(tmp_path: Path) -> None:
     base = ["batch.global_size=48", "batch.micro_size=4", "train.clip_norm=null"]
     runs = [
         [*base, "strategy.compress=bf16"],
-        [*base, "strategy.compress=powersgd", "strategy.powersgd_start=2", "strategy.bucket_mb=0.005"],
+        [*base, "strategy.compress=powersgd", "powersgd.start=2", "strategy.bucket_mb=0.005"],
         [*base, "strategy.compress=bf16", "strategy.sync=every"],
     ]
     bf16, powersgd, every = run_all(2, 203, tmp_path, runs)

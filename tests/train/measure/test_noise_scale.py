@@ -36,7 +36,7 @@ CASES: dict[int, list[tuple[str, bool | None]]] = {
         ("batch.micro_size=8 strategy=fsdp items", True),
         ("batch.micro_size=8 strategy=fsdp strategy.sync=every items", False),
         ("batch.micro_size=16 strategy=fsdp strategy.sync=boundary precision.reduce_dtype=bf16 precision=bf16", True),
-        ("batch.micro_size=16 strategy.compress=powersgd strategy.powersgd_start=2", None),
+        ("batch.micro_size=16 strategy.compress=powersgd powersgd.start=2", None),
     ],
     4: [
         ("batch.micro_size=4 strategy=hsdp strategy.shard_size=2 strategy.sync=boundary", True),
