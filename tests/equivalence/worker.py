@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import os
 import sys
-import warnings
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from tests.equivalence.mistakes import MISTAKES
 from tests.infra.workers import flat, leave_group, print_on_rank_0
 
 STEPS = grid.STEPS[sys.argv[1]]
-warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # thousands of lines
 # no world divides the vocabulary, so shards are padded; narrower matrices are summed without blocks, and one process
 # with one fp32 batch is then itself more than 1e-6 away from fp64
 VOCABULARY, WIDTH, LONGEST, SAMPLES = 17, 12, 10, GLOBAL_SIZE + SHORT

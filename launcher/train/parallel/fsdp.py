@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Self, cast
@@ -55,6 +56,8 @@ class Fsdp(Parallel):
         initial: InitialShards | None,
     ) -> None:
         strategy, world_size = plan.strategy, plan.batch.world_size
+        # a view that is changed in place, of which torch warns for each view, ends in an error with a message of ours
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
         replaced = ReplacedParameters(model, strategy.kind)
         mesh = mesh_of(device, world_size, strategy.shard_size)
         _wait_for_hangs(mesh, plan.train.hang_timeout)

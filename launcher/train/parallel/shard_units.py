@@ -197,7 +197,8 @@ def direct_use(what: str, kind: StrategyKind) -> str:
         f"The loss uses {what} of a shard unit outside of the unit's forward pass, where strategy={kind.value} has "
         "only this rank's part of it.\n"
         "  Use it in the forward pass of the unit; or keep its module whole in each micro-batch: leave it out of the "
-        "task's shard_units(model), or use strategy=ddp. For weight decay, use the optimizer's."
+        "task's shard_units(model), or use strategy=ddp. For weight decay, use the optimizer's. A unit's output "
+        "that is a view may not be changed in place either: write y = y + 1, not y += 1."
     )
 
 

@@ -197,3 +197,26 @@ def test_a_unit_may_call_itself(sync: str) -> None:
     sharded = trained(Tree, "strategy=fsdp", f"strategy.sync={sync}").model.state_dict()
     for name, value in sharded.items():
         torch.testing.assert_close(value.full_tensor(), wanted[name])
+
+
+class Views(nn.Module):
+    """Units that return views, which the model changes in place, or not."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.blocks, self.in_place = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (2, 2)),
+                                                                 nn.Flatten()) for _ in range(2)), in_place  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            x = x.mul_(2) if self.in_place else x * 2
+        return x
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_view_that_a_unit_returns_is_refused_only_if_it_is_changed_in_place() -> None:
+    """torch warns of each of them; tests make an error of it."""
+    assert trained(lambda: Views(False), "strategy=fsdp", "strategy.sync=every").steps == 3
+    with pytest.raises(TaskError, match=r"write y = y \+ 1, not y \+= 1"):
+        trained(lambda: Views(True), "strategy=fsdp", "strategy.sync=every")
