@@ -83,8 +83,11 @@ def take_flag(flag: str, arguments: list[str]) -> bool:
     return present
 
 
-def take_value(flag: str, arguments: list[str]) -> str | None:
+def take_value(flag: str, arguments: list[str], kind: str = "N") -> str | None:
     """Remove ``flag VALUE`` or ``flag=VALUE``; return the value, None if absent.
+
+    Args:
+        kind: what the value is, for the message.
 
     Raises:
         UserError: it has no value.
@@ -93,7 +96,7 @@ def take_value(flag: str, arguments: list[str]) -> str | None:
         name, is_joined, value = argument.partition("=")
         if name == flag:
             if not is_joined and at + 1 == len(arguments):
-                raise UserError(f"{flag}: has no value.\n  Write {flag} N.")
+                raise UserError(f"{flag}: has no value.\n  Write {flag} {kind}.")
             value = value if is_joined else arguments[at + 1]
             del arguments[at : at + (1 if is_joined else 2)]
             return value

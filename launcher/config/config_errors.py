@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import typing
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, cast
 
 from launcher.config.added_groups import option_files
 from launcher.config.foreign_keys import translation
-from launcher.config.schema import WITH_TARGET, facts_by_key, known_keys
+from launcher.config.schema import WITH_TARGET, Config, facts_by_key, group_kinds, known_keys
 from launcher.errors import ConfigError, did_you_mean
 
 # names that other programs use for an option, which do not resemble it
@@ -213,7 +214,11 @@ def _explain(error: Exception, arguments: Sequence[str]) -> ConfigError:
         return ConfigError(_source(key, arguments), None, "there is no such key.", _remedy(key, known))
     if key and "is not a subclass of" in lines[0]:
         keys = [name for name in known if name.startswith(f"{key}.")]
-        return ConfigError(key, None, "is a group of keys, not a key.", f"Keys: {', '.join(keys)}.")
+        value = next((word.partition("=")[2] for word in arguments if word.startswith(f"{key}=")), "")
+        kinds: dict[str, Any] = typing.get_type_hints(group_kinds().get(key, Config))
+        meant = [f"{key}.{name}" for name, kind in kinds.items() if value in getattr(kind, "__members__", ())]
+        remedy = f"Write {meant[0]}={value}." if meant else f"Keys: {', '.join(keys)}."
+        return ConfigError(key, None, "is a group of keys, not a key.", remedy)
     if key:
         return ConfigError(_source(key, arguments), None, _plain(lines[0], key))
     return ConfigError("config", None, " ".join(line.strip() for line in text.splitlines() if line.strip()))

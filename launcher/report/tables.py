@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,8 @@ def _main_lines(plan: RunPlan, forecast: Iterable[tuple[str, str]]) -> list[tupl
     cluster = plan.cluster
     hosts = f"{cluster.range.text} host{'' if cluster.nodes == 1 else 's'}"
     lines = [("workers", f"{hosts} × {count(cluster.workers_per_node, 'worker')}, {cluster.device.value}")]
+    if cluster.slurm is not None and cluster.slurm.container is None:
+        lines.append(("python", f"{sys.executable}, on every node"))
     for world in plan.worlds():
         where = "" if cluster.range.fixed else f"on {count(world.cluster.nodes, 'host')}: "
         lines.append(("global batch" if world.batch is plan.batch else "", f"{where}{world.batch.text}"))

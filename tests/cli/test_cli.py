@@ -99,6 +99,7 @@ def refused(launch: Launch, tmp_path: Path, *arguments: str, env: dict[str, str]
             "-m train.steps=1,2 batch.global_size=8}",
             ["batch.global_size=8}: cannot be read as an override: extraneous"],
         ),
+        ("wandb=online", ["wandb: is a group of keys, not a key", "Write wandb.mode=online."]),
         ("train=5", ["train: is a group of keys, not a key", "Keys: train.steps"]),
         ("train.steps=5,6", ["train.steps=5,6: is several values", "add -m", "train.steps=[5,6]"]),
         ("precision=float16", ["precision=float16: there is no such option", "did you mean 'fp16'?"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,11 @@ def test_the_plan_shows_what_the_square_root_rule_has_scaled() -> None:
     assert "adamw, lr 0.006 (from 0.003, sqrt rule, k=4)" in text
     assert "betas 0.6 and 0.8 (from 0.9 and 0.95), eps 5e-09 (from 1e-08)" in text
     assert "betas" not in shown(plan_table(make_plan("optimizer.lr_scaling=linear", "optimizer.reference_batch=16")))
+
+
+def test_the_plan_of_a_slurm_job_names_its_python() -> None:
+    assert sys.executable in shown(plan_table(make_plan("cluster=slurm"))).replace("\n", "")
+    assert sys.executable not in shown(plan_table(make_plan()))
 
 
 def test_the_plan_says_when_the_run_is_saved() -> None:

@@ -159,7 +159,7 @@ def _run(place: RemoteProject, verb: str, arguments: Sequence[str], variables: M
         KeyboardInterrupt: Ctrl-C; the command there has been interrupted, too.
     """
     arguments = list(arguments)
-    html = take_value("--html", arguments) if verb == "report" else None
+    html = take_value("--html", arguments, "FILE") if verb == "report" else None
     if html is None and verb == "report" and not {"--csv", "--json", "--help", "-h"} & set(arguments):
         here = runs_here(place.runs)
         here.mkdir(parents=True, exist_ok=True)
@@ -237,7 +237,7 @@ def _name(word: str, runs: Path) -> str:
 def _run_on(place: RemoteProject, runs: Path, verb: str, arguments: Sequence[str]) -> int:
     """Run a command on runs of the directory ``runs`` where they are."""
     words = list(arguments)
-    take_value("--dir", words)
+    take_value("--dir", words, "DIR")
     if verb == "report" and (local := [word for word in words if is_run(runs / word) or is_sweep(runs / word)]):
         raise UserError(
             f"{local[0]}: is here, and other runs are on {place.login}.\n  `launch report` compares runs of one place."
