@@ -281,6 +281,7 @@ def is_ready(data: Any) -> bool:
 
 
 def as_ready(data: Any) -> ReadyBatches:
+    """Return ``data`` as ReadyBatches, if it is a DataLoader."""
     return data if isinstance(data, ReadyBatches) else ReadyBatches(data)
 
 
