@@ -57,6 +57,7 @@ _HOMES = {
 }
 _OWN_NAMES = {"Engine": "RunEngine"}  # in its module, whose base class is the engine of `launch train`
 __all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
+DISTRIBUTION = "samebatch"  # name on the package index, where "launcher" is another project
 __version__: str  # as in pyproject.toml
 
 
@@ -64,7 +65,7 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         from importlib import metadata  # takes 45 ms, half of what `import launcher` may take
 
-        return metadata.version("launcher")
+        return metadata.version(DISTRIBUTION)
     if name not in _HOMES:
         raise AttributeError(f"module 'launcher' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), _OWN_NAMES.get(name, name))

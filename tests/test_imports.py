@@ -23,6 +23,7 @@ HEAVY = {"torch", "wandb", "submitit", "sklearn", "numpy"}
 # Each line may import the lines above it and itself, but not its neighbours on the line. Lazy imports and those for
 # types count too. The finer lines are of launcher/train.
 LAYERS = (
+    ("launcher",),  # names, versions: public names are imported on first use
     ("errors",),
     ("quantities",),
     ("tracebacks",),

@@ -10,6 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from launcher import DISTRIBUTION
 from tests.helpers import ROOT
 
 # pinned by torch itself, which asks for exactly one version of each; a CPU build brings none of them
@@ -56,7 +57,7 @@ def test_everything_that_comes_along_is_pinned(python: str) -> None:
     pins = pinned()
     missing = {
         name: by
-        for name, by in brought_by("launcher", frozenset(), python).items()
+        for name, by in brought_by(DISTRIBUTION, frozenset(), python).items()
         if name not in pins and not TORCHS_OWN.fullmatch(name)
     }
     assert not missing, "constraints.txt lacks " + ", ".join(
@@ -65,7 +66,7 @@ def test_everything_that_comes_along_is_pinned(python: str) -> None:
 
 
 def test_the_walk_finds_what_is_deep() -> None:
-    found = brought_by("launcher", frozenset(), "3.11")
+    found = brought_by(DISTRIBUTION, frozenset(), "3.11")
     assert found["antlr4-python3-runtime"] in ("omegaconf", "hydra-core")
     assert {"mpmath", "mdurl", "cloudpickle"} <= found.keys()
     assert "pytest" not in found, "extras are not asked for"

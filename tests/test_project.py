@@ -7,6 +7,7 @@ import re
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
+from pathlib import Path
 
 import yaml
 from packaging.requirements import Requirement
@@ -34,11 +35,41 @@ def test_the_licence_is_the_declared_one() -> None:
     assert "Apache License" in (ROOT / "LICENSE").read_text()
 
 
-def test_the_hooks_run_what_make_lint_runs() -> None:
-    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
-    _, _, after = (ROOT / "Makefile").read_text().partition("\nlint:")
-    lines = [line.strip() for line in after.partition("\n\n")[0].splitlines()[1:]]
-    assert [hook["entry"] for hook in hooks] == [line.replace("$(BIN)", ".venv/bin") for line in lines]
+def test_the_hooks_have_the_versions_of_the_tools() -> None:
+    repos = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    pins = dict(re.findall(r"^(ruff|pyright)==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    assert {hook["id"]: repo["rev"] for repo in repos for hook in repo["hooks"]} == {
+        "ruff-check": f"v{pins['ruff']}", "ruff-format": f"v{pins['ruff']}", "pyright": f"v{pins['pyright']}",
+    }  # fmt: skip
+
+
+def test_the_workflow_has_every_supported_torch() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    suite = workflow["jobs"]["suite"]
+    (pin,) = re.findall(r"^torch==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    (least,) = re.findall(r"torch>=([\d.]+)", " ".join(PROJECT["dependencies"]))
+    versions = suite["strategy"]["matrix"]["torch"]
+    assert versions[0].startswith(least)
+    assert versions[-1] == pin
+    assert suite["steps"][-1]["run"].endswith(".ci/run")
+
+
+def test_texts_name_this_distribution_and_no_other_of_its_import_name() -> None:
+    """The package index has another project `launcher`, which `pip install 'launcher[hf]'` would run code of."""
+    assert PROJECT["name"] == launcher.DISTRIBUTION
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == PROJECT["version"]
+    extras = "|".join(PROJECT["optional-dependencies"])
+    other = re.compile(rf"(?<![\w./-])launcher\\?\[({extras})\b|\bpip3? install\b[^\n]*?[ '\"]launcher(?![\w/.-])")
+    places = [ROOT / name for name in ("launcher", "conf", "jobs", "tests", "docs", "docker", ".github", ".ci")]
+    files = [file for place in places for file in place.rglob("*")] + [*ROOT.glob("*.*"), ROOT / "Makefile"]
+    texts = (".py", ".md", ".yaml", ".yml", ".toml", ".txt", ".sh", ".cff", "")
+    found = {
+        f"{file.relative_to(ROOT)}: {match[0]}"
+        for file in files
+        if file.is_file() and file.suffix in texts and file != Path(__file__)
+        for match in other.finditer(file.read_text(encoding="utf-8", errors="replace"))
+    }
+    assert not found
 
 
 def test_every_package_that_is_imported_is_declared() -> None:

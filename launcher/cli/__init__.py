@@ -18,6 +18,7 @@ from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 
+import launcher
 from launcher.cli.overrides import OnLoginNode, discard_output, print_disk_error, print_error
 from launcher.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, LauncherError, SiteError, UserError, did_you_mean
 from launcher.process import ENDS_WITH_INPUT, interrupt_at_end_of_input
@@ -178,7 +179,7 @@ def _dispatch(arguments: list[str]) -> int:
         return EXIT_DONE if arguments else EXIT_USER
     verb, *rest = arguments
     if verb == "--version":
-        print(metadata.version("launcher"))
+        print(launcher.__version__)
         return EXIT_DONE
     function = _command_function(verb)
     try:

@@ -459,7 +459,7 @@ class Config:
     """Where a message is sent when the run is done, stopped, failed, killed or requeued: ``bell`` (of the terminal in
     which `launch` waits for the run, or `launch top` shows it), an ``https://`` address (a POST, as Slack and
     Mattermost take it; it is stored with the run), ``env:NAME`` (an address in that environment variable, which is not
-    stored: a web address, or with launcher[notify] one of apprise, such as ``mailtos://USER:PASSWORD@HOST``). The
+    stored: a web address, or with samebatch[notify] one of apprise, such as ``mailtos://USER:PASSWORD@HOST``). The
     callback Webhook has more options."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     trackers: list[str] = key(["wandb"], affects="")

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
+import launcher
 from launcher.config.schema import (
     ClusterConfig,
     ClusterKind,
@@ -375,7 +375,7 @@ def new_run(config: RunConfig, stem: str, cwd: str) -> RunInfo:
         id=secrets.token_hex(4),
         dir=str((Path(cwd) / config.dir / name).resolve()),
         created=now.isoformat(timespec="seconds"),
-        version=metadata.version("launcher"),
+        version=launcher.__version__,
     )
 
 
@@ -389,5 +389,5 @@ def run_of_script(env: Mapping[str, str]) -> RunInfo | None:
         id=env[RUN_ID],
         dir=env[RUN_DIR],
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        version=metadata.version("launcher"),
+        version=launcher.__version__,
     )

@@ -7,8 +7,8 @@ import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import metadata
 
+import launcher
 from launcher.config.hydra import amended, recompose
 from launcher.config.schema import BatchConfig, Config, PrecisionKind, ScheduleKind, StrategyKind
 from launcher.errors import ConfigError, UserError
@@ -165,7 +165,7 @@ def _solved(
     *,
     weighs: bool,
 ) -> RunPlan:
-    run = dataclasses.replace(old.run, version=metadata.version("launcher"))
+    run = dataclasses.replace(old.run, version=launcher.__version__)
     task, shards = old.task, config.strategy.kind in SHARDED
     tried = ("task.", "batch.balance", "callbacks", *(["optimizer."] if config.optimizer.target is not None else []))
     if any(key.startswith(tried) for key in touched) or (shards and old.strategy.kind not in SHARDED):

@@ -36,7 +36,7 @@ class Digits:
             raise TaskError(f"task.momentum={momentum}: must be above 0 and at most 1.")
         if find_spec("sklearn") is None:
             raise TaskError("task=digits: the images come with scikit-learn, which is not installed.\n"
-                            "  pip install scikit-learn (or launcher[digits])")  # fmt: skip
+                            "  pip install scikit-learn (or samebatch[digits])")  # fmt: skip
         self.width, self.momentum = width, momentum
 
     def facts(self) -> dict[str, int]:

@@ -55,6 +55,6 @@ def test_what_is_shown_of_a_uri() -> None:
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "mlflow" else object())
     config = compose(["trackers=[tensorboard,mlflow]"])
-    with pytest.raises(ConfigError, match=r"mlflow is not installed[\s\S]*launcher\[mlflow\]"):
+    with pytest.raises(ConfigError, match=r"mlflow is not installed[\s\S]*samebatch\[mlflow\]"):
         require_trackers(config, {})
     require_trackers(compose(["trackers=[mlflow]", "cluster=slurm", "cluster.container=a.sqsh"]), {})

@@ -254,7 +254,7 @@ def test_a_missing_package_is_not_tried_again(
     Growing(plan).add(1)
     failing.errors = [ModuleNotFoundError("No module named 'tensorboard'")]
     assert run_mirror(plan, monkeypatch, ended=lambda: False) == (1, 1)
-    assert "pip install 'launcher[tensorboard]'" in status_of(plan, "tensorboard")["problem"]
+    assert "pip install 'samebatch[tensorboard]'" in status_of(plan, "tensorboard")["problem"]
 
 
 def test_what_the_commands_show_of_trackers(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def require_address(keyed: Keyed, env: Mapping[str, str]) -> None:
         return
     elif find_spec("apprise") is None:
         problem = "its content is not an http:// or https:// address without a user."
-        hint = "Addresses of other services, such as mailtos://, need apprise: pip install launcher[notify]."
+        hint = "Addresses of other services, such as mailtos://, need apprise: pip install samebatch[notify]."
     elif not _is_of_apprise(value):
         problem = "its content is neither an http:// or https:// address without a user nor one that apprise knows."
     else:

@@ -16,6 +16,7 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
+import launcher
 from launcher.config.choices import WandbMode
 from launcher.config.schema import ClusterKind, Config, check_values
 from launcher.errors import EXIT_DONE
@@ -157,7 +158,7 @@ def _plan(config: Config, site: Site, folder: Path) -> LaunchPlan:
     if cluster.kind == ClusterKind.slurm:
         cluster = slurm_checks.probe_options(cluster, site.partition)
     solved = solve_cluster(cluster, site, slurm_checks.NAME, config.strategy.kind)
-    version = metadata.version("launcher")
+    version = launcher.__version__
     run = RunInfo(name=slurm_checks.NAME, id=secrets.token_hex(4), dir=str(folder), created="", version=version)
     env = solve_env(solved, site)
     return LaunchPlan(format=PLAN_FORMAT, run=run, cluster=solved, env=env, command=())

@@ -31,6 +31,7 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
+from launcher import DISTRIBUTION
 from launcher.config.added_groups import CONF
 from launcher.errors import LauncherError, SiteError
 from launcher.extensions.doctor import bandwidth
@@ -91,7 +92,7 @@ def directory_facts(path: Path) -> dict[str, Any]:
 
 def _version(package: str) -> str | None:
     try:
-        return metadata.version(package)
+        return metadata.version(DISTRIBUTION if package == "launcher" else package)
     except metadata.PackageNotFoundError:
         # a checkout on PYTHONPATH is not installed
         return "a checkout" if package == "launcher" and CONF.is_dir() else None

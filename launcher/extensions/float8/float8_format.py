@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-_INSTALL = "Install it: pip install 'launcher[float8]'."
+_INSTALL = "Install it: pip install 'samebatch[float8]'."
 # torch's float8 products need sizes that are multiples of this (torch._scaled_mm)
 MULTIPLE = 16
 # least compute capability of GPUs with units: CUDA programming guide, tensor cores

@@ -50,7 +50,7 @@ class HfTask(ABC):
     ) -> None:
         packages = ["transformers", *(["datasets"] if examples else []), *(["peft"] if lora is not None else [])]
         if missing := [each for each in packages if find_spec(each) is None]:
-            raise TaskError(f"task={name}: {', '.join(missing)} must be installed.\n  pip install launcher[hf]")
+            raise TaskError(f"task={name}: {', '.join(missing)} must be installed.\n  pip install samebatch[hf]")
         quiet_torchao()
         _require_lora({} if lora is None else lora)
         self._model, self._tokenizer, self._lora = model, tokenizer, lora

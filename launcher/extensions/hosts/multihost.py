@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
 
+import launcher
 from launcher.config.schema import ClusterConfig, groups_without_effect
 from launcher.errors import ConfigError, SiteError, UserError
 from launcher.extensions.hosts.channel import PROTOCOL, Channel, Listener, Message, wait
@@ -369,8 +370,7 @@ def job_facts(plan: LaunchPlan, run_name: str | None) -> Message:
         facts["weights in checkpoint.init_from"] = plan.initial and plan.initial.digest
         described = {name: value for name, value in asdict(plan.task).items() if name not in _NOT_OF_TASK}
         facts |= {f"the task's {name}": value for name, value in json.loads(json.dumps(described)).items()}
-    for package in ("launcher", "torch"):
-        facts[f"version of {package}"] = metadata.version(package)
+    facts |= {"version of launcher": launcher.__version__, "version of torch": metadata.version("torch")}
     facts["version of Python"] = ".".join(platform.python_version_tuple()[:2])
     return facts
 

@@ -18,10 +18,10 @@ import sys
 import tarfile
 from collections.abc import Mapping, Sequence
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import launcher
 from launcher.cli.elsewhere import Elsewhere
 from launcher.cli.overrides import OnLoginNode, print_error, take_value
 from launcher.config.schema import ClusterConfig, Config, RunConfig, check_values
@@ -118,7 +118,7 @@ def _send(cluster: ClusterConfig, run_dir: str, roots: Mapping[str, Path]) -> tu
     Raises:
         ConfigError: ssh cannot connect, or there is no `launch` of the same version there.
     """
-    here, version = Path.cwd(), metadata.version("launcher")
+    here, version = Path.cwd(), launcher.__version__
     assert cluster.login is not None
     check_values(Config(cluster=cluster, run=RunConfig(dir=run_dir)), "cluster", "run")
     owner = project_id(here)

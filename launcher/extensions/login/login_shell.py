@@ -8,10 +8,10 @@ import shlex
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import launcher
 from launcher.errors import ConfigError, SiteError
 from launcher.rundir.code_snapshot import SENT
 
@@ -107,7 +107,7 @@ def connection_error(place: RemoteProject, status: int, text: str) -> ConfigErro
             f"ssh must not ask for anything: `ssh -o BatchMode=yes {place.login} true` has to work. Use a key and an "
             "agent (ssh-add), or open a shared connection first (ControlMaster in ~/.ssh/config).",
         )
-    version = metadata.version("launcher")
+    version = launcher.__version__
     if status == NO_COMMAND:
         return place.error(
             "a login shell there finds no `launch`.",

@@ -12,6 +12,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+import launcher
 from launcher.errors import UserError
 from launcher.extensions.page.answer import Finding, findings
 from launcher.extensions.page.compare import Row, RunComparison, TaskGroup, natural_sort_key, with_drawn_runs
@@ -65,7 +66,7 @@ def page(
         lstrip_blocks=True,
     )
     return environment.get_template("page.html.j2").render(
-        version=metadata.version("launcher"),
+        version=launcher.__version__,
         library=library_name(),
         plotly=Markup(_library()) if standalone else None,
         # escaped so that no text can close the <script> element

@@ -35,7 +35,7 @@ class MlflowTracker(Tracker):
     METRICS_AT_ONCE, PARAMS_AT_ONCE, LONGEST_VALUE = 1000, 100, 500
     RUN_TAG = "launcher.run_id"
 
-    title, module, install = "MLflow", "mlflow", "pip install 'launcher[mlflow]'"
+    title, module, install = "MLflow", "mlflow", "pip install 'samebatch[mlflow]'"
     remedy = (
         "Check mlflow.tracking_uri, or the variables MLFLOW_TRACKING_URI, MLFLOW_TRACKING_USERNAME with "
         "MLFLOW_TRACKING_PASSWORD, and MLFLOW_TRACKING_TOKEN."

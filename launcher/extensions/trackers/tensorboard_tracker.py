@@ -31,7 +31,7 @@ class TensorboardTracker(Tracker):
 
     MARK = ".launcher"
 
-    title, module, install = "TensorBoard", "tensorboard", "pip install 'launcher[tensorboard]'"
+    title, module, install = "TensorBoard", "tensorboard", "pip install 'samebatch[tensorboard]'"
 
     def __init__(self, plan: RunPlan, status: Mapping[str, Any]) -> None:
         super().__init__(plan, status)

@@ -129,7 +129,7 @@ def test_an_email(mail: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_email_without_apprise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(declared, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"notify=env:MAIL: .*\n.*pip install launcher\[notify\]"):
+    with pytest.raises(ConfigError, match=r"notify=env:MAIL: .*\n.*pip install samebatch\[notify\]"):
         require_environment([("notify", *notify_entries(["env:MAIL"]))], {"MAIL": "mailto://u:p@h"})
 
 

@@ -89,7 +89,7 @@ def test_this_machines_gpus_are_asked(capability: str, may: bool, monkeypatch: p
 def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     plan = make_plan(*EMULATED)
-    with pytest.raises(ConfigError, match=r"torchao is not installed.\n  Install it: pip install 'launcher\[float8\]'"):
+    with pytest.raises(ConfigError, match=r"torchao is not installed.\n +Install it: pip install 'samebatch\[float8"):
         FLOAT8(plan).check_machine(plan.cluster)
 
 

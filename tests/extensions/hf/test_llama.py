@@ -171,5 +171,5 @@ def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
 def test_it_needs_transformers(keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hf_model, "find_spec", lambda _: None)
     missing = "transformers, datasets" if keys else "transformers"
-    with pytest.raises(TaskError, match=rf"task=llama: {missing} must be installed.\n  pip install launcher\[hf\]"):
+    with pytest.raises(TaskError, match=rf"task=llama: {missing} must be installed.\n  pip install samebatch\[hf\]"):
         Llama(**keys)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+import launcher
 from launcher.extensions.login.login_shell import RemoteProject, record_file, remote_command
 from tests.helpers import launch, launch_command, patience
 from tests.infra import warm
@@ -59,7 +60,7 @@ def know(laptop: Path, *entries: dict[str, object]) -> None:
     record_file().write_text(json.dumps({"id": "a", "places": {str(laptop / "runs"): entries}}))
 
 
-def record(node: LoginNode, then: str = "", version: str = metadata.version("launcher")) -> None:
+def record(node: LoginNode, then: str = "", version: str = launcher.__version__) -> None:
     node.install(RECORDER.format(version=version, then=then))
     (node.home / "arguments").unlink(missing_ok=True)
 
