@@ -57,6 +57,11 @@ class Saver:
         self._last = False  # the checkpoint in progress is the run's last one
 
     @property
+    def staged_bytes(self) -> int:
+        """Bytes of host memory used by copies of the tensors."""
+        return self._staging.nbytes
+
+    @property
     def in_progress(self) -> bool:
         """True while a checkpoint is written in the background."""
         return self._thread is not None and self._thread.is_alive()
