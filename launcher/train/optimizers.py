@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer, SparseAdam
 
 from launcher.config.schema import Device, OptimizerKind
@@ -215,6 +214,8 @@ def _main(groups: list[dict[str, Any]], plan: OptimizerPlan, device: Device) -> 
             group["betas"] = tuple(group["betas"])
     if plan.kind is OptimizerKind.sgd:
         # torch has no fused kernel of SGD for shards and complex numbers; None: its own choice
+        from torch.distributed.tensor import DTensor  # a look at a task does not wait for its import
+
         fuses = all(p.is_floating_point() and not isinstance(p, DTensor) for group in groups for p in group["params"])
         return SGD(groups, plan.lr, fused=(device is Device.cuda and fuses) or None)
     return AdamW(groups, plan.lr, fused=device is Device.cuda)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from launcher.errors import TaskError
@@ -31,8 +32,10 @@ def require_trainable(model: nn.Module, *, sharded: bool, deferred: bool) -> Non
     kind = type(model).__name__
     tensors: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    # a model that has DTensors has imported their module, which a look at any other task is not to wait for
+    divided: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     refuse(
-        (name for name, tensor in tensors if isinstance(tensor, DTensor)),
+        (name for name, tensor in tensors if isinstance(tensor, divided)),
         "shards already (DTensor), from parallelize_module, fully_shard or distribute_tensor",
         UNDIVIDED,
     )
