@@ -151,7 +151,7 @@ class PowerSgd:
         self._items = float(state["items"])
         self._residue = {parameters[name]: tensor for name, tensor in state.get("residue", {}).items()}
         factors = {parameters[name]: tensor for name, tensor in state.get("factors", {}).items()}
-        # factors of another strategy.powersgd_rank cannot be used: the hook then creates new ones
+        # factors of another powersgd.rank cannot be used: the hook then creates new ones
         self._factors = {
             parameter: tensor
             for parameter, tensor in factors.items()
