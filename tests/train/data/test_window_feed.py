@@ -251,6 +251,7 @@ def test_another_length_than_the_plans_is_refused() -> None:
 @pytest.mark.parametrize("dataset", [list(range(40)), Stream(40)])
 def test_evaluation_sees_every_sample_once(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launcher.train.evaluation.dist.all_reduce", lambda *_: None)  # each rank alone
+    monkeypatch.setattr("launcher.train.evaluation.sending_device", lambda: CPU)
     plan = plan_for(4, 3)
     seen: list[int] = []
     for rank in range(3):
