@@ -281,7 +281,7 @@ def test_mistakes_are_one_message(node: LoginNode, laptop: Path, arguments: list
 def test_launch_must_be_there_in_the_same_version(node: LoginNode, laptop: Path) -> None:
     record(node, version="0.0.9")
     old = typed(node, laptop, "train", *THERE, status=2)
-    assert f"launcher 0.0.9 is there, and {metadata.version('launcher')} here" in old.stderr
+    assert f"launcher 0.0.9 is there, and {launcher.__version__} here" in old.stderr
     (node.home / "bin/launch").unlink()
     (node.home / "bin/launch").symlink_to("nothing")
     hidden = ["cluster.login_setup=['export PATH=/usr/bin:/bin']"]
