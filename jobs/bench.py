@@ -150,8 +150,8 @@ def by_engine(case: Case, plan: RunPlan, directory: Path, *, without: str | None
         result = engine.step()
         if record:
             counts, total_s = (engine.samples, engine.items), time.perf_counter() - start
-            metrics = step_metrics(result, plan, counts, total_s, peak_memory_bytes(engine.device))
-            record.write(result.step, metrics | engine.metrics())
+            metrics = step_metrics(result, plan, counts, total_s) | engine.metrics()
+            record.write(result.step, metrics | {"memory/peak_bytes": peak_memory_bytes(engine.device)})
         yield result.loss
 
 

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 
 import pytest
