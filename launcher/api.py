@@ -16,6 +16,7 @@ from launcher.config.multirun import RequestedCell
 from launcher.config.schema import Config, Device, PrecisionKind
 from launcher.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, SiteError
 from launcher.launch import local
+from launcher.launch.outer_job import require_one_copy
 from launcher.launch.planner import initial_weights, new_run, plan_job, run_of_script
 from launcher.launch.slurm import submit as slurm
 from launcher.plan import host
@@ -114,8 +115,10 @@ def submit(overrides: Sequence[str] = ()) -> Job:
     """Start the job of ``launch train OVERRIDES``; return when it is queued (Slurm) or has ended (this machine).
 
     Raises:
-        UserError: invalid input; nothing was started.
+        UserError: invalid input, or torchrun, srun or mpirun has started several copies of this process; nothing was
+            started.
     """
+    require_one_copy(None, ["train", *overrides], in_python=True)
     config, yaml = compose_with_yaml(overrides)
     require_at_hand(config.cluster)
     if cluster_of(config.cluster.kind).typed_on_each_host:
@@ -148,10 +151,11 @@ def sweep(
         watch: called periodically with the state of the Slurm jobs.
 
     Raises:
-        UserError: no cell can start, or a value is of the wrong type.
+        UserError: no cell can start, a value is of the wrong type, or this process is one of several copies.
     """
     words_of = {key: [typed(value) for value in values] for key, values in over.items()}
     varying = tuple(f"{key}={','.join(values)}" for key, values in words_of.items())
+    require_one_copy(None, ["train", "-m", *overrides, *varying], in_python=True)
     cells: list[RequestedCell] = []
     for values in itertools.product(*words_of.values()):
         words = tuple(f"{key}={value}" for key, value in zip(words_of, values, strict=True))

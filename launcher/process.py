@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -291,6 +292,60 @@ def raise_open_files() -> int:
     except (OSError, ValueError):  # the system has a limit below its hard one
         return soft
     return wanted
+
+
+SRUN = "srun"
+# (starter, variable of the rank, of the number of copies, of those on this host)
+_STARTERS = (
+    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    (SRUN, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", None),
+    ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+)
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Processes that run the same command, of which this is one.
+
+    Attributes:
+        starter: program that has started them.
+        rank: number of this one, from 0.
+        on_each_host: largest number of copies on one host; None: not known.
+        ranks: variables that number them. A process without these is no copy.
+    """
+
+    starter: str
+    rank: int
+    number: int
+    on_each_host: int | None
+    ranks: tuple[str, ...]
+
+    @classmethod
+    def of(cls, env: Mapping[str, str], *, interactive: bool) -> Copies | None:
+        """Return the copies that ``env`` describes; None for a process that is the only one.
+
+        Args:
+            interactive: the command is typed at a terminal, perhaps in the shell of `srun --pty`.
+        """
+        found = [each for each in _STARTERS if each[1] in env and first_number(env, each[2]) > 1]
+        if not found or (interactive and found[0][0] == SRUN):
+            return None
+        starter, rank, number, local = found[0]
+        copies = first_number(env, number)
+        if starter == SRUN:
+            on_each = math.ceil(copies / (first_number(env, "SLURM_STEP_NUM_NODES") or 1))
+        else:
+            on_each = first_number(env, local) if local else 0
+        if starter == "torchrun" and "TORCHELASTIC_RUN_ID" not in env:
+            starter = "a program that sets RANK and WORLD_SIZE"
+        return cls(starter, first_number(env, rank), copies, on_each or None, tuple(each[1] for each in found))
+
+
+def first_number(env: Mapping[str, str], name: str) -> int:
+    """Return the number at the beginning of a variable, such as 4 of "4(x2)"; 0 without one."""
+    digits = re.match(r"\d+", env.get(name, ""))
+    return int(digits[0]) if digits else 0
 
 
 # variables that describe one process of a job: of torchrun, of a step of Slurm, of MPI

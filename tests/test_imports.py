@@ -218,7 +218,7 @@ def test_what_jobs_import_exists() -> None:
 def test_only_world_reads_torchruns_variables() -> None:
     """In the workers; the agent sets them, a drill finds a rank by its process's environment, and a command that
     torchrun has started refuses to run."""
-    readers = ("train.world", "launch.agent", "launch.outer_job", "extensions.drill.processes")
+    readers = ("train.world", "launch.agent", "process", "extensions.drill.processes")
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"}
     for module, path in MODULES.items():
         if module.removeprefix("launcher.") in readers:

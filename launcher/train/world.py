@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from launcher.config.schema import Device
 from launcher.errors import ConfigError, SiteError
 from launcher.plan.host import shares_gpus
+from launcher.process import Copies
 
 if TYPE_CHECKING:
     import torch
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-# numbers of processes that srun and mpirun have started
-_OF_OTHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 class Everyone(Protocol):
@@ -59,13 +58,12 @@ class World:
             SiteError: a variable is missing or out of range, or another program has started several processes.
         """
         if not any(name in env for name in _OF_TORCHRUN):
-            for name in _OF_OTHERS:
-                if env.get(name, "1") != "1":
-                    raise SiteError(
-                        f"{name}={env[name]}: this process is one of several, and not started by torchrun: each would "
-                        "train alone.\n  Start one command: `launch run cluster=slurm -- SCRIPT`, or `launch run -- "
-                        "SCRIPT` on one host."
-                    )
+            if copies := Copies.of(env, interactive=os.isatty(0)):
+                raise SiteError(
+                    f"{copies.starter} has started {copies.number} copies of this process, and each would train "
+                    "alone.\n  Start one command: `launch run cluster=slurm -- SCRIPT`, or `launch run -- SCRIPT` on "
+                    f"one host.\n  A copy that is to train alone: env -u {' -u '.join(copies.ranks)} python SCRIPT"
+                )
             return cls(rank=0, size=1, local_rank=0)
         size, local_size = _number(env, "WORLD_SIZE", low=1), _number(env, "LOCAL_WORLD_SIZE", low=1)
         return cls(

@@ -7,13 +7,17 @@ from pathlib import Path
 
 import pytest
 
+import launcher
 from launcher.errors import UserError
 from launcher.launch import outer_job
-from launcher.launch.outer_job import Copies, allocation_note, require_one_copy
+from launcher.launch.outer_job import allocation_note, require_one_copy
+from launcher.process import Copies
 from tests.helpers import patience
 from tests.infra import warm
 
-TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+# such as PyTorchJob of Kubeflow, in each pod
+PLATFORM = {"RANK": "0", "WORLD_SIZE": "2"}
 SRUN = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2"}
 OMPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
 ONE_EACH = SRUN | {"SLURM_STEP_NUM_TASKS": "2"}
@@ -30,13 +34,14 @@ TRAIN = ("train", "cluster.nodes=1", "train.steps=3", "task.words=[a, b]")
 @pytest.mark.parametrize(
     ("env", "copies"),
     [
-        (TORCHRUN, Copies("torchrun", 0, 2, 2)),
-        (SRUN, Copies("srun", 0, 4, 2)),
-        (ONE_EACH, Copies("srun", 0, 2, 1)),
-        (OMPI, Copies("mpirun", 0, 4, 2)),
-        ({"PMI_RANK": "1", "PMI_SIZE": "3"}, Copies("mpirun", 1, 3, 3)),
+        (TORCHRUN, Copies("torchrun", 0, 2, 2, ("RANK",))),
+        (SRUN, Copies("srun", 0, 4, 2, ("SLURM_PROCID",))),
+        (ONE_EACH, Copies("srun", 0, 2, 1, ("SLURM_PROCID",))),
+        (OMPI, Copies("mpirun", 0, 4, 2, ("OMPI_COMM_WORLD_RANK",))),
+        ({"PMI_RANK": "1", "PMI_SIZE": "3"}, Copies("mpirun", 1, 3, None, ("PMI_RANK",))),
+        (PLATFORM, Copies("a program that sets RANK and WORLD_SIZE", 0, 2, None, ("RANK",))),
         # torchrun in a task on each node
-        (ONE_EACH | TORCHRUN, Copies("torchrun", 0, 2, 2)),
+        (ONE_EACH | TORCHRUN, Copies("torchrun", 0, 2, 2, ("RANK", "SLURM_PROCID"))),
         (BATCH, None),
         (BATCH | {"SLURM_STEP_NUM_TASKS": "1", "PMI_RANK": "0", "PMI_SIZE": "1"}, None),
         ({"RANK": "0", "WORLD_SIZE": "1"}, None),
@@ -53,7 +58,7 @@ def test_the_shell_of_a_step_is_the_only_one_that_types() -> None:
 
 
 def set_environment(monkeypatch: pytest.MonkeyPatch, env: dict[str, str]) -> None:
-    for name in {*SRUN, *OMPI, *BATCH, *TORCHRUN, "PMI_SIZE"}:
+    for name in {*SRUN, *OMPI, *BATCH, *TORCHRUN, "PMI_RANK", "PMI_SIZE"}:
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
@@ -61,51 +66,58 @@ def set_environment(monkeypatch: pytest.MonkeyPatch, env: dict[str, str]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("env", "lines"),
+    ("env", "starter", "lines"),
     [
-        (TORCHRUN, ["launch train cluster.workers_per_node=2 cluster.nodes=1 train.steps=3 'task.words=[a, b]'"]),
         (
-            TORCHRUN | {"WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1"},
+            TORCHRUN,
+            "torchrun has started 2 copies",
+            ["launch train cluster.workers_per_node=2 cluster.nodes=1 train.steps=3 'task.words=[a, b]'"],
+        ),
+        (
+            TORCHRUN | {"WORLD_SIZE": "4"},
+            "torchrun has started 4 copies",
             [
-                "launch train cluster=typed cluster.nodes=2 cluster.rendezvous=10.0.0.1:29500 "
-                "cluster.workers_per_node=2 train.steps=3 'task.words=[a, b]'",
-                "on each host; with Slurm: launch train cluster=slurm cluster.nodes=2 cluster.workers_per_node=2 "
-                "train.steps=3 'task.words=[a, b]'",
+                "launch train cluster.workers_per_node=2 cluster.nodes=1 train.steps=3 'task.words=[a, b]'",
+                "On 2 hosts: add cluster.nodes=2 and cluster=slurm or cluster=typed on each host.",
             ],
         ),
         (
-            SRUN | {"SLURM_STEP_NUM_NODES": "1"},
+            ONE_EACH,
+            "srun has started 2 copies",
             [
-                "launch train cluster=slurm cluster.nodes=1 cluster.workers_per_node=4 train.steps=3 "
-                "'task.words=[a, b]'",
-                "In an allocation: srun --nodes=1 --ntasks-per-node=1 launch train cluster.workers_per_node=4 "
-                "cluster.nodes=1 train.steps=3 'task.words=[a, b]'",
+                "launch train cluster.nodes=1 train.steps=3 'task.words=[a, b]'",
+                "On 2 hosts: add cluster.nodes=2 and cluster=slurm or cluster=typed on each host.",
             ],
         ),
         (
-            ONE_EACH | {"SLURM_CPUS_ON_NODE": "8"},
+            PLATFORM,
+            "a program that sets RANK and WORLD_SIZE has started 2 copies",
             [
-                "launch train cluster=slurm cluster.nodes=2 train.steps=3 'task.words=[a, b]'",
-                "In an allocation: srun --nodes=2 --ntasks-per-node=1 --cpus-per-task=8 launch train "
-                "cluster.rendezvous=$(scontrol show hostnames | head -n 1):29500 cluster=typed cluster.nodes=2 "
-                "train.steps=3 'task.words=[a, b]'",
+                "launch train cluster.nodes=1 train.steps=3 'task.words=[a, b]'",
+                "On 2 hosts: add cluster.nodes=2 and cluster=slurm or cluster=typed on each host.",
             ],
         ),
     ],
 )
-def test_the_message_has_the_command(monkeypatch: pytest.MonkeyPatch, env: dict[str, str], lines: list[str]) -> None:
+def test_the_message_has_the_command(
+    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], starter: str, lines: list[str]
+) -> None:
     set_environment(monkeypatch, env)
-    with pytest.raises(UserError, match="copies of this command, and each would start the whole job") as refused:
+    with pytest.raises(UserError, match=f"^{starter} of this command, and each would start the whole job") as refused:
         require_one_copy("local", TRAIN)
-    first, *others = [line.strip() for line in str(refused.value).splitlines()[1:]]
+    first, *others, way_out = [line.strip() for line in str(refused.value).splitlines()[1:]]
     assert [first.removeprefix("`launch` starts the workers itself: "), *others] == lines
+    words = way_out.removeprefix("A copy that is to start a job of its own: env ").removesuffix(" launch ...").split()
+    for name in words[1::2]:
+        monkeypatch.delenv(name)
+    require_one_copy("local", TRAIN)
 
 
 def test_a_job_that_names_its_hosts_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
     set_environment(monkeypatch, SRUN)
-    with pytest.raises(UserError, match=r"itself: launch train cluster=slurm cluster.nodes=8$"):
+    with pytest.raises(UserError, match=r"itself: launch train cluster=slurm cluster.nodes=8\n  A copy"):
         require_one_copy("slurm", ["train", "cluster=slurm", "cluster.nodes=8"])
-    with pytest.raises(UserError, match=r"itself: launch resume own$"):
+    with pytest.raises(UserError, match=r"itself: launch resume own\n  A copy"):
         require_one_copy(None, ["resume", "own"])
 
 
@@ -114,11 +126,32 @@ def test_one_command_on_each_host_is_right_where_the_user_types_it_there(monkeyp
         typed_on_each_host = True
 
     monkeypatch.setattr(outer_job, "cluster_of", lambda _kind: Typed)
-    set_environment(monkeypatch, ONE_EACH)
-    require_one_copy("typed", TRAIN)
-    set_environment(monkeypatch, SRUN)
-    with pytest.raises(UserError, match="srun has started 4 copies"):
+    for env in (ONE_EACH, PLATFORM, PLATFORM | {"RANK": "1"}, {"PMI_RANK": "1", "PMI_SIZE": "3"}):
+        set_environment(monkeypatch, env)
         require_one_copy("typed", TRAIN)
+    set_environment(monkeypatch, SRUN)
+    with pytest.raises(UserError, match=r"4 copies(.|\n)* on each host: srun --ntasks-per-node=1 launch train clus"):
+        require_one_copy("typed", TRAIN)
+    set_environment(monkeypatch, TORCHRUN)
+    with pytest.raises(UserError, match=r"2 copies(.|\n)* on each host: launch train clus"):
+        require_one_copy("typed", TRAIN)
+
+
+def test_each_copy_shows_the_message_where_no_other_may_be_on_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, SRUN | {"SLURM_PROCID": "1"})
+    with pytest.raises(SystemExit):
+        require_one_copy("local", TRAIN)
+    set_environment(monkeypatch, PLATFORM | {"RANK": "1"})
+    with pytest.raises(UserError, match="has started 2 copies"):
+        require_one_copy("local", TRAIN)
+
+
+def test_no_function_starts_one_job_per_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, TORCHRUN | {"RANK": "1"})
+    with pytest.raises(UserError, match=r"torchrun has started 2 copies(.|\n)*: launch train train.steps=3\n"):
+        launcher.submit(["train.steps=3"])
+    with pytest.raises(UserError, match=r"itself: launch train -m train.steps=3 train.seed=1,2\n"):
+        launcher.sweep({"train.seed": [1, 2]}, ["train.steps=3"])
 
 
 def test_an_allocation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,7 +108,8 @@ def test_copies_of_a_command_in_a_step_start_nothing(by_cgroup: Cluster, project
     done = by_cgroup.login("srun", "--nodes=2", "--ntasks=2", *command, cwd=project, check=False, timeout=patience(120))
     assert done.returncode == 2
     assert done.stderr.count("launch: error: srun has started 2 copies of this command") == 1
-    assert "launch train cluster=slurm cluster.nodes=2 task._target_=speech.tasks.Tagger" in done.stderr
+    assert "launch train task._target_=speech.tasks.Tagger" in done.stderr
+    assert "On 2 hosts: add cluster.nodes=2 and cluster=slurm" in done.stderr
     assert not (project / "runs").exists()
 
 

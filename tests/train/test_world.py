@@ -17,8 +17,15 @@ def test_a_process_without_torchrun_is_alone() -> None:
         World.from_env({"RANK": "0"})
 
 
-@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
-def test_one_of_several_processes_does_not_train_alone(name: str) -> None:
-    with pytest.raises(SiteError, match=rf"{name}=2: this process is one of several"):
-        World.from_env({name: "2"})
-    assert World.from_env({**TORCHRUN, name: "2"}).size == 4
+@pytest.mark.parametrize("name", ["SLURM_PROCID SLURM_STEP_NUM_TASKS", "PMI_RANK PMI_SIZE"])
+def test_one_of_several_processes_does_not_train_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = dict(zip(name.split(), ("1", "2"), strict=True))
+    monkeypatch.setattr("os.isatty", lambda _: False)
+    with pytest.raises(SiteError, match=r"has started 2 copies of this process, and each would train alone"):
+        World.from_env(others)
+    assert World.from_env({**TORCHRUN, **others}).size == 4
+
+
+def test_the_shell_of_a_step_runs_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.isatty", lambda _: True)
+    assert World.from_env({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}).size == 1
