@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset, default_collate
 
 from launcher import Engine, make_plan
-from launcher.extensions.forecast.allocation_log import AllocationLog
+from launcher.extensions.forecast.fake_model import AllocationLog
 from launcher.plan.windows import share_of_window
 from launcher.tasks.bytes_gpt import BytesGPT
 

@@ -31,9 +31,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from launcher.config.schema import Device, Recompute, Sync
 from launcher.errors import LauncherError
-from launcher.extensions.forecast.allocation_log import AllocationLog
 from launcher.extensions.forecast.fake_model import (
     NEEDS_VALUES,
+    AllocationLog,
     NotPredictable,
     Replica,
     autocast_of_cuda,

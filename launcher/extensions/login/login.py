@@ -1,8 +1,8 @@
 """Login node: commands that are typed on this machine and run on a cluster's login node over ssh (cluster.login).
 
 The project is copied to a directory there, and the same command runs in it with the same arguments. A record
-of the user's (`login_record`) names the places that have runs, so that later commands find them. The connection is that
-of the user's own ssh configuration and keys; ssh is not allowed to ask for anything.
+of the user's (`login_shell.places`) names the places that have runs, so that later commands find them. The connection
+is that of the user's own ssh configuration and keys; ssh is not allowed to ask for anything.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from launcher.cli.elsewhere import Elsewhere
 from launcher.cli.overrides import OnLoginNode, print_error, take_value
 from launcher.config.schema import ClusterConfig, Config, RunConfig, check_values
 from launcher.errors import EXIT_DONE, ConfigError, ConnectionLost, UserError
-from launcher.extensions.login.login_record import places, project_id, remember
 from launcher.extensions.login.login_shell import (
     NO_COMMAND,
     NO_CONNECTION,
@@ -38,6 +37,9 @@ from launcher.extensions.login.login_shell import (
     RemoteProject,
     ask_login_node,
     connection_error,
+    places,
+    project_id,
+    remember,
     remote_command,
     runs_here,
     start_ssh,

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
+import fcntl
+import hashlib
 import os
+import secrets
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import launcher
-from launcher.errors import ConfigError, SiteError
+from launcher.errors import ConfigError, SiteError, UserError
 from launcher.rundir.code_snapshot import SENT
+from launcher.rundir.files import read_json, value_from_json, write_json
 
 # LogLevel: no "Connection closed" after a command with a terminal
 _SSH = (
@@ -136,7 +142,7 @@ def connection_error(place: RemoteProject, status: int, text: str) -> ConfigErro
 
 
 def record_file() -> Path:
-    """Return the file in which `launcher.extensions.login.login_record` stores the places."""
+    """Return the file that stores the places."""
     base = os.environ.get("XDG_STATE_HOME", "")
     if not Path(base).is_absolute():  # the XDG Base Directory Specification ignores relative paths
         base = Path.home() / ".local" / "state"
@@ -146,3 +152,62 @@ def record_file() -> Path:
 def runs_here(runs: str) -> Path:
     """Return the directory on this machine that stands for the directory of runs there."""
     return Path("runs") if Path(runs).is_absolute() else Path(runs)
+
+
+# The record of the places is in the user's own state directory, not in the project: one that comes along with a cloned
+# project must not decide where a command runs.
+
+
+def places(runs: Path) -> list[RemoteProject]:
+    """Return the projects on login nodes that have runs of this directory of runs.
+
+    Raises:
+        UserError: the record is damaged.
+    """
+    return _places(_read(), runs)
+
+
+def remember(place: RemoteProject) -> None:
+    """Add a place, or replace the one that differs in its shell lines only."""
+    runs = runs_here(place.runs)
+    with _changed() as record:
+        others = [each for each in _places(record, runs) if dataclasses.replace(each, setup=place.setup) != place]
+        record["places"][str(runs.resolve())] = [dataclasses.asdict(each) for each in [*others, place]]
+
+
+def project_id(directory: Path) -> str:
+    """Return a number for a project in this directory of this user, which no other one has."""
+    record = _read()
+    if not record["id"]:
+        with _changed() as record:
+            record["id"] = record["id"] or secrets.token_hex(8)
+    return hashlib.sha256(f"{record['id']}:{directory}".encode()).hexdigest()[:16]
+
+
+def _read() -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = {"id": "", "places": {}}
+        record |= read_json(record_file()) or {}
+        for runs in record["places"]:
+            _places(record, Path(runs))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"{record_file()}: is damaged: {error}.\n  Delete it; the next submission writes it.") from None
+    return record
+
+
+def _places(record: dict[str, Any], runs: Path) -> list[RemoteProject]:
+    return [value_from_json(RemoteProject, entry) for entry in record["places"].get(str(runs.resolve()), [])]
+
+
+@contextmanager
+def _changed() -> Generator[dict[str, Any]]:
+    """Context that yields the record and writes it at the end, while no other command does."""
+    file = record_file()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.parent.chmod(0o700)  # the shell lines may contain a secret
+    with file.with_suffix(".lock").open("a") as lock:
+        with suppress(OSError):  # some file systems have no locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        record = _read()
+        yield record
+        write_json(file, record)

@@ -1,4 +1,4 @@
-"""Autocast of CUDA on tensors of the CPU, compared with autocast of CUDA on fake tensors of a GPU."""
+"""Autocast of CUDA on tensors of the CPU, compared with autocast of CUDA on fake tensors of a GPU; the log of allocations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from launcher.extensions.forecast.fake_model import autocast_of_cuda, problem_text
+from launcher.extensions.forecast.fake_model import AllocationLog, autocast_of_cuda, problem_text
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda x: F.softmax(x, -1),
@@ -66,3 +66,20 @@ def test_formats_under_autocast_are_those_of_cuda(dtype: torch.dtype) -> None:
         with autocast_of_cuda():
             assert found("cpu", start) == expected
         assert found("cpu", start) == before
+
+
+def test_allocations_and_frees_in_order() -> None:
+    with AllocationLog(torch.device("cpu")) as log:
+        a = torch.zeros(100)
+        b = a.view(10, 10)
+        c = torch.zeros(50)
+        del a, b
+        c.untyped_storage().resize_(0)
+        c.untyped_storage().resize_(200)
+    assert log.events == [400, 200, -400, -200, 200]
+
+
+def test_sizes_are_rounded_up() -> None:
+    with AllocationLog(torch.device("cpu"), 512) as log:
+        torch.zeros(100)
+    assert log.events == [512, -512]

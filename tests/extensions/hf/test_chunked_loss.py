@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from launcher.extensions.forecast.allocation_log import AllocationLog
+from launcher.extensions.forecast.fake_model import AllocationLog
 from launcher.extensions.hf.chunked_loss import ChunkedHead, linear_cross_entropy
 from launcher.extensions.hf.llama import Llama
 from launcher.train.engine.build import compile_forward, recompute

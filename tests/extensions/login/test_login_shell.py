@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.extensions.login.login_record import places, project_id, remember
-from launcher.extensions.login.login_shell import RemoteProject, record_file
+from launcher.extensions.login.login_shell import RemoteProject, places, project_id, record_file, remember
 
 
 @pytest.fixture(autouse=True)
