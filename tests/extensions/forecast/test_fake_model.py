@@ -1,4 +1,4 @@
-"""Autocast of CUDA on tensors of the CPU, compared with autocast of CUDA on fake tensors of a GPU; the log of allocations."""
+"""Autocast of CUDA on tensors of the CPU, compared with that on fake tensors of a GPU; the log of allocations."""
 
 from __future__ import annotations
 
