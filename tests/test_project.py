@@ -59,7 +59,10 @@ def test_texts_name_this_distribution_and_no_other_of_its_import_name() -> None:
     assert PROJECT["name"] == launcher.DISTRIBUTION
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == PROJECT["version"]
     extras = "|".join(PROJECT["optional-dependencies"])
-    other = re.compile(rf"(?<![\w./-])launcher\\?\[({extras})\b|\bpip3? install\b[^\n]*?[ '\"]launcher(?![\w/.-])")
+    other = re.compile(
+        rf"(?<![\w./-])launcher\\?\[({extras})\b|\bpip3? install\b[^\n]*?[ '\"]launcher(?![\w/.-])"
+        r"|metadata\.version\(['\"]launcher"
+    )
     places = [ROOT / name for name in ("launcher", "conf", "jobs", "tests", "docs", "docker", ".github", ".ci")]
     files = [file for place in places for file in place.rglob("*")] + [*ROOT.glob("*.*"), ROOT / "Makefile"]
     texts = (".py", ".md", ".yaml", ".yml", ".toml", ".txt", ".sh", ".cff", "")

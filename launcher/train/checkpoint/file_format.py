@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
-from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -27,6 +26,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
+import launcher
 from launcher.errors import WrongCheckpoint
 from launcher.rundir.files import Unreadable, open_file, read_json, write_json
 from launcher.rundir.paths import MANIFEST, STATE
@@ -88,7 +88,7 @@ def _too_new(directory: Path, version: int) -> str:
     except (OSError, ValueError, TypeError, LookupError):
         writer = "a newer version"
     return (
-        f"{directory} has format {version}, and this launcher ({metadata.version('launcher')}) reads up to "
+        f"{directory} has format {version}, and this launcher ({launcher.__version__}) reads up to "
         f"{CHECKPOINT_FORMAT}: it was written by launcher {writer}.\n  Resume the run with that version."
     )
 

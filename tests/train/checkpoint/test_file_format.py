@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.metadata import Metadata
 
+import launcher
 from launcher.errors import WrongCheckpoint
 from launcher.train.checkpoint import file_format
 from launcher.train.checkpoint.weights import CheckpointWeights
@@ -77,6 +79,14 @@ def test_no_file_of_another_directory_is_read(tmp_path: Path) -> None:
         assert file_format.read_manifest(tmp_path / "0") == (
             f"its manifest.json names {name}, which is not in its directory"
         )
+
+
+def test_a_newer_format_is_refused_with_both_versions(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(json.dumps({"format": 99, "files": {}}))
+    (tmp_path / "state.json").write_text(json.dumps({"origin": {"launcher_version": "77.0"}}))
+    words = rf"has format 99, and this launcher \({re.escape(launcher.__version__)}\) .* by launcher 77\.0\.\n"
+    with pytest.raises(WrongCheckpoint, match=words):
+        file_format.read_manifest(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
