@@ -98,10 +98,10 @@ def _head(file: Path) -> str:
 
 
 def _is_python(file: Path) -> bool:
-    head = _head(file)
-    if file.suffix in _SUFFIXES or not head.startswith("#!"):
+    shebang, _, second = _head(file).partition("\n")
+    if file.suffix in _SUFFIXES or not shebang.startswith("#!"):
         return file.suffix in _SUFFIXES or _parses(file)
-    return "python" in head or "pypy" in head
+    return bool(re.search("python|pypy", second if second.startswith("'''exec'") else shebang))
 
 
 def _parses(file: Path) -> bool:

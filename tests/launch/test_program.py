@@ -22,6 +22,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "bare" / "deep").mkdir(parents=True)
     (tmp_path / "bare" / "deep" / "loop.py").touch()
     (tmp_path / "job.sh").write_text("#!/bin/sh\ntrue\n")
+    (tmp_path / "train.sh").write_text('#!/bin/bash\npython train.py "$@"\n')
     (tmp_path / "job").write_text("export X=1\ntorchrun x.py\n")
     (tmp_path / "own").write_text("import sys\n")
     with zipfile.ZipFile(tmp_path / "own.pyz", "w") as archive:
@@ -60,6 +61,7 @@ def test_programs(place: Path, arguments: str, stem: str) -> None:
         ("-m pkg.nothing", "no such module"), ("-m nothing.at.all", "no such module"), ("-m .", "no such module"),
         ("nothing", "no such script or command"), ("./here", "no such script"), ("-c pass", "no such script"),
         ("job.sh", "not written in Python"), ("job", "not written in Python"), ("shell", "not written in Python"),
+        ("train.sh", "not written in Python"),
         ("/bin/ls", "not written in Python"), ("other", "belongs to /elsewhere/bin/python3.11"),
         ("other-long", "belongs to /elsewhere/bin/python3.11"), ("torchrun x.py", "torchrun: starts processes itself"),
         ("/usr/bin/srun x", "srun: starts processes"), ("-m torch.distributed.run x.py", "starts processes itself"),
