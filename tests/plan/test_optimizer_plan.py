@@ -72,9 +72,11 @@ def test_keys_of_a_class_are_its_arguments() -> None:
 def test_muon_takes_the_matrices_of_hidden_layers() -> None:
     groups = solve_optimizer(optimizer("optimizer=muon"), 64).groups
     hidden = ["blocks.0.up.weight", "layers.1.attention.output.dense.weight", "decoder.0.multihead_attn.in_proj_weight"]
+    hidden.append("mlp.fc.weight")
     others = [
         *("embed_tokens.weight", "transformer.wte.weight", "shared.weight", "model.embeddings.word.weight"),
         *("lm_head.weight", "output.weight", "net.head.weight", "model.classifier.0.weight", "cls_head.out.weight"),
+        *("tok_emb.weight", "pos_emb.weight", "token_emb.emb.weight", "emb.weight", "fc.weight"),
     ]
     parameters = [([name], 2) for name in (*hidden, *others)] + [(["conv.weight"], 4), (["blocks.0.norm.weight"], 1)]
     taken = [groups[number].get("_target_") if number is not None else None for number in assign(parameters, groups)]
