@@ -204,11 +204,18 @@ def test_a_script_has_pythonpath_too_and_the_copies_take_its_places(
     assert code_snapshot.moved_pythonpath([], []) == ""
 
 
+@pytest.mark.parametrize("pythonpath", ["", "."])
 @pytest.mark.parametrize(("program", "place"), [(["-m", "pkg.tasks", "--x"], "project"), (["trainer", "--x"], None)])
 def test_the_code_of_a_module_is_copied_and_a_command_runs_as_installed(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: list[str], place: str | None
+    project: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    program: list[str],
+    place: str | None,
+    pythonpath: str,
 ) -> None:
-    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setenv("PYTHONPATH", pythonpath)
+    monkeypatch.chdir(project)
     run = RunInfo(name="r", id="0", dir=str(tmp_path / "runs" / "r"), created="", version="")
     plan = solve_script(compose(["cluster=slurm"]), Site(gpus=0, cores=2, cwd=str(project)), run, program)
     plan.paths.root.mkdir(parents=True)

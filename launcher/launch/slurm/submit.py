@@ -287,8 +287,9 @@ def _freeze(plan: P, roots: Sequence[Path]) -> P:
             if not copy.exists():  # ignored by git, but named by the user
                 shutil.copy2(script, copy)
             command[_PROGRAM] = str(copy)
-        elif command[_PROGRAM] == "-m" and roots[0] not in code_snapshot.roots_of_pythonpath():
-            command[_PROGRAM + 1] = copies[0]
+        elif command[_PROGRAM] == "-m":  # whose directory is first on sys.path, before those of PYTHONPATH
+            place = Path(plan.cluster.cwd).resolve() if roots[0] in code_snapshot.roots_of_pythonpath() else roots[0]
+            command[_PROGRAM + 1] = dict(zip(roots, copies, strict=True)).get(place, command[_PROGRAM + 1])
         env = plan.env
         if path := code_snapshot.moved_pythonpath(roots, copies):
             env = dataclasses.replace(env, set=env.set | {"PYTHONPATH": path})
