@@ -152,12 +152,13 @@ def with_config(
     from launcher.config.hydra import run_with_config
     from launcher.launch.outer_job import require_one_copy
 
+    words = sys.argv[1:]  # Hydra's application replaces them for -m
     arguments = flags_first(arguments)
 
     def act_or_explain(config: Config, yaml: str) -> int:
         try:
             if verb != "plan":
-                require_one_copy(config.cluster.kind, sys.argv[1:])
+                require_one_copy(config.cluster.kind, words)
             if on_login_node:
                 _leave_for_login_node(config)
             if verb != "plan":
@@ -176,7 +177,7 @@ def with_config(
 
         def begin_here(requested: Sequence[RequestedCell], with_results: bool) -> Sequence[Result]:
             if verb != "plan":
-                require_one_copy(requested[0].config.cluster.kind, sys.argv[1:])
+                require_one_copy(requested[0].config.cluster.kind, words)
             _leave_for_login_node(requested[0].config)
             return begin(requested, with_results)
 

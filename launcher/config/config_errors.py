@@ -63,8 +63,18 @@ _REMOVED = {
 
 def _remedy(key: str, known: Sequence[str]) -> str:
     """Return advice about a key that does not exist."""
-    renamed = {facts.was: f"Write {name}." for name, facts in facts_by_key().items()}
-    return _REMOVED.get(key) or renamed.get(key) or translation(key) or _nearest(key, known)
+    renamed = {facts.was: f"Write {name}." for name, facts in facts_by_key().items() if facts.was}
+    if former := _REMOVED.get(key) or renamed.get(key):
+        return former
+    group, _, leaf = key.rpartition(".")
+    beside = [name for name in known if group and name.startswith(f"{group}.")]
+    foreign = translation(key)
+    if foreign and f"{group}." not in foreign:  # the key of this group may be meant that has a similar name
+        for name in beside:
+            first, second = sorted((f"{key}_", f"{name}_"))
+            if second.startswith(first) or (len(beside) == 1 and leaf.endswith(f"_{name.rpartition('.')[2]}")):
+                return f"did you mean '{name}'? Otherwise: {foreign}"
+    return foreign or _nearest(key, known)
 
 
 def require_known_keys(arguments: Sequence[str]) -> None:
@@ -291,9 +301,7 @@ def _explain_composition(text: str, arguments: Sequence[str], known: Sequence[st
                 _where(file, key), None, "a name with a dot is not a key in a file.",
                 f"Write {parent}: {{{leaf}: VALUE}}.",
             )  # fmt: skip
-        beside = [name for name in known if name.rpartition(".")[0] == parent]
-        nearest = translation(key) or did_you_mean(key, beside).strip() or f"Allowed: {', '.join(beside)}."
-        return ConfigError(_where(file, key), None, "there is no such key.", nearest)
+        return ConfigError(_where(file, key), None, "there is no such key.", _remedy(key, known))
     return ConfigError(_where(file, key), None, _plain(match[2], key))
 
 

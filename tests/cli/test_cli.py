@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from launcher import cli
+from launcher.cli.overrides import with_config
 from launcher.cli.train import best_trial
+from launcher.errors import UserError
 from tests.conftest import Launch
 from tests.helpers import launch_command
 from tests.infra.made_runs import make_run
@@ -120,6 +122,7 @@ def refused(launch: Launch, tmp_path: Path, *arguments: str, env: dict[str, str]
         ("+experiment=mine", ["experiment=mine: there is no such key", "--config-dir DIR"]),
         ("+taks=bad --config-dir bad", ["taks=bad: there is no such key", "did you mean 'task'?"]),
         ("+foo=3", ["foo=3: there is no such key"]),
+        ("+=5", ["=5: there is no such key", "Groups: cluster, strategy"]),
         ("++train.foo=3", ["train.foo=3: there is no such key"]),
         ("--quite", ["--quite: there is no such flag", "did you mean '--quiet'?"]),
         ("train.steps", ["train.steps: is not an override", "key=value"]),
@@ -267,6 +270,15 @@ def test_a_mistake_in_a_comparison_is_one_message(launch: Launch, arguments: lis
     assert message in done.stderr
 
 
+def test_a_sweep_under_torchrun_is_refused_with_the_whole_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["-m", "optimizer.lr=1,2"]
+    monkeypatch.setattr("sys.argv", ["launch", "train", *arguments])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"itself: launch train cluster.workers_per_node=2 -m optimizer.lr=1,2\n"):
+        with_config("train", arguments, lambda *_: 1, cells=lambda *_: ())
+
+
 def test_cells_that_do_not_compare_are_refused_before_any_is_traced(launch: Launch) -> None:
     done = launch("plan", "-m", "batch.global_size=64,128")
     assert done.returncode == 2
@@ -323,6 +335,10 @@ FILES = {
     "experiment/twice": ("# @package _global_\nrun:\n  dir: a\n  dir: b\n", ["line 4: is not valid YAML", "key dir"]),
     "experiment/empty": ("", ["has no keys", "# @package _global_"]),
     "experiment/list": ("- a\n", ["has no keys"]),
+    "experiment/removed": (
+        "# @package _global_\nstrategy:\n  compress_parameters: int8\n",
+        ["line 3: strategy.compress_parameters: there is no such key", "Use precision=bf16"],
+    ),
     "strategy/mine": ("kind: ddp\nbuckets: 4\n", ["line 2: strategy.buckets: there is no", "strategy.bucket_mb"]),
 }  # fmt: skip
 

@@ -43,3 +43,17 @@ def test_a_former_name_of_a_key_is_refused_with_its_new_name() -> None:
     for was, name in renamed.items():
         with pytest.raises(ConfigError, match=rf"^{was}=1: there is no such key\.\n  Write {name}\.$"):
             compose((f"{was}=1",))
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("schedule.decay", "did you mean 'schedule.decay_share'? Otherwise: Write optimizer.weight_decay=X."),
+        ("cluster.gpus", "Write cluster.workers_per_node=N"),
+        ("train.save_steps", "Write checkpoint.every=N."),
+        ("train.deepspeed", "Write strategy=fsdp"),
+    ],
+)
+def test_a_key_of_the_same_group_comes_before_another_trainers_name(key: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"there is no such key\.\n  {re.escape(words)}"):
+        compose((f"{key}=0.2",))
