@@ -348,11 +348,12 @@ def first_number(env: Mapping[str, str], name: str) -> int:
     return int(digits[0]) if digits else 0
 
 
-# variables that describe one process of a job: of torchrun, of a step of Slurm, of MPI
+# variables that describe one process of a job: of torchrun, of a step of Slurm, of MPI, of an outer run
 _OF_ONE_PROCESS = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?RANK|((LOCAL|GROUP|ROLE)_)?WORLD_SIZE|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
     r"|SLURM_(PROCID|LOCALID|TASK_PID|GTIDS)|PMI_(RANK|SIZE|FD|PORT|ID)|PMIX_(RANK|NAMESPACE|SERVER_.*)"
-    r"|OMPI_COMM_WORLD_.*"
+    r"|(OMPI|MV2)_COMM_WORLD_.*|MPI_LOCAL\w+|PALS_(LOCAL_)?RANKID"
+    r"|LAUNCHER_(AGENT_PID|INCARNATION|PROGRESS|RUN_(DIR|ID))"
 )
 
 

@@ -10,9 +10,12 @@ import sys
 
 import pytest
 
+from launcher.heartbeat import PROGRESS
 from launcher.launch.slurm.client import command_environment
 from launcher.process import (
     AGENT_PID,
+    RUN_DIR,
+    RUN_ID,
     STOP_SIGNALS,
     StopRequest,
     deferred_interrupts,
@@ -22,10 +25,13 @@ from launcher.process import (
     shared_interval,
     signal_handler,
 )
+from launcher.rundir.fencing import INCARNATION
 
 
 def test_what_describes_one_process_of_an_outer_job_is_not_inherited() -> None:
     of_one = ("RANK", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_PROCID", "PMIX_RANK")
+    of_one += ("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_RANK", "PALS_RANKID", "PALS_LOCAL_RANKID")
+    of_one += (AGENT_PID, RUN_DIR, RUN_ID, INCARNATION, PROGRESS)
     of_all = ("FI_PROVIDER", "UCX_TLS", "HF_TOKEN", "SLURM_JOB_ID", "MY_RANK", "PMIX_MCA_psec", "PYTHONPATH")
     shell = dict.fromkeys((*of_one, *of_all, "SLURM_CONF", "SBATCH_TIMELIMIT"), "x")
     assert set(inherited_environment(shell)) == {*of_all, "SLURM_CONF", "SBATCH_TIMELIMIT"}

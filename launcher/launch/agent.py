@@ -103,7 +103,6 @@ def serve(plan: LaunchPlan, plan_file: Path, own: Incarnation, shield: StopShiel
     raise_open_files()
     inherited = plan.env.default | _allocator(plan) | inherited_environment(os.environ) | plan.env.set
     of_run = {AGENT_PID: str(os.getpid()), INCARNATION: str(own), RUN_ID: plan.run.id, RUN_DIR: plan.run.dir}
-    of_run[PROGRESS] = ""  # not that of an outer run
     trackers = TrackerProcesses(plan, own)
     trackers.start()
     try:
