@@ -120,10 +120,11 @@ def serve(plan: LaunchPlan, plan_file: Path, own: Incarnation, shield: StopShiel
 
 
 def _allocator(plan: LaunchPlan, dev: Path = Path("/dev")) -> dict[str, str]:
-    """Return torch's setting against fragmented GPU memory, unless the user has configured the allocator. WSL2 and ROCm
-    do not have it."""
+    """Return torch's setting against fragmented GPU memory for `launch train`, unless the user has configured the
+    allocator. WSL2 and ROCm do not have it, and scripts may use memory pools, which do not work with it."""
     set_already = any(re.fullmatch("PYTORCH_(CUDA_|HIP_)?ALLOC_CONF", name) for name in os.environ)
-    if set_already or plan.cluster.device is not Device.cuda or not (dev / "nvidiactl").exists():
+    nvidia = plan.cluster.device is Device.cuda and (dev / "nvidiactl").exists()
+    if set_already or not nvidia or not isinstance(plan, RunPlan):
         return {}
     return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from torch.distributed.elastic.multiprocessing import api
 
 from launcher.config.schema import Device
 from launcher.launch.agent import _allocator, _Failures, _workers_end_within  # pyright: ignore[reportPrivateUsage]
+from tests.helpers import make_plan
 
 
 @pytest.mark.parametrize("arguments", [(), (signal.SIGTERM,), (signal.SIGINT, 30)])
@@ -42,8 +44,11 @@ def test_the_allocators_segments_grow_unless_the_user_has_configured_it(
 ) -> None:
     (tmp_path / node).touch()
     monkeypatch.setenv(variable, "max_split_size_mb:64")
-    plan: Any = SimpleNamespace(cluster=SimpleNamespace(device=device))
+    cluster: Any = SimpleNamespace(device=device)
+    plan = dataclasses.replace(make_plan(), cluster=cluster)
     assert _allocator(plan, tmp_path) == ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if grows else {})
+    script: Any = SimpleNamespace(cluster=cluster)
+    assert _allocator(script, tmp_path) == {}, "memory pools, which a script may use, do not work with it"
 
 
 @pytest.mark.parametrize(
