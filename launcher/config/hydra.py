@@ -113,9 +113,12 @@ def _option(group: str, values: dict[str, Any]) -> str | None:
     """Return the option of a group that ``values`` were made from; None for a user's own task."""
     from omegaconf import OmegaConf
 
-    if group != "task":
+    if group != "task" and not values.get("groups"):
         return str(values["kind"])
     options: dict[str, Any] = {name: OmegaConf.load(file) for name, file in option_files(group).items()}
+    if group != "task":  # two optimizers of one kind, such as adamw and muon, differ in their groups
+        alike = [name for name, each in options.items() if each.get("groups") == values["groups"]]
+        return next((name for name in alike if options[name].get("kind") == values["kind"]), str(values["kind"]))
     return next((name for name, each in options.items() if each.get("_target_") == values.get("_target_")), None)
 
 

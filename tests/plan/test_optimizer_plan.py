@@ -144,6 +144,14 @@ def test_a_class_with_flags(extra: list[str], capsys: pytest.CaptureFixture[str]
     assert seen == [0.1, 0.2] if "-m" in extra else "torch.optim.RMSprop" in capsys.readouterr().out
 
 
+def test_a_muon_run_becomes_adamw_and_stays_muon() -> None:
+    """Both have kind: adamw."""
+    _, yaml = compose_with_yaml(["optimizer=muon", "optimizer.lr=0.01"])
+    same, other = (recompose(yaml, [f"optimizer={name}"])[0].optimizer for name in ("muon", "adamw"))
+    assert (same.lr, len(same.groups or ())) == (0.01, 3)
+    assert (other.lr, other.groups) == (compose().optimizer.lr, compose().optimizer.groups)
+
+
 def test_a_class_is_no_change_of_an_adamw_run() -> None:
     _, yaml = compose_with_yaml([])
     before, after = recompose(yaml, ())[0], recompose(yaml, ["optimizer._target_=a.B", "optimizer.lr=1"])[0]
