@@ -185,14 +185,21 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.received = False
-        self._before = {number: signal.signal(number, self._receive) for number in STOP_SIGNALS}
+        self._before: dict[signal.Signals, Any] = {}
+        self.take()
         unblock_stop_signals()
+
+    def take(self) -> None:
+        """Handle the signals, if ``release`` has restored the earlier handlers."""
+        if not self._before:
+            self._before = {number: signal.signal(number, self._receive) for number in STOP_SIGNALS}
 
     def release(self) -> None:
         """Restore the earlier handlers in a process without an agent: a notebook continues after its loop."""
         if AGENT_PID not in os.environ and threading.current_thread() is threading.main_thread():
             for number, handler in self._before.items():
                 signal.signal(number, handler)
+            self._before = {}
 
     def _receive(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self.received = True

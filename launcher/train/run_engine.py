@@ -13,7 +13,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -123,8 +124,7 @@ class RunEngine(Engine):
         task = cast("Task", LoopTask(loss, collate))
         saves = Saves(cadence, fence, failed, parts=parts or {})
         self._loop = TrainingLoop(plan, task, self, Evaluation(self, task, sets_by_name(eval_data)), saves, restored)
-        # a save in progress is waited for when the loop ends: the script may destroy the process group next
-        self.attach(lambda: failed.is_set() or requested(), cadence.by_clock, self._leave)
+        self.attach(lambda: failed.is_set() or requested(), cadence.by_clock, self._windows_open)
         self._loop.begin(restored)
         if self.over or self._loop.totals.best.exhausted:  # its summary was deleted when this attempt started
             self._end("done")
@@ -177,11 +177,18 @@ class RunEngine(Engine):
         loop.extra = _json(extra)
         loop.save(result, loop.step_metrics(result) | loop.memory())
 
-    def _leave(self) -> None:
+    @contextmanager
+    def _windows_open(self) -> Iterator[None]:
+        """Receive stop signals during a loop over the windows, and wait for a save in progress when it ends: the script
+        may destroy the process group next."""
         assert self._loop is not None
         assert self._requested is not None
-        self._loop.saver.join()
-        self._requested.release()
+        self._requested.take()
+        try:
+            yield
+        finally:
+            self._loop.saver.join()
+            self._requested.release()
 
     def _end(self, verdict: str) -> None:
         assert self._loop is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from launcher import Engine, make_plan
 from launcher.errors import EngineMisuse, WrongCheckpoint
+from launcher.process import AGENT_PID
 from tests.helpers import series, torchrun
 
 DATA = list(torch.sin(torch.arange(36.0)).reshape(9, 4))
@@ -108,6 +110,34 @@ def test_a_save_by_hand_after_a_skipped_window(tmp_path: Path) -> None:
     assert second.resume() == {}
     assert (second.steps, second.position.index, second.nonfinite_windows) == (2, 3, 1)
     second._loop.close()  # pyright: ignore[reportPrivateUsage, reportOptionalMemberAccess]
+
+
+@pytest.mark.usefixtures("alone")
+def test_stop_signals_are_received_in_each_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one that runs again in smaller micro-batches, and in a later call of engine.windows()."""
+    monkeypatch.delenv(AGENT_PID, raising=False)
+    plan = make_plan(
+        [f"run.dir={tmp_path}", "run.name=a", "batch.global_size=4", "batch.micro_size=4", "batch.on_oom=shrink",
+         "train.steps=8", "cluster.device=cpu", "precision=fp32", "train.loader_workers=0", "checkpoint.every=100"],
+        samples=len(DATA),
+    )  # fmt: skip
+    model, earlier = nn.Linear(4, 1), signal.getsignal(signal.SIGTERM)
+    engine = Engine(model, torch.optim.SGD(model.parameters(), 0.1), plan)
+    engine.resume()
+    for _ in range(2):
+        for number, window in enumerate(engine.windows(DATA)):
+            assert signal.getsignal(signal.SIGTERM) != earlier
+            for batch in window:
+                if number == 0 and engine.shrinks(torch.OutOfMemoryError("injected")):
+                    break
+                if engine.steps == 1:
+                    signal.raise_signal(signal.SIGTERM)
+                engine.backward(engine.model(batch).square().sum(), len(batch))
+            else:
+                engine.finish_step(engine.step())
+                break
+        assert signal.getsignal(signal.SIGTERM) == earlier
+    assert [path.name for path in (tmp_path / "a" / "checkpoints").glob("step_*")] == ["step_000002"]
 
 
 @pytest.mark.usefixtures("alone")

@@ -18,6 +18,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -134,7 +135,7 @@ class Engine:
         self._current = CurrentWindow(parts, self.buffers, step, count, self.outputs)
         self._calibration, self.preserve = Calibration(parts), parts.preserve
         self._stop, self._save_due = stop, save_due if self.world.rank == 0 else bool
-        self._windows_ended: Callable[[], object] = bool
+        self._around_windows: Callable[[], AbstractContextManager[object]] = nullcontext
         self.stragglers = StragglerDetector(self.world, self.device, plan.train.straggler_share)
         self.noise_scale = NoiseScale(
             self.world.size, self.device, self.parallel.local_norm, random=plan.batch.random_parts
@@ -169,19 +170,22 @@ class Engine:
         return values
 
     def attach(
-        self, stop: Callable[[], bool], save_due: Callable[[], bool], windows_ended: Callable[[], object]
+        self,
+        stop: Callable[[], bool],
+        save_due: Callable[[], bool],
+        around_windows: Callable[[], AbstractContextManager[object]],
     ) -> None:
         """Let a run around the engine take part.
 
         Args:
             stop, save_due: called once a window, besides those of the engine.
-            windows_ended: called when the loop over the windows ends, also early.
+            around_windows: returns the context of a loop over the windows.
         """
         own_stop, own_save_due = self._stop, self._save_due
         self._stop = lambda: own_stop() or stop()
         if self.world.rank == 0:
             self._save_due = lambda: own_save_due() or save_due()
-        self._windows_ended = windows_ended
+        self._around_windows = around_windows
 
     def finish(self) -> None:
         """Yield no further window, although the plan may have some."""
@@ -297,34 +301,34 @@ class Engine:
             return
         self.callbacks.start(self)
         self._again = True
-        while self._again:
-            self._again = False
-            self._feed = feed = open_feed(
-                dataset, self.plan, self.world, self.device, collate, self.position, compare=compare_data,
-                checkpoint=self.stream,
-            )  # fmt: skip
-            compare_data = False
-            try:
-                for window in feed.windows():
-                    step = self.steps + 1
-                    self.parallel.last_window = self.plan.ends_with(step, window.index)
-                    self._totals.clear(metrics=self.plan.records(step, window.index))
-                    self.context.activate()
-                    HEARTBEAT.begin_window(window.index + 1, step)
-                    batches = current.open(window, self._micro_batches(window))
-                    self.callbacks.call("on_window", self)
-                    yield batches
-                    if self._again:
-                        current.set_forward(forward, items, calibration)
-                        break
-                    current.require_closed()
-                    if self._finished:
-                        return
-            finally:
-                if self._feed is feed:
-                    current.close_batches()
-                feed.close()
-                self._windows_ended()
+        with self._around_windows():
+            while self._again:
+                self._again = False
+                self._feed = feed = open_feed(
+                    dataset, self.plan, self.world, self.device, collate, self.position, compare=compare_data,
+                    checkpoint=self.stream,
+                )  # fmt: skip
+                compare_data = False
+                try:
+                    for window in feed.windows():
+                        step = self.steps + 1
+                        self.parallel.last_window = self.plan.ends_with(step, window.index)
+                        self._totals.clear(metrics=self.plan.records(step, window.index))
+                        self.context.activate()
+                        HEARTBEAT.begin_window(window.index + 1, step)
+                        batches = current.open(window, self._micro_batches(window))
+                        self.callbacks.call("on_window", self)
+                        yield batches
+                        if self._again:
+                            current.set_forward(forward, items, calibration)
+                            break
+                        current.require_closed()
+                        if self._finished:
+                            return
+                finally:
+                    if self._feed is feed:
+                        current.close_batches()
+                    feed.close()
 
     def _micro_batches(self, window: Window) -> Generator[Any, None, None]:
         """Yield the window's batches; the loop runs forward and ``backward`` of each before it requests the next."""
