@@ -398,4 +398,5 @@ class _Pinned:
         if isinstance(self.item, _Failed):
             return self.item
         data, *rest = self.item
-        return _mapped(data, "pin_memory", lambda each: each.pin_memory()), *rest
+        # a collate_fn, or a loader such as DALI's, may have made it on the GPU
+        return _mapped(data, "pin_memory", lambda x: x if getattr(x, "is_cuda", False) else x.pin_memory()), *rest

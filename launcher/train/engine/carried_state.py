@@ -126,7 +126,7 @@ class CarriedState:
         names = {each.__module__ for kind in used for each in kind.__mro__ if self._follows(each)}
         names |= {each.__module__ for one in self._optimizers for each in type(one).__mro__}
         names |= {getattr(each, "__module__", "torch") for each in (*parts.functions, *beside)}
-        self._code = {name for name in names if name.partition(".")[0] not in FOREIGN}
+        self._code = {name for name in names if name and name.partition(".")[0] not in FOREIGN}
         places = self._places() | self._beside()
         self._before = {name: self._digest(place.get()) for name, place in places.items()}
         self._drawn_from = {name: self._generators(place.get()) for name, place in places.items()}

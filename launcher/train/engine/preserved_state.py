@@ -368,7 +368,7 @@ class SavedAttributes:
             parts, hidden = [*value._modules.values()], OF_TORCH
             if id(value) not in self._of_model:
                 parts = [*parts, *value._parameters.values(), *value._buffers.values()]
-            followed = not type(value).__module__.startswith("torch._")  # torch.compile's own
+            followed = not str(type(value).__module__).startswith("torch._")  # torch.compile's own
         else:
             users = not isinstance(value, Dataset) and self._is_users(type(value).__module__)
             followed = users or isinstance(value, SimpleNamespace)
@@ -400,7 +400,7 @@ class SavedAttributes:
         return found
 
     def _save_function(self, value: FunctionType) -> Collection[object]:
-        if not self._is_users(value.__module__ or ""):
+        if not self._is_users(value.__module__):
             return ()
         names = _names_of(value.__code__)
         self.names_read |= names
@@ -416,7 +416,8 @@ class SavedAttributes:
             self._keep(functools.partial(setattr, cell, "cell_contents"), held)
             found.append(held)
         imported = sys.modules.keys() & _modules_of(value.__code__, value.__globals__.get("__package__"))
-        scopes = [value.__globals__, *(vars(sys.modules[name]) for name in imported if self._is_users(name))]
+        modules = [sys.modules[name] for name in imported if self._is_users(name)]
+        scopes = [value.__globals__, *(vars(each) for each in modules if each is not None)]  # None: import blocked
         return found + [held for scope in scopes for held in self._save_variables(scope, names)]
 
     def _save_variables(self, scope: dict[str, Any], names: frozenset[str]) -> list[object]:
@@ -492,7 +493,7 @@ class SavedAttributes:
 
         self._undo.append(undo)
 
-    def _is_users(self, module: str) -> bool:
+    def _is_users(self, module: str | None) -> bool:
         return is_users_module(module, self._packages)
 
 
@@ -539,7 +540,8 @@ def is_iterator(value: object) -> bool:
     if not isinstance(value, Iterator):
         return False
     kind = type(value)
-    return kind.__module__ in ("builtins", "itertools", __name__) or kind.__module__.startswith("torch.utils.data.")
+    module = str(kind.__module__)
+    return module in ("builtins", "itertools", __name__) or module.startswith("torch.utils.data.")
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
@@ -585,12 +587,12 @@ def _modules_of(code: CodeType, package: str | None) -> frozenset[str]:
 
 def packages_of(roots: Iterable[object]) -> set[str]:
     """Return the packages of the user's objects, which may be installed."""
-    return {type(root).__module__.partition(".")[0] for root in roots} - FOREIGN
+    return {str(type(root).__module__).partition(".")[0] for root in roots} - FOREIGN
 
 
-def is_users_module(module: str, packages: Collection[str]) -> bool:
+def is_users_module(module: str | None, packages: Collection[str]) -> bool:
     """Return whether the code of ``module`` is the user's. ``packages``: those of the user's objects."""
-    package = module.partition(".")[0]
+    package = str(module).partition(".")[0]
     return package in packages or not _is_installed(package)
 
 

@@ -369,3 +369,6 @@ def test_pinning_reaches_what_torch_does_not_know(monkeypatch: pytest.MonkeyPatc
     assert samples == 3
     assert len(pinned) == len(tensors_of(before))
     assert type(data["dataclass"]) is Graph
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)  # made by the loader, such as DALI's
+    assert loader._Pinned((before, 3)).pin_memory()[0]["dataclass"].nodes is before["dataclass"].nodes
+    assert len(pinned) == len(tensors_of(before))

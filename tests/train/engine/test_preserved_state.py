@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import random
+import sys
 import warnings
 from collections import deque
 from collections.abc import Generator
@@ -193,6 +194,31 @@ def test_classes_that_code_only_names_are_restored() -> None:
     for _ in range(2):
         assert loss() == (1, 2, 2, 2, 1)
         saved.restore()
+
+
+def test_classes_functions_and_modules_of_unknown_origin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code that is made by ``exec`` or ``type()`` may name no module, and an import may be blocked."""
+    monkeypatch.setitem(sys.modules, "blocked", None)
+    kind: Any = type("Made", (), {"__module__": None, "calls": 0})
+    task = SimpleNamespace(kind=kind, made=kind())
+
+    def loss() -> None:
+        blocked = kind  # the name of a module, and a class by itself
+        blocked.calls += 1
+        task.made.last = iter([blocked])
+        task.blocked = Foreign.calls
+
+    loss.__module__ = None  # pyright: ignore[reportAttributeAccessIssue]
+    loss()
+    saved = SavedAttributes(loss, kind())
+    loss()
+    saved.restore()
+    assert kind.calls == 1
+
+
+class Foreign:
+    calls = 0
+    __module__ = None  # pyright: ignore[reportAssignmentType]
 
 
 @dataclass(slots=True)
