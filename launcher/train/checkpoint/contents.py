@@ -177,7 +177,8 @@ def _tensors(state: dict[str, Any], above: Keys = ()) -> Iterator[tuple[Keys, Te
 
 
 def _without(state: dict[str, Any], left_out: set[Keys], above: Keys = ()) -> dict[str, Any]:
-    """Return ``state`` without some tensors, and without dicts of which nothing is left: an empty one is saved."""
+    """Return ``state`` without the tensors at ``left_out``. A dict that becomes empty is dropped; one that was empty
+    before is kept."""
     kept: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, dict) and value:

@@ -330,8 +330,8 @@ def _member(kind: Any, name: str) -> Enum:
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
-    """Planner that saves empty dicts in a module's extra state, too, which torch leaves out with all dicts around them
-    that have nothing else."""
+    """Save planner that keeps empty dicts in a module's extra state. torch drops them, and every dict that contains
+    nothing else."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False

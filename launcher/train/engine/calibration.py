@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from launcher.config.schema import Device, StrategyKind, Sync
-from launcher.errors import EngineMisuse, SyncPolicyViolated
+from launcher.errors import EngineMisuse, OutOfMemory, SyncPolicyViolated
 from launcher.heartbeat import HEARTBEAT, Phase
 from launcher.loss import Loss
 from launcher.plan.host import device_model
@@ -36,7 +36,7 @@ from launcher.train.data.loader import MicroBatch
 from launcher.train.engine.build import EngineParts
 from launcher.train.engine.loss_terms import require_gradient, sum_of_own_means
 from launcher.train.engine.loss_watches import require_dense_gradients
-from launcher.train.engine.oom import has_room, is_out_of_memory
+from launcher.train.engine.oom import fits_in_memory, is_out_of_memory
 from launcher.train.world import World
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 20
@@ -181,9 +181,11 @@ class Calibration:
             if self._plan.strategy.kind is StrategyKind.ddp:  # the policies need as much memory
                 return self._without("a micro-batch does not fit into memory")
             if len(kinds) < 3:
-                return self._without("no room to run without communication")
+                return self._without("the gathered parameters do not fit into memory")
             if self._world.rank == 0:
-                print("No room to run without communication: exposed communication is not measured.", flush=True)
+                print(
+                    "The gathered parameters do not fit into memory: exposed communication is not measured.", flush=True
+                )
             return self._measure(kinds[1:])
         self._started = time.perf_counter()
         window_s = self._count * self._time(kinds[0], 1)
@@ -253,22 +255,17 @@ class Calibration:
 
     def _time(self, kind: WindowSync, count: int) -> float:
         """Run ``count`` micro-batches, and return the seconds on the slowest rank: infinite if silent passes ran out of
-        memory on some rank. That is possible without blocking the others, since silent passes wait for no rank."""
+        memory on some rank. That is possible without blocking the others, since silent passes wait for no rank.
+
+        Entering gathers parameters, which all ranks must complete; the ranks therefore agree first that it fits.
+        """
         silent, meter = kind is WindowSync.none, self._parallel.meter
         sync = Sync.every if kind is WindowSync.every else self._plan.strategy.sync
         with ExitStack() as contexts:
-            entered_s = 0.0
-            if silent and not has_room(self._parallel.bytes_of_silence(), self._device):
-                entered_s = math.inf
-            if silent:  # agreed first: a rank that ran out of memory while the others gather would block them
-                entered_s = self._agree(entered_s)[0]
-            try:
-                if silent and not math.isinf(entered_s):
-                    contexts.enter_context(self._parallel.without_collectives())
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                entered_s = math.inf
+            fits = not silent or fits_in_memory(self._parallel.bytes_to_gather(), self._device)
+            entered_s = self._agree(0.0 if fits else math.inf)[0] if silent else 0.0
+            if silent and not math.isinf(entered_s):
+                self._gather(contexts)
             meter.open_window()
             layout = meter.layout
             took_s = self._agree(entered_s)[0]  # ranks start together
@@ -291,6 +288,17 @@ class Calibration:
         if kind is WindowSync.policy:
             self._comm_s.append(comm_s)
         return took_s
+
+    def _gather(self, contexts: ExitStack) -> None:
+        try:
+            contexts.enter_context(self._parallel.without_collectives())
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemory(
+                f"Rank {self._world.rank} ran out of memory when the calibration gathered the parameters: {error}\n"
+                "  Do not calibrate: run.calibrate_s=0."
+            ) from None
 
     def _passes(self, sync: Sync, count: int, *, silent: bool) -> None:
         for number in range(count):

@@ -66,7 +66,7 @@ def _gpu_is_full() -> bool:
     return free < _FULL * total
 
 
-def has_room(nbytes: int, device: torch.device) -> bool:
+def fits_in_memory(nbytes: int, device: torch.device) -> bool:
     """Return whether ``nbytes`` more fit into the memory of ``device``, with a margin. True on the CPU, where a
     process that takes too much is killed."""
     if device.type != "cuda":

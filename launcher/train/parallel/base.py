@@ -126,7 +126,7 @@ class Parallel:
         its end. Collectives that the passes depend on (FSDP's all-gathers) run on entering."""
         raise AssertionError("one rank has no collective to leave out")
 
-    def bytes_of_silence(self) -> int:
+    def bytes_to_gather(self) -> int:
         """Return the bytes of the device that ``without_collectives`` takes when it is entered."""
         return 0
 

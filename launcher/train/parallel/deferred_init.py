@@ -58,8 +58,8 @@ class BuildProgress(TorchFunctionMode):
 
 
 def _await_rank_0(world: World) -> None:
-    """Wait with heartbeats until rank 0, whose own heartbeats show whether it hangs, has built its model. A collective
-    would time out."""
+    """Wait until rank 0 has built its model, publishing heartbeats. A collective would time out; if rank 0 hangs, its
+    own missing heartbeats show it."""
     if dist.get_backend() == "fake":
         return
     store: Any = dist.distributed_c10d._get_default_store()

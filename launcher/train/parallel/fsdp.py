@@ -260,7 +260,7 @@ class Fsdp(Parallel):
                 _drop_gradients(module)
                 module.reshard()
 
-    def bytes_of_silence(self) -> int:
+    def bytes_to_gather(self) -> int:
         layout = self.meter.layout
         sizes = [sum(each._orig_size.numel() for each in group.fsdp_params) for group in self._groups()]
         whole = layout.unit_bytes + layout.root_bytes

@@ -2,11 +2,10 @@
 
 Of each pair one is calibrated and the other is not. Prints one JSON object a pair: what differs in the end. Words of a
 line without a dot in them are for this file: ``oom=N``: on rank 1 the N-th forward pass runs out of memory;
-``oom_backward=N``: so does its backward pass, in the middle; ``no_room=1``: it has no memory to gather the model;
-``oom_gather=N``: on all ranks the N-th time that a unit is gathered on demand; ``reads=1``: the dtype of a unit's
-weight is read outside of it; ``old=1``: torch has no reset_iter_state, as before 2.13; ``own=N``: the loop calls
-engine.calibrate before window N, and gives engine.windows no forward pass; ``resume=1``: another engine loads the
-state at the end.
+``oom_backward=N``: so does its backward pass, in the middle; ``too_large=1``: it has no memory to gather the model;
+``reads=1``: the dtype of a unit's weight is read outside of it; ``old=1``: torch has no reset_iter_state, as before
+2.13; ``own=N``: the loop calls engine.calibrate before window N, and gives engine.windows no forward pass;
+``resume=1``: another engine loads the state at the end.
 """
 
 from __future__ import annotations
@@ -64,19 +63,11 @@ def train(plan: RunPlan, words: dict[str, int]) -> tuple[dict[str, Any], Calibra
                 hook.remove()
         return losses_of(task, engine, model, batch)
 
-    calibration.has_room = lambda nbytes, _: nbytes == 0 or "no_room" not in words or engine.world.rank == 0
+    calibration.fits_in_memory = lambda nbytes, _: nbytes == 0 or "too_large" not in words or engine.world.rank == 0
     seed_everything(3)
     engine = Engine(task.model, lambda p: torch.optim.AdamW(p, 0.05), plan, shard_units=task.shard_units, owner=task)
     seed_everything(4 + engine.world.rank)
     module: Any = engine.parallel.module
-    if "oom_gather" in words:
-        gathered = Calls()
-        unshard = module.middle.unshard
-
-        def gather() -> Any:
-            return out_of_memory() if gathered.count() == words["oom_gather"] else unshard()
-
-        module.middle.unshard = gather
     losses, sent = [], []
     data, own = task.train_data(), words.get("own")
     if own == 0:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from launcher.errors import OutOfMemory
 from launcher.quantities import Interval, interval
 from launcher.train.data.loader import MicroBatch
 from launcher.train.engine import calibration
@@ -46,7 +47,7 @@ PAIRS: dict[int, dict[str, str]] = {
         "out of memory, when timed": f"{DDP} precision=fp32 batch.micro_size=4 oom=2",
         "out of memory, later": f"{DDP} precision=fp32 batch.micro_size=4 oom=5",
         "fsdp out of memory": "strategy=fsdp precision=fp32 batch.micro_size=4 strategy.sync=gather_once oom=1",
-        "fsdp out of memory before the gathers": f"{GATHERED} precision=fp32 no_room=1",
+        "fsdp out of memory before the gathers": f"{GATHERED} precision=fp32 too_large=1",
         "fsdp out of memory in backward": f"{GATHERED} precision=fp32 oom_backward=1",
         "fsdp out of memory in backward, later": f"{GATHERED} precision=bf16 oom_backward=5",
         "unused parameters": f"{DDP} precision=fp32 batch.micro_size=4 strategy.sync=every "
@@ -196,6 +197,25 @@ def test_three_rounds_may_take_a_share_of_the_run(
     assert (phase.result.rounds, phase.result.gain is not None) == (rounds, rounds > 0)
     assert (phase.result.exposed is not None) == exposed
     assert ("run.calibrate_s=" in phase.result.not_measured) == (not rounds)
+
+
+def test_memory_that_runs_out_while_others_gather_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that continued would wait for the others, which wait for it in all-gathers, until train.hang_timeout."""
+
+    def out_of_memory() -> Any:
+        raise torch.OutOfMemoryError("as from the allocator")
+
+    monkeypatch.setattr(Calibration, "_agree", lambda _, *values: [*values])
+    parallel = SimpleNamespace(
+        without_effects=nullcontext, without_collectives=out_of_memory, bytes_to_gather=int, meter=None
+    )
+    world = World(rank=1, size=2, local_rank=1, local_size=2)
+    parts: Any = SimpleNamespace(
+        world=world, device=torch.device("cpu"), preserve=object, parallel=parallel, precision=None, norms=None
+    )
+    plan = make_plan("strategy=fsdp", "strategy.sync=gather_once", "cluster.workers_per_node=2", "cluster.device=cpu")
+    with pytest.raises(OutOfMemory, match=r"Rank 1 ran out.*the allocator\n  Do not calibrate: run.calibrate_s=0\."):
+        Calibration(parts).measure(plan, lambda *_: [], [MicroBatch(None, 1)], 0)
 
 
 def test_a_checkpoints_result_is_taken_over_unless_there_is_more_time_now() -> None:

@@ -147,13 +147,13 @@ def test_words_with_other_causes_count_only_on_a_full_gpu(
 
 
 @pytest.mark.parametrize(("nbytes", "fits"), [(0, True), (90, True), (100, False)])
-def test_room_on_a_gpu_includes_what_the_allocator_keeps(
+def test_memory_of_a_gpu_includes_what_the_allocator_keeps(
     nbytes: int, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("mem_get_info", (60, 200)), ("memory_reserved", 70), ("memory_allocated", 30)):
         monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
-    assert oom.has_room(nbytes, torch.device("cuda", 0)) is fits
-    assert oom.has_room(10**15, torch.device("cpu"))
+    assert oom.fits_in_memory(nbytes, torch.device("cuda", 0)) is fits
+    assert oom.fits_in_memory(10**15, torch.device("cpu"))
 
 
 def test_a_failed_assertion_on_the_gpu_is_reported_as_itself(monkeypatch: pytest.MonkeyPatch) -> None:
