@@ -17,14 +17,14 @@ from launcher.sweeps import manifest
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser with error messages in the format of `launch`, in which a path is no address."""
+    """Argument parser with error messages in the format of `launch`; a path must not be a URL."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.register("type", Path, _local_path)
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{self.prog}: {message}.\n  {' '.join(self.format_usage().split())}")
+        raise UserError(f"{self.prog}: {message.removesuffix('.')}.\n  {' '.join(self.format_usage().split())}")
 
 
 def _local_path(text: str) -> Path:

@@ -48,6 +48,7 @@ def require_directories(arguments: Sequence[str]) -> None:
 _REMOVED = {
     "cluster.link_gbit": "Leave it out: times are not predicted. `launch doctor` measures the links.",
     "train.predict": "Leave it out: times are not predicted, and memory is where the plan depends on it.",
+    "cluster.env": "Leave it out: workers get the whole environment of the job (docs/reference/cli.md).",
     "cluster.key": "Run the hosts on a private network or a tunnel such as WireGuard: docs/guides/hosts.md.",
     **dict.fromkeys(
         ("prometheus", "prometheus.port", "prometheus.textfile", "trackio", "trackio.project"),
@@ -64,9 +65,9 @@ _REMOVED = {
 def _remedy(key: str, known: Sequence[str]) -> str:
     """Return advice about a key that does not exist."""
     renamed = {facts.was: f"Write {name}." for name, facts in facts_by_key().items() if facts.was}
-    if former := _REMOVED.get(key) or renamed.get(key):
-        return former
     group, _, leaf = key.rpartition(".")
+    if former := _REMOVED.get(key) or _REMOVED.get(group) or renamed.get(key):
+        return former
     beside = [name for name in known if group and name.startswith(f"{group}.")]
     foreign = translation(key)
     if foreign and f"{group}." not in foreign:  # the key of this group may be meant that has a similar name

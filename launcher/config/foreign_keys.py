@@ -1,19 +1,11 @@
 """Names that other trainers have for a setting, with the key to write here.
 
-They are those of Accelerate, DeepSpeed, Lightning, Megatron, torchrun, torchtitan, transformers and Slurm.
+Sources: Accelerate, DeepSpeed, Lightning, Megatron, torchrun, torchtitan, transformers and Slurm.
 """
 
 from __future__ import annotations
 
 import re
-
-_EPOCHS = "Write train.epochs=N; train.steps counts optimizer steps."
-_MICRO = (
-    "Write batch.micro_size=N: samples of one rank in one forward pass. batch.global_size is the whole batch of a step."
-)
-_OTHER_PARALLEL = "The launcher has data parallelism only: strategy=ddp, fsdp or hsdp."
-_OVERLAP = "Leave it out: strategy.sync says when gradients are synchronised, and strategy=auto chooses."
-_PLACES = "Write cluster.workers_per_node=N (processes of one host) and cluster.nodes=N (hosts)."
 
 # what to write -> names, without what stands before the last dot
 _NAMES = {

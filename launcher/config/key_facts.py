@@ -93,7 +93,7 @@ def _has_no_scheme(path: str) -> bool:
     return "://" not in path
 
 
-# of every key whose value is a directory or a file
+# bound of keys whose value is a directory or a file
 PATH = Bound(
     _has_no_scheme,
     "is an address, and must be a path of the file system.\n  Write the path alone (/data for file:///data), or the "

@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -14,11 +15,11 @@ from pathlib import Path
 from launcher.errors import UserError
 
 _FORMS = "Use: launch run [key=value ...] -- SCRIPT | -m MODULE | COMMAND [arguments ...]."
-# programs that start workers themselves, and their modules
-_STARTERS = (
-    "torchrun", "torch.distributed.run", "torch.distributed.launch", "deepspeed", "accelerate launch",
-    "accelerate-launch", "accelerate.commands.launch", "launch", "srun", "mpirun", "mpiexec",
-)  # fmt: skip
+# commands and modules that start workers themselves
+_STARTERS = {
+    "torchrun", "deepspeed", "accelerate launch", "accelerate-launch", "launch", "srun", "mpirun", "mpiexec",
+}  # fmt: skip
+_STARTER_MODULES = {"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "deepspeed"}
 _SUFFIXES = (".py", ".pyw", ".pyc", ".pyz")
 
 
@@ -45,7 +46,7 @@ def require_program(arguments: Sequence[str], cwd: str, *, contained: bool) -> s
     if first == "-m" and not others:
         raise UserError(f"launch run: -m: no module.\n  {_FORMS}")
     name = " ".join(others[:1]) if first == "-m" else Path(first).name
-    if {name, f"{name} {' '.join(others[:1])}"} & {*_STARTERS}:
+    if {name, f"{name} {' '.join(others[:1])}"} & (_STARTER_MODULES if first == "-m" else _STARTERS):
         raise UserError(
             f"launch run: {name}: starts processes itself, as `launch run` does on every node.\n"
             "  Name the program that it starts: launch run cluster.workers_per_node=2 -- train.py."
@@ -54,7 +55,7 @@ def require_program(arguments: Sequence[str], cwd: str, *, contained: bool) -> s
         if not contained and not _has_module(name, cwd):
             raise UserError(f"launch run: -m {name}: this Python has no such module to run.\n  {_FORMS}")
         return name.removesuffix(".__main__").rpartition(".")[2]
-    file = program_file(first)
+    file = Path(first) if Path(first).is_file() else None if contained else program_file(first)
     if file is None and not (contained and "/" not in first and not first.startswith("-")):
         raise UserError(f"launch run: {first}: there is no such script or command.\n  {_FORMS}")
     if file is None:
@@ -65,12 +66,17 @@ def require_program(arguments: Sequence[str], cwd: str, *, contained: bool) -> s
             f"launch run: {first}: is not written in Python, and each worker is a Python process.\n"
             f"  Name a program in Python: launch run -- {instead}."
         )
-    if not Path(first).is_file() and (other := _other_python(file)):
+    if (is_command(file) or not Path(first).is_file()) and (other := _other_python(file)):
         raise UserError(
             f"launch run: {file}: belongs to {other}, and the workers run {sys.executable}.\n"
             "  Install launcher beside it, and use the `launch` of that Python."
         )
     return file.stem
+
+
+def is_command(file: Path) -> bool:
+    """Return whether the file is an installed command: there is a Python beside it."""
+    return file.with_name("python").is_file()
 
 
 def _has_module(name: str, cwd: str) -> bool:
@@ -84,7 +90,8 @@ def _has_module(name: str, cwd: str) -> bool:
         # its last name only: a namespace package would look for its parent among the imported ones
         found = PathFinder.find_spec(part, list(inside)) if part else None
         if number == 0 and part and (found is None or found.origin is None):
-            found = importlib.util.find_spec(part) or found
+            with suppress(ValueError):  # __main__
+                found = importlib.util.find_spec(part) or found
         if found is None:
             return False
         spec = found
@@ -92,7 +99,10 @@ def _has_module(name: str, cwd: str) -> bool:
 
 
 def _head(file: Path) -> str:
-    """Return the first two lines: those of a long interpreter path are `#!/bin/sh` and `'''exec' PYTHON ...`."""
+    """Return the first two lines.
+
+    A script whose interpreter has a long path starts with `#!/bin/sh` and `'''exec' PYTHON ...`.
+    """
     with file.open("rb") as opened:
         return b"".join(opened.readline(1000) for _ in range(2)).decode(errors="replace")
 
@@ -113,7 +123,7 @@ def _parses(file: Path) -> bool:
 
 
 def _other_python(file: Path) -> str | None:
-    """Return the interpreter of an installed command that is not this Python's; None if it is."""
+    """Return the interpreter of an installed command if it is another Python; else None."""
     named = re.search(r"/[^\s\"']*/python[\d.]*(?=[\s\"'])", _head(file))
     if named is None or metadata.entry_points(group="console_scripts", name=file.name):
         return None

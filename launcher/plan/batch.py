@@ -111,12 +111,12 @@ class Batch:
         """
         micro, whole = self.micro_size, "the batches of the training data are the micro-batches, and are used whole."
         if size is not None and size != micro:
-            remedy = f"Use batch.micro_size={size}, or a batch_size of {micro} there."
+            remedy = f"Use batch.micro_size={size}, or give the DataLoader batch_size={micro}."
             raise ConfigError("batch.micro_size", micro, f"the training data has batches of {size} samples.", remedy)
-        for size in self.sizes:
-            if size % micro:
+        for window in self.sizes:
+            if window % micro:
                 key, remedy = "batch.global_size", f"Use a multiple of {micro}, the samples of a batch."
-                raise ConfigError(key if size == self.global_size else "batch.ramp", size, whole, remedy)
+                raise ConfigError(key if window == self.global_size else "batch.ramp", window, whole, remedy)
         keys = {"balance": self.balance is not Balance.none, "on_oom": self.on_oom is OnOom.shrink and micro > 1}
         for key in (key for key, refused in keys.items() if refused):
             value = getattr(self, key).value

@@ -15,8 +15,8 @@ from launcher.errors import ConfigError, did_you_mean
 from launcher.plan.run_plan import OptimizerPlan, solved_part
 from launcher.quantities import first_names
 
-# common practice: decay applies to matrices, not to biases and the scales of norms
 _DIMENSIONS = re.compile(r"\s*ndim\s*(<=|>=|==|<|>)\s*(\d+)\s*")
+# common practice: decay applies to matrices, not to biases and the scales of norms
 DEFAULT_GROUP: Mapping[str, Any] = {"match": "ndim<2", "weight_decay": 0.0}
 _COMPARISONS = {
     "<": operator.lt, "<=": operator.le, "==": operator.eq, ">=": operator.ge, ">": operator.gt,

@@ -114,6 +114,7 @@ def refused(launch: Launch, tmp_path: Path, *arguments: str, env: dict[str, str]
         ("cluster.sbatch=5", ["cluster.sbatch: is a mapping", "cluster.sbatch.OPTION=VALUE"]),
         ("run.name=${nope}", ["run.name: refers to a key that does not exist: ${nope}"]),
         ("task=my.Task", ["task=my.Task: there is no such option", "task._target_=MODULE.CLASS"]),
+        ("cluster.env.FOO=1", ["cluster.env.FOO=1: there is no such key", "whole environment of the job"]),
         ("hydra.foo=3", ["hydra.foo: there is no such key"]),
         ("--config-dir nowhere", ["--config-dir=nowhere: there is no such directory"]),
         ("--config-dir", ["--config-dir: has no value"]),
@@ -165,7 +166,9 @@ def test_unknown_verb(launch: Launch, tmp_path: Path) -> None:
 def test_script_that_is_not_there(launch: Launch, tmp_path: Path) -> None:
     assert "there is no such script" in refused(launch, tmp_path, "run", "--", "nothing.py")
     assert "no script" in refused(launch, tmp_path, "run", "cluster.workers_per_node=1")
-    assert "--dir: s3://bucket/runs: is an address" in refused(launch, tmp_path, "runs", "--dir", "s3://bucket/runs")
+    address = refused(launch, tmp_path, "runs", "--dir", "s3://bucket/runs")
+    assert "--dir: s3://bucket/runs: is an address" in address
+    assert "is mounted.\n" in address
     assert "has no effect on a script" in refused(launch, tmp_path, "run", "batch.micro_size=1", "--", "nothing.py")
 
 

@@ -25,6 +25,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "train.sh").write_text('#!/bin/bash\npython train.py "$@"\n')
     (tmp_path / "job").write_text("export X=1\ntorchrun x.py\n")
     (tmp_path / "own").write_text("import sys\n")
+    for name in ("launch.py", "__main__.py"):
+        (tmp_path / name).touch()
+    (tmp_path / "env").mkdir()
+    for name in ("python", "trainer"):
+        (tmp_path / "env" / name).write_text("#!/elsewhere/bin/python3.11\n")
     with zipfile.ZipFile(tmp_path / "own.pyz", "w") as archive:
         archive.writestr("__main__.py", "")
     here, elsewhere = sys.executable, "/elsewhere/bin/python3.11"
@@ -47,6 +52,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("-m pkg.sub.train --x", "train"), ("-m pkg", "pkg"), ("-m pkg.__main__", "pkg"), ("-m json.tool", "tool"),
         ("-m bare.deep.loop", "loop"),
         ("own", "own"), ("own.pyz", "own"), ("pkg/sub/train.py -m x", "train"), ("here", "here"), ("long", "long"),
+        ("-m launch", "launch"), ("-m __main__", "__main__"),
         ("any", "any"), ("pytest", "pytest"), ("accelerate env", "accelerate"),
     ],
 )  # fmt: skip
@@ -63,6 +69,7 @@ def test_programs(place: Path, arguments: str, stem: str) -> None:
         ("job.sh", "not written in Python"), ("job", "not written in Python"), ("shell", "not written in Python"),
         ("train.sh", "not written in Python"),
         ("/bin/ls", "not written in Python"), ("other", "belongs to /elsewhere/bin/python3.11"),
+        ("env/trainer", "belongs to /elsewhere/bin/python3.11"), ("-m deepspeed x.py", "deepspeed: starts processes"),
         ("other-long", "belongs to /elsewhere/bin/python3.11"), ("torchrun x.py", "torchrun: starts processes itself"),
         ("/usr/bin/srun x", "srun: starts processes"), ("-m torch.distributed.run x.py", "starts processes itself"),
         ("accelerate launch x.py", "starts processes itself"),
@@ -82,6 +89,7 @@ def test_an_interpreter_is_left_out(place: Path) -> None:
 def test_the_modules_and_commands_of_a_container_are_not_known_here(place: Path) -> None:
     assert require_program(["-m", "torchtitan.train"], str(place), contained=True) == "train"
     assert require_program(["axolotl", "train"], str(place), contained=True) == "axolotl"
+    assert require_program(["other", "train"], str(place), contained=True) == "other", "another command of this name"
     with pytest.raises(UserError, match="no such script"):
         require_program(["./nothing.py"], str(place), contained=True)
 

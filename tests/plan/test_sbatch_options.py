@@ -227,6 +227,8 @@ def test_cores_that_are_reserved_for_the_system_are_none_of_a_jobs(monkeypatch: 
     refused = str(submit.refusal(plan, text))
     assert refused.startswith("cluster.cpus_per_worker=8: Slurm refuses it: CPU count per node can not be satisfied")
     assert "gpu: 56, 60; old: 64" in refused
+    for text, about_cores in (("Requested node configuration is not available", True), ("Job violates QOS", False)):
+        assert ("Fewer cores per node" in str(submit.refusal(plan, f"sbatch: error: {text}"))) == about_cores
 
 
 def test_an_option_that_is_off_is_left_out() -> None:

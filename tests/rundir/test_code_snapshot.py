@@ -205,7 +205,10 @@ def test_a_script_has_pythonpath_too_and_the_copies_take_its_places(
 
 
 @pytest.mark.parametrize("pythonpath", ["", "."])
-@pytest.mark.parametrize(("program", "place"), [(["-m", "pkg.tasks", "--x"], "project"), (["trainer", "--x"], None)])
+@pytest.mark.parametrize(
+    ("program", "place"),
+    [(["-m", "pkg.tasks", "--x"], "project"), (["trainer", "--x"], None), (["env/trainer", "--x"], None)],
+)
 def test_the_code_of_a_module_is_copied_and_a_command_runs_as_installed(
     project: Path,
     tmp_path: Path,
@@ -216,6 +219,9 @@ def test_the_code_of_a_module_is_copied_and_a_command_runs_as_installed(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", pythonpath)
     monkeypatch.chdir(project)
+    (project / "env").mkdir()
+    for name in ("python", "trainer"):
+        (project / "env" / name).touch()
     run = RunInfo(name="r", id="0", dir=str(tmp_path / "runs" / "r"), created="", version="")
     plan = solve_script(compose(["cluster=slurm"]), Site(gpus=0, cores=2, cwd=str(project)), run, program)
     plan.paths.root.mkdir(parents=True)

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from launcher.config.schema import ContainerRuntime
 from launcher.errors import ConfigError, SiteError, UserError
 from launcher.launch import local
+from launcher.launch.program import is_command
 from launcher.launch.slurm import client, node
 from launcher.plan import container
 from launcher.plan.host import OWN_MEMORY, file_system
@@ -272,7 +273,7 @@ def _roots(plan: LaunchPlan) -> list[Path]:
 def _batch_script_file(plan: LaunchPlan) -> Path | None:
     """Return the user's script; None for a module or an installed command."""
     script = Path(plan.cluster.cwd) / plan.command[_PROGRAM]
-    return script if script.is_file() else None
+    return script if script.is_file() and not is_command(script) else None
 
 
 def _freeze(plan: P, roots: Sequence[Path]) -> P:
@@ -367,9 +368,10 @@ def refusal(plan: LaunchPlan, output: str) -> UserError:
                 value = plan.cluster.slurm.cpus_per_node // plan.cluster.workers_per_node
             return ConfigError(key, value, f"Slurm refuses it: {message}.", allowed() if allowed is not None else "")
     request = ", ".join(f"{name}={value}" for name, value in options.items() if name in _OF_NODES)
+    cores = "  Fewer cores per node: a lower cluster.cpus_per_worker.\n"
     return SiteError(
         f"Slurm refuses the job: {message}.\n  Requested: {request}.\n  {_nodes()}\n"
-        "  Fewer cores per node: a lower cluster.cpus_per_worker.\n"
+        f"{cores if re.search('[Nn]ode configuration|CPU', message) else ''}"
         "  `launch plan` with the same overrides shows the batch script."
     )
 
