@@ -253,7 +253,7 @@ class ReadyBatches:
     Args:
         batches: a DataLoader, or an iterable that yields the same batches on every rank.
         size: number of samples of a batch, which must be batch.micro_size; the last batch of an epoch may have fewer.
-            None: that of the DataLoader; where it has none, each batch counts as batch.micro_size samples.
+            None: that of the DataLoader; where it has none, the plan counts batch.micro_size samples for each batch.
         sharded: each rank's ``batches`` are its own, as with a DistributedSampler, and it uses all of them. A window
             then depends on the number of ranks.
     """
@@ -337,9 +337,16 @@ def _dataset_of(task: Task, data: Any, where: str, notes: list[str] | None) -> A
     if trained_on and not own_order and is_ready(data):
         if notes is not None:
             notes.append(_note_on_batches(data))
-        loader = as_ready(data).batches
-        if is_loader(loader) and getattr(task, "collate", None) is None and (function := _collate_of(loader)):
+        loader, own = as_ready(data).batches, getattr(task, "collate", None)
+        if is_loader(loader) and own is None and (function := _collate_of(loader)):
             task.collate = _Collate(function)  # pyright: ignore[reportAttributeAccessIssue]
+        collates = is_loader(loader) and loader.batch_sampler is not None
+        if collates and own and not (isinstance(own, _Collate) or _same_function(own, loader.collate_fn)):
+            raise TaskError(
+                f"train_data() returned a {type(loader).__name__}, whose collate_fn makes the training batches, and "
+                "the task has another collate().\n"
+                "  Use DataLoader(..., collate_fn=self.collate), or return the dataset itself."
+            )
         return data
     if not is_loader(data):
         return data

@@ -115,7 +115,8 @@ def prefetch(
         # a generator: StopIteration from a dataset is an error in it, and would end a `map` silently
         for spec in source if order is None else order:
             data, *rest = spec if order is None else source[spec]
-            yield MicroBatch(data, *rest)
+            # a stream is read ahead of the backward pass: it may write each batch into the same memory
+            yield MicroBatch(copied(data) if order is None else data, *rest)
         return
     if workers:
         source = _Guarded(source, packs) if order is not None else _GuardedStream(source, packs)
@@ -385,7 +386,14 @@ def _mapped(value: Any, method: str, change: Callable[[Any], Any]) -> Any:
 
 def copied(value: Any) -> Any:
     """Return ``value`` with a copy of each tensor and NumPy array in it; they are found as in ``to_device``."""
-    return _mapped(value, "__deepcopy__", copy.deepcopy)
+    return _mapped(value, "__deepcopy__", _copy)
+
+
+def _copy(item: Any) -> Any:
+    if type(item) is not Tensor:
+        return copy.deepcopy(item)
+    # not deepcopy, which copies the whole tensor of a view, and refuses a result of autograd
+    return item.detach().clone().requires_grad_(item.requires_grad) if item.is_leaf else item
 
 
 class _Pinned:

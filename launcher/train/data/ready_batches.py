@@ -18,7 +18,7 @@ import os
 import signal
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,20 +59,21 @@ def require_usable(ready: ReadyBatches) -> None:
         )
 
 
-def the_batch(samples: list[Any]) -> Any:
-    """Return the batch of a micro-batch, which is its only sample."""
+def the_batch(samples: list[Any]) -> tuple[Any, int | None]:
+    """Return the batch of a micro-batch, which is its only sample, and the number of samples in it if it is known."""
     (read,) = samples
-    return read.sample
+    return read.sample, read.samples
 
 
 def samples_in(batch: Any, size: int | None, micro_size: int) -> int:
-    """Return the number of samples in a batch: that of its tensors' rows if they agree, but at most ``size``;
-    ``micro_size`` if it is not known."""
-    if size is None:
-        return micro_size
+    """Return the number of samples in a batch that no DataLoader collated: that of its tensors' rows if they agree, but
+    at most ``size``; otherwise ``size``, or ``micro_size`` if there is none."""
     leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
     rows = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim}
-    return max(1, min(size, *rows)) if len(rows) == 1 else size
+    if len(rows) != 1:
+        return size or micro_size
+    (found,) = rows
+    return max(1, found if size is None else min(found, size))
 
 
 class BatchStream(IterableDataset[Identified]):
@@ -94,6 +95,8 @@ class BatchStream(IterableDataset[Identified]):
         if self._loader:
             self._batches = copy.copy(ready.batches)  # the attributes set below are not those of the user's loader
             self._guard_processes()
+            if self._batches.batch_sampler is not None:  # collate_fn is called with a list of samples
+                self._batches.collate_fn = functools.partial(_collate_and_count, self._batches.collate_fn)
         if has_state(self._batches):
             self.state_dict, self.load_state_dict = self._state, self._load_state
         elif self._loader and not isinstance(self._batches.dataset, IterableDataset):
@@ -142,7 +145,7 @@ class BatchStream(IterableDataset[Identified]):
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if self._indices is None:
-            yield from (Identified(batch, batch) for batch in batches)
+            yield from map(_identified, batches)
         else:
             yield from self._indices.joined_with(batches)
 
@@ -210,8 +213,27 @@ class _Recorded:
         for batch in batches:
             while not (taken := self.taken.popleft())[1]:
                 yield Identified(None, taken[0])
-            yield Identified(batch, taken[0])
+            yield _identified(batch, taken[0])
         yield from (Identified(None, indices) for indices, _ in self.taken)
+
+
+class _Counted(NamedTuple):
+    """A batch, and the number of samples that it was made of; None if that is not known."""
+
+    batch: Any
+    samples: int | None
+
+
+def _collate_and_count(collate: Any, samples: Any) -> _Counted:
+    size = len(samples) if isinstance(samples, list | tuple) else None  # a dataset may read all at once
+    return _Counted(collate(samples), size)
+
+
+def _identified(read: Any, indices: Any = None) -> Identified:
+    batch, samples = read if isinstance(read, _Counted) else (read, None)
+    if samples is None and isinstance(indices, list):
+        samples = len(indices)
+    return Identified(batch, batch if indices is None else indices, samples)
 
 
 def _init_loader_process(parent: int, rank: int, init: Any, worker: int) -> None:

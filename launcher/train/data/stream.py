@@ -148,7 +148,7 @@ class StreamShare(IterableDataset[tuple[Any, int, StreamNote]]):
             each = sum(size for size, _ in blocks) // len(readers)
             saves = self._saves and window > first and window >= self._start
             states = self._states(readers, window, position) if saves and each else None
-            compared = max(1, min(each, OUTLINED_SAMPLES))
+            compared = max(1, min(each, OUTLINED_SAMPLES)) if states is not None or sends_outlines else 1
             ahead = [reader.peek(compared) for reader in readers]
             if not any(ahead):
                 break

@@ -20,6 +20,7 @@ from torch import Tensor
 from launcher.errors import WrongCheckpoint
 from launcher.quantities import count
 from launcher.train.data.fingerprint import Outline, outline
+from launcher.train.data.loader import copied
 from launcher.train.data.randomness import SampleRandom
 from launcher.train.data.stream_shards import has_hidden_state
 
@@ -52,10 +53,11 @@ class StreamState(NamedTuple):
 
 
 class Identified(NamedTuple):
-    """A sample whose ``identity`` is compared in its place."""
+    """A batch whose ``identity`` is compared in its place. ``samples``: number in it, if that is known."""
 
     sample: Any
     identity: Any
+    samples: int | None = None
 
 
 class SavedShards(NamedTuple):
@@ -121,12 +123,19 @@ class StreamReader:
         return reader
 
     def peek(self, size: int) -> list[Any]:
-        """Return the next ``size`` samples, or fewer at the end, without taking them."""
+        """Return the next ``size`` samples, or fewer at the end, without taking them.
+
+        Several are copied: a stream may write each sample into the same memory.
+        """
+        return self._read(size, copies=size > 1)
+
+    def _read(self, size: int, *, copies: bool = False) -> list[Any]:
         if (missing := size - len(self._ahead)) > 0 and not self._ended:
             with self._random.continued(self._epoch):
                 for _ in range(missing):  # not islice: it calls __iter__ again, in which a stream may start again
                     try:
-                        self._ahead.append(next(self._samples))
+                        sample = next(self._samples)
+                        self._ahead.append(copied(sample) if copies else sample)
                     except StopIteration:
                         break
             self._ended = len(self._ahead) < size
@@ -134,7 +143,7 @@ class StreamReader:
 
     def take(self, size: int) -> list[Any]:
         """Return the next ``size`` samples; fewer at the end."""
-        samples = self.peek(size)
+        samples = self._read(size)
         del self._ahead[:size]
         return samples
 

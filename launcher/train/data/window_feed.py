@@ -149,7 +149,7 @@ def _ready_feed(
     return StreamFeed(
         BatchStream(ready, plan.train.seed, *turn), dataclasses.replace(plan, batch=batch, train=train), world, device,
         the_batch, start, compare=compare and world.size > 1, checkpoint=checkpoint,
-        samples_in=lambda batch: samples_in(batch, ready.size, micro_size),
+        samples_in=lambda read: samples_in(read, ready.size, micro_size),
     )  # fmt: skip
 
 
@@ -345,8 +345,10 @@ class StreamFeed:
         """Wait for the next micro-batch; return False at the end."""
         for item in self._source:
             self._outlines += item.note.outlines
-            if item.samples and self._samples_in is not None:
-                item = dataclasses.replace(item, samples=self._samples_in(item.data))
+            if self._samples_in is not None:
+                data, known = item.data
+                samples = item.samples and (known or self._samples_in(data))
+                item = dataclasses.replace(item, data=data, samples=samples)
             if item.note.number is not None:
                 self._ahead.append(item)
                 return True

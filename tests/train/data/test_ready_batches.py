@@ -25,6 +25,7 @@ from torch.utils.data import (
 from launcher import ReadyBatches
 from launcher.errors import ConfigError, DataError
 from launcher.plan.run_plan import RunPlan
+from launcher.train.data.loader import copied
 from launcher.train.data.window_feed import open_feed
 from launcher.train.world import World
 from tests.train.data.feeds import CPU, plan_for, run_resumably
@@ -127,6 +128,88 @@ def test_windows_are_those_of_a_plain_loop(kind: str) -> None:
         before, place, saved = run_resumably(plan_of(first), lambda _: make(), windows=windows)
         after = run_resumably(plan_of(second), lambda _: make(), place, saved)[0]
         assert before + after == expected
+
+
+class Reused(IterableDataset[Tensor]):
+    """Collate function and stream of ``size`` samples each, which writes all of its batches into the same memory."""
+
+    def __init__(self, size: int) -> None:
+        self.memory = np.zeros(size)
+
+    def __call__(self, samples: list[Any]) -> Tensor:
+        self.memory[: len(samples)] = samples
+        return torch.from_numpy(self.memory)[: len(samples)]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        size = len(self.memory)
+        return (self([*range(first, min(SAMPLES, first + size))]) for first in range(0, SAMPLES, size))
+
+
+@pytest.mark.parametrize("kind", ["loader", "iterable", "stream", "stream of batches", "samples", "indexed"])
+def test_batches_in_reused_memory(kind: str) -> None:
+    """The first window has the batches of a plain loop, which uses each before it reads the next."""
+    make: Callable[[], Any] = {
+        "loader": lambda: DataLoader(Numbers(), 4, collate_fn=Reused(4)),
+        "iterable": lambda: ReadyBatches(Reused(4), 4),
+        "stream": Streamed,
+        "stream of batches": lambda: DataLoader(Reused(4), None),
+        "samples": lambda: Reused(1),
+        "indexed": Numbers,
+    }[kind]
+    plan = plan_for(
+        1 if kind == "samples" else 4, 2, "train.shuffle=false", samples=SAMPLES if kind == "indexed" else None
+    )
+    collate = Reused(4) if kind in ("stream", "indexed") else None
+    window = sorted(
+        n
+        for rank in range(2)
+        for batch in next(open_feed(make(), plan, World(rank, 2, rank), CPU, collate).windows()).micro_batches
+        for n in batch.data.flatten().tolist()
+    )
+    assert window == [*range(24)]
+
+
+def test_copies_are_of_the_view_and_keep_the_graph() -> None:
+    whole = torch.zeros(1000, requires_grad=True)
+    view = copied({"a": whole[:4].detach(), "b": whole[:4]})
+    assert view["a"].untyped_storage().nbytes() == 16
+    assert view["b"].requires_grad
+
+
+class Buckets(Sampler[list[int]]):
+    """Batches of 2, 6 and again 2 and 6 samples."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1], [2, 3, 4, 5, 6, 7], [8, 9], [*range(10, 16)]])
+
+
+class Padded(Numbers):
+    """Dataset whose items are batches: three rows, whatever the indices are."""
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return padded([*map(torch.tensor, index)])
+
+
+def padded(samples: list[Tensor]) -> Tensor:
+    """Three time steps of each sample, as pad_sequence returns them."""
+    return torch.stack(samples).expand(3, -1)
+
+
+def sample_counts(data: Any, micro: int = 4, batches: int = 4) -> list[int]:
+    feed = open_feed(data, plan_for(micro, 1, samples=None), World(0, 1, 0), CPU)
+    counts = [batch.samples for batch in itertools.islice(next(feed.windows()).micro_batches, batches)]
+    feed.close()
+    return counts
+
+
+def test_the_weight_of_a_batch_is_its_number_of_samples() -> None:
+    data = Numbers()
+    assert sample_counts(DataLoader(data, batch_sampler=Buckets())) == [2, 6, 2, 6]
+    assert sample_counts(DataLoader(data, batch_sampler=Buckets(), collate_fn=padded)) == [2, 6, 2, 6]
+    assert sample_counts(DataLoader(Streamed(), 4, collate_fn=padded)) == [4] * 4
+    assert sample_counts(DataLoader(Padded(), None, sampler=BatchSampler(Drawing(), 4, False))) == [4] * 4
+    assert sample_counts(ReadyBatches([torch.zeros(2), torch.zeros(3, 4)]), batches=2) == [2, 3]
+    assert sample_counts(ReadyBatches([[1.0] * 4, [2.0] * 4]), batches=2) == [4, 4]
 
 
 def test_a_shuffle_without_a_seed_is_that_of_the_run() -> None:

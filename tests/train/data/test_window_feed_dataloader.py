@@ -52,6 +52,25 @@ def test_batches_are_used_and_of_held_out_data_the_dataset() -> None:
     assert first_batch(task, train, 3)[0].shape == (3, 2)
 
 
+def test_a_collate_of_the_task_that_its_loader_does_not_call_is_refused() -> None:
+    class Collating:
+        collate_fn: Any = None
+
+        def collate(self, samples: list[Any]) -> Any:
+            return torch.stack(samples)
+
+        def train_data(self) -> Any:
+            return DataLoader(Numbers(), 4, collate_fn=self.collate_fn)
+
+    task = cast("Any", Collating())
+    with pytest.raises(TaskError, match=r"has another collate\(\)[\s\S]*collate_fn=self.collate"):
+        train_data(task, 7)
+    task.collate_fn = task.collate
+    assert isinstance(train_data(task, 7), DataLoader)
+    task.train_data = lambda: DataLoader(Numbers(), None)  # collates nothing
+    assert isinstance(train_data(task, 7), DataLoader)
+
+
 @pytest.mark.parametrize("how", REFUSED)
 def test_what_is_not_its_dataset_is_refused(how: str) -> None:
     task = load_task(f"{TASKS}.LoadedInVain", {"how": how}, [], seed=7)
