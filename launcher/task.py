@@ -286,7 +286,10 @@ def as_ready(data: Any) -> ReadyBatches:
 
 
 def dataset_of(data: Any) -> Any:
-    """Return the dataset of a DataLoader, whose samples ranks compare; any other ``data`` itself."""
+    """Return the dataset of a DataLoader, whose samples ranks compare; None if each rank has its own; any other
+    ``data`` itself."""
+    if isinstance(data, ReadyBatches) and data.sharded:
+        return None
     loader = data.batches if isinstance(data, ReadyBatches) else data
     return loader.dataset if is_loader(loader) else loader
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from launcher.config.schema import Balance, BatchConfig, Norm, OnOom
+from launcher.config.schema import Balance, BatchConfig, Norm, OnOom, ShortWindow
 from launcher.errors import ConfigError
 from launcher.quantities import count
 
@@ -387,3 +387,16 @@ def norm_of_window_loss(norm: Norm) -> ConfigError:
         "batch.norm", norm, "does not work with a task that has window_loss and accumulation.",
         "Use batch.norm=sync, or batch.accumulation=1.",
     )  # fmt: skip
+
+
+def require_short_batches(policy: ShortWindow) -> None:
+    """Check that short windows of ready batches are kept.
+
+    Raises:
+        ConfigError: they are to be dropped.
+    """
+    if policy is ShortWindow.drop:
+        raise ConfigError(
+            "batch.short_window", "drop", "the training data has ready batches: its DataLoader decides.",
+            "Leave it out, and give the DataLoader as many samples as whole windows have.",
+        )  # fmt: skip

@@ -33,6 +33,7 @@ from launcher.plan.batch import (
     Batch,
     batch_notes,
     norm_of_window_loss,
+    require_short_batches,
     solve_batch,
     solve_largest,
     solve_smaller,
@@ -196,11 +197,7 @@ def _with_ready_batches(config: Config, task: TaskPlan) -> Config:
             key, micro, "the training data has batches of unknown size.",
             "Set it to the number of samples that a batch counts for.",
         )  # fmt: skip
-    if config.batch.short_window is ShortWindow.drop:
-        raise ConfigError(
-            "batch.short_window", "drop", "the training data has ready batches: its DataLoader decides.",
-            "Leave it out, and give the DataLoader as many samples as whole windows have.",
-        )  # fmt: skip
+    require_short_batches(config.batch.short_window)
     return dataclasses.replace(config, batch=dataclasses.replace(config.batch, micro_size=micro or size))
 
 

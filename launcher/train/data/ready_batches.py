@@ -1,9 +1,9 @@
-"""Ready batches: those of a DataLoader, or of an iterable, as a stream whose samples are micro-batches.
+"""Batches of a DataLoader or another iterable, used as micro-batches.
 
-Every rank has the same batches and uses its own in turn. It reads all of them, except that loader processes read only
-those of their rank, if a sampler draws their indices. The random numbers that an epoch draws from torch's,
-Python's and NumPy's global generators follow from train.seed and the epoch, and the generators of a DataLoader and its
-samplers are as in a plain loop over it: a resume draws from them for the epochs before.
+Batch k of an epoch belongs to rank k mod world size. Each rank reads all batches, except where a sampler draws the
+indices and loader processes read them: then it reads its own only. Draws from the global generators follow from
+train.seed and the epoch. Generators of the DataLoader and its samplers continue from epoch to epoch, as in a plain
+loop; a resume first repeats the draws of the earlier epochs.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from launcher.errors import DataError
+from launcher.heartbeat import HEARTBEAT
 from launcher.process import STOP_SIGNALS
 from launcher.task import ReadyBatches, is_loader, seed_everything, seed_for
 from launcher.train.data.loader import guard_loader_process
@@ -91,10 +92,13 @@ class BatchStream(IterableDataset[Identified]):
         self._ready, self._seed, self._epoch, self._rank, self._ranks = ready, seed, 0, rank, ranks
         self._loader = is_loader(ready.batches)
         self._batches, self._indices = ready.batches, None
-        self.sharded = ready.sharded
+        self.sharded, turn = ready.sharded, (rank if ready.sharded else 0, 1)
+        self._copy: BatchStream | None = None
+        # of torch's generators that the loader and its samplers draw from: states at the start of the epoch
+        self._states = list[tuple[torch.Generator, Tensor]]()
         if self._loader:
             self._batches = copy.copy(ready.batches)  # the attributes set below are not those of the user's loader
-            self._guard_processes()
+            self._batches._iterator = None  # persistent processes of the user's loader
             if self._batches.batch_sampler is not None:  # collate_fn is called with a list of samples
                 self._batches.collate_fn = functools.partial(_collate_and_count, self._batches.collate_fn)
         if has_state(self._batches):
@@ -102,9 +106,11 @@ class BatchStream(IterableDataset[Identified]):
         elif self._loader and not isinstance(self._batches.dataset, IterableDataset):
             name = "sampler" if self._batches.batch_sampler is None else "batch_sampler"
             # without processes, the samplers may draw from the same random numbers as the samples
-            turn = (rank, ranks) if self._batches.num_workers and not ready.sharded else (0, 1)
-            self._indices = _Recorded(getattr(self._batches, name), *turn)
+            turn = (rank, ranks) if self._batches.num_workers and not ready.sharded else turn
+            self._indices = _DealtSampler(getattr(self._batches, name), turn[0] % turn[1], turn[1])
             vars(self._batches)[name] = self._indices  # a DataLoader's attributes may not be set
+        if self._loader:
+            self._set_up_processes(turn[0])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BatchStream:
         ready = self._ready  # the samples of a DataLoader are not copied
@@ -112,6 +118,7 @@ class BatchStream(IterableDataset[Identified]):
             ready = ReadyBatches(copy.deepcopy(ready.batches, memo), ready.size, sharded=ready.sharded)
         stream = BatchStream(ready, self._seed, self._rank, self._ranks)
         stream._epoch = self._epoch
+        self._copy = stream
         return stream
 
     def set_epoch(self, epoch: int) -> None:
@@ -121,7 +128,7 @@ class BatchStream(IterableDataset[Identified]):
             DataError: they were used for it, or for a later one.
         """
         self._epoch = epoch
-        if self._loader and not _draws_anew(self._batches):
+        if self._loader and not _draws_anew(self._ready.batches):
             used = _EPOCHS.get(self._ready.batches, 0)
             if used > epoch:
                 raise DataError(
@@ -129,11 +136,17 @@ class BatchStream(IterableDataset[Identified]):
                     "generators cannot go back.\n  Build a new one, with newly seeded generators, before each call."
                 )
             for past in range(used, epoch):
+                HEARTBEAT.again()
                 self._start_epoch(past)
                 self._draw(past)
         self._start_epoch(epoch)
+        holders = [self._batches, *_samplers(self._batches)] if self._loader else []
+        generators = [getattr(each, "generator", None) for each in holders]
+        self._states = [(each, each.get_state()) for each in generators if isinstance(each, torch.Generator)]
 
     def __iter__(self) -> Iterator[Identified]:
+        for generator, state in self._states:  # a copy, which was read first, draws from the same generators
+            generator.set_state(state)
         if self._loader:
             _EPOCHS[self._ready.batches] = self._epoch + 1
         if self._indices is not None:
@@ -153,13 +166,16 @@ class BatchStream(IterableDataset[Identified]):
         """End persistent loader processes."""
         if self._loader:
             self._batches._iterator = None
+        if self._copy is not None:
+            self._copy.close()
 
-    def _guard_processes(self) -> None:
+    def _set_up_processes(self, rank: int) -> None:
+        """Set up the loader's processes as they start. ``rank``: 0 if all ranks read the same in them."""
         loader: Any = self._batches
-        method = (loader.multiprocessing_context or multiprocessing).get_start_method()
-        if loader.num_workers and method != "forkserver":  # whose processes are not children of the rank
-            own = (os.getpid(), self._rank if self._ranks > 1 else 0, loader.worker_init_fn)
-            loader.worker_init_fn = functools.partial(_init_loader_process, *own)
+        if loader.num_workers:
+            method = (loader.multiprocessing_context or multiprocessing).get_start_method()
+            parent = None if method == "forkserver" else os.getpid()  # whose processes are not children of the rank
+            loader.worker_init_fn = functools.partial(_set_up_process, parent, rank, loader.worker_init_fn)
 
     def _start_epoch(self, epoch: int) -> None:
         holders = [self._ready.batches]
@@ -177,6 +193,8 @@ class BatchStream(IterableDataset[Identified]):
             if not isinstance(loader.dataset, IterableDataset):
                 sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
                 collections.deque(sampler, maxlen=0)
+                if self._indices is not None:
+                    self._indices.taken.clear()
         if loader.num_workers and loader.persistent_workers:
             loader.generator = torch.Generator().manual_seed(self._seed)  # which gave its seed in the first epoch
 
@@ -190,11 +208,12 @@ class BatchStream(IterableDataset[Identified]):
         self._batches.load_state_dict(torch.load(buffer, weights_only=True))
 
 
-class _Recorded:
-    """Sampler that yields the indices of a rank's batches, and of the first one, which may be a stand-in.
+class _DealtSampler:
+    """Sampler that yields the indices of this rank's batches. The epoch's first batch is read by every rank, as data
+    for stand-ins.
 
     Attributes:
-        taken: indices that were drawn and not yet read, and whether they were yielded.
+        taken: (indices, whether this rank reads them) of batches drawn and not yet passed on.
     """
 
     def __init__(self, sampler: Any, rank: int, ranks: int) -> None:
@@ -236,8 +255,9 @@ def _identified(read: Any, indices: Any = None) -> Identified:
     return Identified(batch, batch if indices is None else indices, samples)
 
 
-def _init_loader_process(parent: int, rank: int, init: Any, worker: int) -> None:
-    guard_loader_process(parent)
+def _set_up_process(parent: int | None, rank: int, init: Any, worker: int) -> None:
+    if parent is not None:
+        guard_loader_process(parent)
     if rank:  # which reads other samples than rank 0, and draws other random numbers for them
         seed_everything(seed_for(torch.initial_seed(), f"rank/{rank}"))
     if init is not None:
@@ -258,4 +278,6 @@ def _draws_anew(loader: Any) -> bool:
             type(sampler) is RandomSampler and sampler.generator is None
         )
 
-    return loader.generator is None and all(map(anew, _samplers(loader)))
+    continues = loader.num_workers and loader.persistent_workers  # whose seed is drawn in the first epoch only
+    streams = isinstance(loader.dataset, IterableDataset)
+    return loader.generator is None and not continues and (streams or all(map(anew, _samplers(loader))))

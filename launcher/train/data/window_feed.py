@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from launcher.config.schema import Balance, ShortWindow
 from launcher.errors import ConfigError, DataError
+from launcher.plan.batch import require_short_batches
 from launcher.plan.data_shards import START_AGAIN, Division, require_second_epoch
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.windows import Span, Windows, share_of_window
@@ -97,6 +98,9 @@ def open_feed(
     if compare:
         require_same_data({"The training data": dataset_of(dataset)}, plan, world, device)
     checkpoint = checkpoint or StreamCheckpoint()
+    if ready is not None or plan.task.samples is None:
+        require_shards(dataset, plan.train.data_shards)
+        require_second_epoch(plan.train.epochs, stream_info(dataset))
     if ready is not None:
         _require_length(ready.samples, plan, world)
         if collate is not None:
@@ -104,8 +108,6 @@ def open_feed(
         return _ready_feed(ready, plan, world, device, start, compare=compare, checkpoint=checkpoint)
     collate = collate or default_collate
     if plan.task.samples is None:
-        require_shards(dataset, plan.train.data_shards)
-        require_second_epoch(plan.train.epochs, stream_info(dataset))
         return StreamFeed(
             dataset, plan, world, device, collate, start,
             compare=compare and world.size > 1, checkpoint=checkpoint,
@@ -136,10 +138,7 @@ def _ready_feed(
     """Return the feed of a stream whose samples are batches, read in this process."""
     require_usable(ready)
     micro_size, batch = plan.batch.micro_size, plan.batch.of_ready_batches(ready.size)
-    require_shards(ready, plan.train.data_shards)
-    require_second_epoch(plan.train.epochs, stream_info(ready))
-    if plan.epoch.short_window_policy is ShortWindow.drop:
-        raise ConfigError("batch.short_window", "drop", "the training data has ready batches.", "Leave it out.")
+    require_short_batches(plan.epoch.short_window_policy)
     if batch.sites > 1:
         raise DataError(
             "The training data has ready batches, which cannot be divided among sites.\n  Give its dataset."
@@ -149,7 +148,7 @@ def _ready_feed(
     return StreamFeed(
         BatchStream(ready, plan.train.seed, *turn), dataclasses.replace(plan, batch=batch, train=train), world, device,
         the_batch, start, compare=compare and world.size > 1, checkpoint=checkpoint,
-        samples_in=lambda read: samples_in(read, ready.size, micro_size),
+        samples_in=functools.partial(samples_in, size=ready.size, micro_size=micro_size),
     )  # fmt: skip
 
 

@@ -25,7 +25,9 @@ from torch.utils.data import (
 from launcher import ReadyBatches
 from launcher.errors import ConfigError, DataError
 from launcher.plan.run_plan import RunPlan
+from launcher.task import dataset_of
 from launcher.train.data.loader import copied
+from launcher.train.data.ready_batches import BatchStream
 from launcher.train.data.window_feed import open_feed
 from launcher.train.world import World
 from tests.train.data.feeds import CPU, plan_for, run_resumably
@@ -352,6 +354,10 @@ def test_what_is_refused() -> None:
         DataLoader(data, 4), plan_of(2, samples=80)
     )
     assert "in_order=False" in refusal(DataLoader(data, 4, num_workers=2, in_order=False), plan)
+    assert "its DataLoader decides" in refusal(
+        DataLoader(data, 4), plan_of(2, "batch.short_window=drop", samples=SAMPLES)
+    )
+    assert dataset_of(ReadyBatches(DataLoader(data, 4), sharded=True)) is None, "ranks do not compare their own"
     assert "read only once" in refusal(ReadyBatches(iter([[1]])), plan)
     assert "train.data_shards=2: the training data has ready batches" in refusal(
         DataLoader(data, 4), plan_of(2, "train.data_shards=2")
@@ -364,9 +370,62 @@ def test_generators_cannot_go_back() -> None:
     assert "Build a new one" in refusal(loader, plan_of(1), start=place)
 
 
+def test_an_unseeded_loader_is_read_again_by_another_call() -> None:
+    for loader in (DataLoader(Numbers(), 4, shuffle=True), DataLoader(Streamed(), 4)):
+        whole, place, _ = run_resumably(plan_of(1), lambda _, loader=loader: loader, windows=7)
+        assert run_resumably(plan_of(1), lambda _, loader=loader: loader, windows=7)[0] == whole
+        assert len(run_resumably(plan_of(1), lambda _, loader=loader: loader, place)[0]) == 3
+
+
+class Restoring(DataLoader[Any]):
+    """Loader whose state does not lead to its samples, and whose loading sets the generator, as torchdata's does."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        del state
+        cast("torch.Generator", self.generator).manual_seed(99)
+
+
+def test_an_epoch_is_read_again_in_the_same_order_after_a_failed_restore(capsys: pytest.CaptureFixture[str]) -> None:
+    def make(_: int = 0) -> Any:
+        return Restoring(cast("Any", Numbers()), 4, shuffle=True, generator=seeded())
+
+    expected = plain(make())
+    before, place, saved = run_resumably(plan_of(1), make, windows=7)
+    assert before + run_resumably(plan_of(1), make, place, saved)[0] == expected
+    assert "The epoch so far is read again" in capsys.readouterr().out
+
+
+class DrawingStream(Streamed):
+    def __iter__(self) -> Iterator[Tensor]:
+        return (number + torch.rand(()) for number in super().__iter__())
+
+
+def test_loader_processes_of_all_ranks_draw_the_same_where_all_are_read() -> None:
+    """Also if the loader is persistent, and was read by its owner, whose processes stay."""
+    loaders = [DataLoader(DrawingStream(), 4, num_workers=1, persistent_workers=True) for _ in range(2)]
+    of_owner = [iter(loader) for loader in loaders]
+    batches: list[Any] = []
+    for rank, loader in enumerate(loaders):
+        stream = BatchStream(ReadyBatches(loader), 0, rank, 2)
+        stream.set_epoch(0)
+        torch.manual_seed(4)
+        batches.append(next(iter(stream)))
+        stream.close()
+    assert torch.equal(*(batch.sample for batch in batches))
+    assert [len(next(each)) for each in of_owner] == [batch.samples for batch in batches]
+
+
+def test_draws_of_earlier_epochs_keep_no_indices() -> None:
+    stream = cast("Any", BatchStream(ReadyBatches(LOADERS["generator"]()), 0))
+    stream.set_epoch(3)
+    assert not stream._indices.taken
+
+
 def test_samples_that_differ_between_reads_are_no_fault() -> None:
     """Ranks compare the indices that a sampler draws, and not what augmentation makes of them."""
-    from launcher.train.data.ready_batches import BatchStream
     from launcher.train.data.stream_state import outlines_of
 
     class Noisy(Numbers):
