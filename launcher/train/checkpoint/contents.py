@@ -48,6 +48,7 @@ def checkpoint_tensors(
             _init_optim_state(member)
     module, training = engine.parallel.module, dict[str, Tensor]()
     model = get_model_state_dict(module)
+    _require_text_keys(model)
     if has_modes(engine.optimizer):  # the checkpoint is used for evaluation and export, and to resume
         training = {name: p.detach() for name, p in named_parameters(module) if p.requires_grad}
         with evaluation_values(engine.optimizer):
@@ -75,7 +76,7 @@ def require_restorable(engine: Engine) -> None:
         TaskError: they cannot.
     """
     module = engine.parallel.module
-    problem = None
+    problem, state = None, dict[str, Any]()
     try:
         state = get_model_state_dict(module)
         left_out = [name for name, p in named_parameters(module) if p.requires_grad and name not in state]
@@ -92,7 +93,31 @@ def require_restorable(engine: Engine) -> None:
             "Let its state_dict() return all parameters under their names, and its load_state_dict(state_dict, strict) "
             "load that; or train\n  without checkpoints: checkpoint.enabled=false."
         )
+    _require_text_keys(state)
     schedule_state(engine.schedule)
+
+
+def _require_text_keys(state: Mapping[str, Any]) -> None:
+    """Raise TaskError if a module's extra state has a dict with other keys, which torch stores as texts."""
+    for name, value in state.items():
+        for key in _other_keys(value):
+            raise TaskError(
+                f"{name} in the model's state_dict() has the key {key!r}, a {type(key).__name__}, which a resume would "
+                f"restore as {str(key)!r}.\n  Use texts as keys in get_extra_state(), and convert them in "
+                "set_extra_state(); or train without checkpoints: checkpoint.enabled=false."
+            )
+
+
+def _other_keys(value: object) -> Iterator[object]:
+    """Yield the keys that are no texts of dicts in nested dicts and lists: torch stores other objects whole."""
+    if isinstance(value, Mapping):
+        for key, inner in cast("Mapping[object, object]", value).items():
+            if not isinstance(key, str):
+                yield key
+            yield from _other_keys(inner)
+    elif isinstance(value, list):
+        for inner in cast("list[object]", value):
+            yield from _other_keys(inner)
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from launcher.plan.initial_weights import KEY, InitialWeights
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir.paths import MANIFEST
 from launcher.train.checkpoint.file_format import damages
-from launcher.train.checkpoint.weights import READ_ERRORS, StoredTensor, Weights, open_weights
+from launcher.train.checkpoint.weights import READ_ERRORS, CheckpointWeights, StoredTensor, Weights, open_weights
 from launcher.train.parallel.base import local, own_region
 from launcher.train.world import World
 
@@ -119,7 +119,10 @@ class InitialValues:
         try:
             for names, target in state.named:
                 problem = problem or self._fill(target, [stored[name] for name in names if name in stored])
-            extra = {name: self._weights.read(stored[plain_name(name)]) for name in state.extra}
+            extra = {
+                name: self._weights.read(stored[plain]) if (plain := plain_name(name)) in stored else {}
+                for name in state.extra
+            }
             if extra:
                 model.load_state_dict(extra, strict=False)
         except READ_ERRORS as error:
@@ -178,10 +181,20 @@ def _misfits(state: ModelState, weights: Weights) -> list[str]:
     problem = "is in the model's state_dict, and is neither a parameter nor a buffer: its value would not be replaced"
     lines += _shortened([f"{name} {problem}" for name in state.others])
     divided = [name for name in map(plain_name, state.extra) if _has_parts(name, map(plain_name, weights.tensors))]
-    unreadable = dict.fromkeys([*weights.others, *divided])
+    unreadable = dict.fromkeys([*(name for name in weights.others if not _is_empty(name, weights)), *divided])
     lines += _shortened([f"{name} is not a tensor, and cannot be read" for name in unreadable])
     pairs = _pairs(state, weights.tensors)
     return lines + _shortened([line for pair in pairs if (line := _unconvertible(*pair)) is not None])
+
+
+def _is_empty(name: str, weights: Weights) -> bool:
+    """Return whether a stored value is a module's extra state, and an empty dict."""
+    if name.rpartition(".")[2] != _EXTRA_STATE or not isinstance(weights, CheckpointWeights):
+        return False
+    try:
+        return weights.is_empty_dict(name)
+    except READ_ERRORS:  # such as an object of a class of the user's
+        return False
 
 
 def misfits(state: ModelState, tensors: Mapping[str, StoredTensor], others: Iterable[str] = ()) -> list[str]:

@@ -93,7 +93,11 @@ class CheckpointWeights:
             result[_slices(item.dest_offsets, item.lengths)] = piece
         return result
 
-    def _load(self, index: MetadataIndex) -> Tensor:
+    def is_empty_dict(self, name: str) -> bool:
+        """Return whether one of ``others`` is a dict without keys."""
+        return self._load(MetadataIndex(self._prefix + name)) == {}
+
+    def _load(self, index: MetadataIndex) -> Any:
         place = self._places[index.fqn, index.offset]
         with open_file(self._directory / place.relative_path) as file:
             part = self._reader._slice_file(file, place)  # pyright: ignore[reportPrivateUsage]
