@@ -13,8 +13,10 @@ import itertools
 import operator
 import random
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from enum import Enum
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -357,6 +359,16 @@ class SavedAttributes:
                 self._save_array(value)
             case _ if (generator := generator_state(value)) is not None:
                 self._keep(*generator)
+            case threading.local():  # this thread's attributes
+                self._keep(functools.partial(_restore_dict, vars(value)), {**vars(value)})
+                return vars(value).values()
+            case ContextVar():
+                try:
+                    held = value.get()
+                except LookupError:  # neither set nor with a default
+                    return ()
+                self._keep(value.set, held)
+                return [held]
             case _:
                 return self._save_object(value)
         return ()

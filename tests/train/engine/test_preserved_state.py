@@ -7,9 +7,11 @@ import itertools
 import json
 import random
 import sys
+import threading
 import warnings
 from collections import deque
 from collections.abc import Generator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -194,6 +196,33 @@ def test_classes_that_code_only_names_are_restored() -> None:
     for _ in range(2):
         assert loss() == (1, 2, 2, 2, 1)
         saved.restore()
+
+
+class OfThread(threading.local):
+    calls = 0
+
+
+CALLS, NOTES = ContextVar("calls", default=0), ContextVar[list[int]]("notes")
+
+
+def test_variables_of_threads_and_contexts_are_restored() -> None:
+    task = SimpleNamespace(plain=threading.local(), own=OfThread(), unset=ContextVar[int]("unset"))
+    task.plain.seen = [0]
+    NOTES.set([0])
+
+    def loss() -> tuple[Any, ...]:
+        task.plain.seen.append(1)
+        task.plain.new = 2
+        task.own.calls += 1
+        CALLS.set(CALLS.get() + 1)
+        NOTES.get().append(3)
+        return [*task.plain.seen], task.own.calls, CALLS.get(), [*NOTES.get()]
+
+    saved = SavedAttributes(task, loss)
+    for _ in range(2):
+        assert loss() == ([0, 1], 1, 1, [0, 3])
+        saved.restore()
+    assert vars(task.plain).keys() == {"seen"}
 
 
 def test_classes_functions_and_modules_of_unknown_origin(monkeypatch: pytest.MonkeyPatch) -> None:
