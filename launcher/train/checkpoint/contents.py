@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import KeyPath, keystr, tree_leaves_with_path, tree_map_with_path
+from torch.utils._pytree import KeyPath, keystr, tree_leaves, tree_leaves_with_path, tree_map_with_path
 
 from launcher.errors import TaskError
 from launcher.quantities import first_names
-from launcher.train.checkpoint.file_format import STREAM_KEY
+from launcher.train.checkpoint.file_format import STREAM_KEY, unreadable
 from launcher.train.checkpoint.optimizer_parts import named_parameters, optimizer_state
 from launcher.train.data.randomness import random_state
 from launcher.train.engine.engine import Engine
@@ -80,8 +80,14 @@ def require_restorable(engine: Engine) -> None:
     try:
         state = get_model_state_dict(module)
         left_out = [name for name, p in named_parameters(module) if p.requires_grad and name not in state]
+        leaves = [(name, leaf) for name, value in state.items() for leaf in tree_leaves(value)]
+        wrong = [
+            f"{name}: {why}" for name, leaf in leaves if not isinstance(leaf, Tensor) and (why := unreadable(leaf))
+        ]
         if left_out:
             problem = f"state_dict() leaves out trained parameters: {first_names(left_out)}"
+        elif wrong:
+            problem = wrong[0]
         elif type(module).load_state_dict is not nn.Module.load_state_dict:
             with any_signature(module):
                 set_model_state_dict(module, state, options=StateDictOptions(strict=False))

@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
 
 import launcher
-from launcher.errors import WrongCheckpoint
+from launcher.errors import TaskError, WrongCheckpoint
 from launcher.rundir.files import Unreadable, open_file, read_json, write_json
 from launcher.rundir.paths import MANIFEST, STATE
 from launcher.train.world import World
@@ -329,9 +329,29 @@ def _member(kind: Any, name: str) -> Enum:
     raise pickle.UnpicklingError(f".metadata asks for {name} of {kind!r}, which no checkpoint needs")
 
 
+def unreadable(value: Any) -> str:
+    """Return why a value that is no tensor could not be read from a checkpoint again; "" if it can."""
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except (pickle.PickleError, AttributeError, TypeError) as error:
+        why = (str(error).partition("WeightsUnpickler error: ")[2] or str(error)).strip().partition(". ")[0]
+        return f"a {type(value).__name__} cannot be read from a checkpoint again ({why})"
+    return ""
+
+
 class SavePlanner(dcp.DefaultSavePlanner):
-    """Save planner that keeps empty dicts in a module's extra state. torch drops them, and every dict that contains
-    nothing else."""
+    """Save planner that keeps empty dicts in a module's extra state, and refuses values that could not be read again.
+
+    torch drops empty dicts, and every dict that contains nothing else.
+    """
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002
+        if write_item.type is WriteItemType.BYTE_IO and (why := unreadable(object)):
+            raise TaskError(f"{write_item.index.fqn}: {why}; keep tensors, numbers, texts, lists and dicts of them")
+        return super().transform_object(write_item, object)
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False

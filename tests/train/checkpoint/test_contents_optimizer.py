@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, CosineAnnealingLR, LinearLR, SequentialLR, StepLR
 
 from launcher import Engine, make_plan
-from launcher.errors import TaskError, WrongCheckpoint
+from launcher.errors import CheckpointFailed, TaskError, WrongCheckpoint
 from launcher.rundir.fencing import Fence
 from launcher.train.checkpoint import load, save
 from launcher.train.checkpoint.contents import require_restorable
@@ -185,6 +186,31 @@ class Broken(nn.Linear):
 class Forgets(nn.Linear):
     def state_dict(self, *_: Any, **__: Any) -> Any:
         return {"weight": self.weight}
+
+
+class Noted(nn.Linear):
+    notes: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.notes
+
+    def set_extra_state(self, state: Any) -> None:
+        self.notes = state
+
+
+@pytest.mark.usefixtures("alone")
+def test_extra_state_that_no_reader_accepts_is_refused_before_it_is_saved(tmp_path: Path) -> None:
+    """torch pickles some values, such as empty bytes, by names that its own reader without code refuses."""
+    for notes in (b"", {"a": [1, b""]}, numpy.zeros(2), numpy.float64(1)):
+        first = engine_of(tmp_path, model := Noted(4, 1))
+        for each in (b"x", {1}, {"a": [None, 1j]}):
+            model.notes = each
+            require_restorable(first)
+        model.notes = notes
+        with pytest.raises(TaskError, match=r"_extra_state: a \w+ cannot be read from a checkpoint again"):
+            require_restorable(first)
+        with pytest.raises(CheckpointFailed, match=r"_extra_state.*: a \w+ cannot be read from a checkpoint again"):
+            save.write(save.take_snapshot(first, Fence.here(first.plan.paths)))
 
 
 @pytest.mark.usefixtures("alone")
