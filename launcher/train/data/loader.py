@@ -406,5 +406,6 @@ class _Pinned:
         if isinstance(self.item, _Failed):
             return self.item
         data, *rest = self.item
-        # a collate_fn, or a loader such as DALI's, may have made it on the GPU
-        return _mapped(data, "pin_memory", lambda x: x if getattr(x, "is_cuda", False) else x.pin_memory()), *rest
+        # a collate_fn, or a loader such as DALI's, may have made it on the GPU, in memory that it uses again
+        pinned = _mapped(data, "pin_memory", lambda x: _copy(x) if getattr(x, "is_cuda", False) else x.pin_memory())
+        return pinned, *rest

@@ -370,5 +370,7 @@ def test_pinning_reaches_what_torch_does_not_know(monkeypatch: pytest.MonkeyPatc
     assert len(pinned) == len(tensors_of(before))
     assert type(data["dataclass"]) is Graph
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)  # made by the loader, such as DALI's
-    assert loader._Pinned((before, 3)).pin_memory()[0]["dataclass"].nodes is before["dataclass"].nodes
+    copied = loader._Pinned((before, 3)).pin_memory()[0]["dataclass"].nodes
+    assert copied.equal(before["dataclass"].nodes)
+    assert copied.data_ptr() != before["dataclass"].nodes.data_ptr(), "which may be used for the next batch"
     assert len(pinned) == len(tensors_of(before))
