@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from launcher.cli.overrides import take_flag, with_config
+from launcher.config.foreign_keys import translation
 from launcher.config.multirun import RequestedCell, Result
 from launcher.config.schema import ClusterKind, Config, check_values
 from launcher.errors import (
@@ -27,7 +28,7 @@ from launcher.launch import local
 from launcher.launch.credentials import require_credentials
 from launcher.launch.outer_job import allocation_note
 from launcher.launch.planner import new_run, plan_job, site_of
-from launcher.launch.program import require_program
+from launcher.launch.program import no_program, require_program
 from launcher.launch.slurm import client, submit
 from launcher.plan.callback_plan import BELL
 from launcher.plan.clusters import Peers, cluster_of
@@ -70,15 +71,16 @@ def launch_train(arguments: list[str]) -> int:
 def launch_run(arguments: list[str]) -> int:
     """Run a user's own torchrun script, module or command, without the engine."""
     if "--" not in arguments and not {"--help", "-h", "--cfg"} & set(arguments):
-        require_program([], "", contained=False)
+        raise no_program(arguments)
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     ours, script = arguments[:cut], arguments[cut + 1 :]
     quiet, wait = take_flag("--quiet", ours), take_flag("--wait", ours)
     for argument in ours:
-        group = argument.lstrip("+").partition("=")[0].partition(".")[0]
-        if "=" in argument and group not in ("cluster", "run", "notify", "hydra"):
-            hint = "`launch run` takes notify, and the keys of cluster and run."
-            raise ConfigError(argument, None, "has no effect on a script.", hint)
+        key = argument.lstrip("+").partition("=")[0]
+        if "=" in argument and key.partition(".")[0] not in ("cluster", "run", "notify", "hydra"):
+            foreign, hint = translation(key), "`launch run` takes notify, and the keys of cluster and run."
+            taken = any(f" {group}." in foreign for group in ("cluster", "run"))
+            raise ConfigError(argument, None, "has no effect on a script.", foreign if taken else hint)
 
     def act(config: Config, yaml: str) -> int:
         check_values(config, "cluster", "run")

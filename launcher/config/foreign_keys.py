@@ -32,7 +32,8 @@ _NAMES = {
     "Write schedule=cosine, linear, wsd or constant, or schedule._target_=MODULE.FUNCTION.": (
         "lr_scheduler_type lr_scheduler lr_decay_style decay_type"
     ),
-    "Write schedule.warmup_steps=N.": "warmup_steps warmup_ratio num_warmup_steps lr_warmup_iters",
+    "Write schedule.warmup_steps=N.": "warmup_steps num_warmup_steps lr_warmup_iters",
+    "Write schedule.warmup_steps=N, a count of steps and not a share of them.": "warmup_ratio warmup_fraction",
     "Write train.clip_norm=X.": "max_grad_norm gradient_clip_val gradient_clipping clip_grad max_norm grad_clip",
     "Write precision=fp16, bf16 or fp32.": (
         "fp16 bf16 mixed_precision amp use_amp half_precision mixed_precision_param autocast dtype torch_dtype"
@@ -84,7 +85,7 @@ _NAMES = {
     "Write trackers=[wandb].": "report_to log_with logger with_tracking use_wandb",
     "Write run.dir=DIR.": "output_dir default_root_dir dump_folder save_dir logging_dir work_dir",
     "Write run.name=NAME.": "run_name experiment_name exp_name",
-    "Write train.seed=N.": "manual_seed random_seed",
+    "Write train.seed=N.": "seed manual_seed random_seed",
     "Write train.deterministic=true.": "full_determinism deterministic_algorithms",
     "Write train.compile=true.": "torch_compile compile use_compile",
     "Write train.loader_workers=N.": "dataloader_num_workers num_workers num_data_workers",

@@ -31,6 +31,14 @@ def program_file(name: str) -> Path | None:
     return Path(found) if found else None
 
 
+def no_program(arguments: Sequence[str]) -> UserError:
+    """Return the error about ``arguments`` of `launch run`, which have no --."""
+    words = (word for word in arguments if word == "-m" or word.endswith(_SUFFIXES) or program_file(word))
+    first = next((word for word in words if "=" not in word), None)
+    before = f"Put `--` before {first}. " if first else ""
+    return UserError(f"launch run: no script.\n  {before}{_FORMS}")
+
+
 def require_program(arguments: Sequence[str], cwd: str, *, contained: bool) -> str:
     """Check what follows the -- of `launch run`, and return a stem for the run's name.
 

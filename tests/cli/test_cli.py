@@ -165,11 +165,13 @@ def test_unknown_verb(launch: Launch, tmp_path: Path) -> None:
 
 def test_script_that_is_not_there(launch: Launch, tmp_path: Path) -> None:
     assert "there is no such script" in refused(launch, tmp_path, "run", "--", "nothing.py")
-    assert "no script" in refused(launch, tmp_path, "run", "cluster.workers_per_node=1")
+    text = refused(launch, tmp_path, "run", "cluster.workers_per_node=1", "train.py", "--epochs=3")
+    assert "no script.\n  Put `--` before train.py. Use: " in text
     address = refused(launch, tmp_path, "runs", "--dir", "s3://bucket/runs")
     assert "--dir: s3://bucket/runs: is an address" in address
     assert "is mounted.\n" in address
-    assert "has no effect on a script" in refused(launch, tmp_path, "run", "batch.micro_size=1", "--", "nothing.py")
+    text = refused(launch, tmp_path, "run", "nproc_per_node=2", "--", "nothing.py")
+    assert "nproc_per_node=2: has no effect on a script.\n  Write cluster.workers_per_node=N" in text
 
 
 def test_plan_as_json_is_the_plan(launch: Launch) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data.dataloader import _BaseDataLoaderIter  # pyright: ignore[reportPrivateUsage]
 
 from launcher.config.schema import Balance, ShortWindow
 from launcher.errors import ConfigError, DataError
@@ -94,6 +95,12 @@ def open_feed(
             ``train.data_shards``, or read ``train.epochs`` times.
         DataError: its length is not the plan's, or the data differs between ranks.
     """
+    if isinstance(dataset, _BaseDataLoaderIter):
+        raise DataError(
+            f"The training data is a {type(dataset).__name__}, the iterator of a DataLoader: its batches would be "
+            "stacked again, as samples.\n"
+            "  Pass the DataLoader itself, or launcher.ReadyBatches(...) of batches that can be read again."
+        )
     ready = as_ready(dataset) if is_ready(dataset) else None
     if compare:
         require_same_data({"The training data": dataset_of(dataset)}, plan, world, device)

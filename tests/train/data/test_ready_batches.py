@@ -358,6 +358,7 @@ def test_what_is_refused() -> None:
         DataLoader(data, 4), plan_of(2, "batch.short_window=drop", samples=SAMPLES)
     )
     assert dataset_of(ReadyBatches(DataLoader(data, 4), sharded=True)) is None, "ranks do not compare their own"
+    assert "Pass the DataLoader itself" in refusal(iter(DataLoader(data, 4)), plan)
     assert "read only once" in refusal(ReadyBatches(iter([[1]])), plan)
     assert "train.data_shards=2: the training data has ready batches" in refusal(
         DataLoader(data, 4), plan_of(2, "train.data_shards=2")
