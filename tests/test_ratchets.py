@@ -35,13 +35,14 @@ def lines_of_packages() -> dict[str, int]:
 
 
 def modules_of_worker() -> int:
-    """Return the number of modules that launcher.train.worker imports, directly or through others."""
+    """Return the number of modules that launcher.train.worker imports, directly or through others. The package itself
+    imports its public names on first use only."""
     reached, waiting = set[str](), ["launcher.train.worker"]
     while waiting:
         module = waiting.pop()
         if module not in reached:
             reached.add(module)
-            waiting += own_imports(module)
+            waiting += own_imports(module) - {"launcher"}
     return len(reached)
 
 

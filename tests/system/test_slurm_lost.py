@@ -100,7 +100,8 @@ def kill(there: Cluster, node: str, words: str) -> None:
 def test_a_killed_task_is_named(by_cgroup: Cluster, project: Path, number: int) -> None:
     """The first node runs srun, too, whose lines in the job's output are the only record."""
     mine = Project(by_cgroup, project)
-    mine.submit("cluster.nodes=2", "cluster.workers_per_node=1")
+    # no save can be in progress, whose partial files only another attempt deletes
+    mine.submit("cluster.nodes=2", "cluster.workers_per_node=1", "checkpoint.every=1000")
     mine.wait_for_step(5)
     node = mine.events()[-1]["nodes"][number]
     kill(by_cgroup, node, "launcher.launch.slurm.node")
