@@ -128,7 +128,7 @@ class BatchStream(IterableDataset[Identified]):
             DataError: they were used for it, or for a later one.
         """
         self._epoch = epoch
-        if self._loader and not _draws_anew(self._ready.batches):
+        if self._loader and not _draws_from_epoch_seed(self._ready.batches):
             used = _EPOCHS.get(self._ready.batches, 0)
             if used > epoch:
                 raise DataError(
@@ -270,14 +270,14 @@ def _samplers(loader: Any) -> list[Any]:
     return [each for each in (*outer, inner) if each is not None]
 
 
-def _draws_anew(loader: Any) -> bool:
+def _draws_from_epoch_seed(loader: Any) -> bool:
     """Return whether each epoch draws from the global generators only, which have a seed for it."""
 
-    def anew(sampler: Any) -> bool:
+    def has_no_generator(sampler: Any) -> bool:
         return type(sampler) in (SequentialSampler, BatchSampler) or (
             type(sampler) is RandomSampler and sampler.generator is None
         )
 
     continues = loader.num_workers and loader.persistent_workers  # whose seed is drawn in the first epoch only
     streams = isinstance(loader.dataset, IterableDataset)
-    return loader.generator is None and not continues and (streams or all(map(anew, _samplers(loader))))
+    return loader.generator is None and not continues and (streams or all(map(has_no_generator, _samplers(loader))))

@@ -23,6 +23,7 @@ from launcher.train.engine import carried_state
 from launcher.train.engine.carried_state import MAX_READ, LeftOut
 from tests.infra.checkpoints import tensors
 from tests.train.checkpoint.stateful_optimizers import Remembers, TwoPoints
+from tests.train.checkpoint.test_load_changed import Notes
 
 DATA = list(torch.sin(torch.arange(48.0)).reshape(12, 4))
 STEPS = 6
@@ -188,21 +189,11 @@ class Forgets(nn.Linear):
         return {"weight": self.weight}
 
 
-class Noted(nn.Linear):
-    notes: Any = None
-
-    def get_extra_state(self) -> Any:
-        return self.notes
-
-    def set_extra_state(self, state: Any) -> None:
-        self.notes = state
-
-
 @pytest.mark.usefixtures("alone")
 def test_extra_state_that_no_reader_accepts_is_refused_before_it_is_saved(tmp_path: Path) -> None:
     """torch pickles some values, such as empty bytes, by names that its own reader without code refuses."""
     for notes in (b"", {"a": [1, b""]}, numpy.zeros(2), numpy.float64(1)):
-        first = engine_of(tmp_path, model := Noted(4, 1))
+        first = engine_of(tmp_path, nn.Sequential(nn.Linear(4, 1), model := Notes(None)))
         for each in (b"x", {1}, {"a": [None, 1j]}):
             model.notes = each
             require_restorable(first)

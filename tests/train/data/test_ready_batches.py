@@ -314,7 +314,7 @@ def test_the_state_of_torchdata_is_saved(workers: int, capsys: pytest.CaptureFix
 
 
 def test_batches_of_each_rank() -> None:
-    """Of a DistributedSampler, which draws by epoch and repeats a sample."""
+    """Each rank has the samples that a DistributedSampler gives it; the sampler pads them with a repeated one."""
 
     def make(rank: int) -> ReadyBatches:
         sampler = DistributedSampler(cast("Any", Numbers()), 2, rank)
