@@ -32,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -145,14 +146,20 @@ def run(command: list[str], timeout: float, **options: Any) -> subprocess.Comple
 
 
 def _end_with_stacks(process: Popen) -> None:
-    """End a process and those that it started; a worker writes the stack of its main thread before."""
-    everyone = psutil.Process(process.pid).children(recursive=True)
+    """End a process and those that it started; each worker in turn writes the stack of its main thread before."""
+    everyone = [(parent := psutil.Process(process.pid)), *parent.children(recursive=True)]
+    workers = [each for each in everyone if handles(each.pid, signal.SIGABRT)]  # faulthandler
     for each in everyone:
         with suppress(psutil.NoSuchProcess):
-            if handles(each.pid, signal.SIGABRT):  # faulthandler
-                each.send_signal(signal.SIGABRT)
-    psutil.wait_procs(everyone, timeout=5)
-    for each in [*everyone, process]:
+            if each not in workers:  # an agent would end the other workers
+                each.suspend()
+    for each in workers:
+        with suppress(psutil.NoSuchProcess):
+            each.send_signal(signal.SIGABRT)
+            limit = time.monotonic() + 5
+            while each.status() != psutil.STATUS_ZOMBIE and time.monotonic() < limit:
+                time.sleep(0.02)
+    for each in everyone:
         with suppress(psutil.NoSuchProcess):
             each.kill()
 
