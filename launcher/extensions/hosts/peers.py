@@ -18,7 +18,7 @@ from launcher.extensions.hosts.channel import LOST_AFTER_S, Channel, Listener, M
 from launcher.launch.network import free_port
 from launcher.plan.clusters import Peers, Regrouping, Summary
 from launcher.quantities import count
-from launcher.rundir.history import failure_record
+from launcher.rundir.history import LOST_PEER, failure_record
 
 # seconds by which a reset connection may be noticed later here than by the workers that were connected to that host
 _RESET_MARGIN_S = 2.0
@@ -199,8 +199,8 @@ class FirstHost(Peers):
     def _first_failure(self) -> Summary | None:
         """Return the failure of the host that failed first, or None.
 
-        A host may be gone for a while before that is noticed; it then counts as earlier than hosts that lost it as a
-        peer.
+        A host may be gone for a while before that is noticed, and a report takes time to arrive: a host whose ranks
+        lost a peer counts as later than every other.
         """
         failures: list[tuple[float, Summary]] = []
         for node, result in self._results.items():
@@ -209,7 +209,7 @@ class FirstHost(Peers):
         for node, when in self._gone.items():
             unnoticed = LOST_AFTER_S if self._channels[node].silent else _RESET_MARGIN_S
             failures.append((when - unnoticed, lost_host(node, self._channels[node])))
-        return min(failures, key=lambda entry: entry[0])[1] if failures else None
+        return min(failures, key=lambda entry: (entry[1].get("kind") == LOST_PEER, entry[0]))[1] if failures else None
 
     def _left(self) -> list[int]:
         """Return the hosts that can still be reached; one may have gone after its workers had ended."""

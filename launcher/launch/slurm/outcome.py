@@ -232,7 +232,8 @@ class Reports:
         failures: dict[int, Failure] = {}
         while (newest := self.all()) != failures:  # another node may have added its own while this one wrote
             failures = newest
-            first = min(failures.values(), key=lambda failure: failure.get("at", "~"))
+            # the nodes' clocks differ: a rank that lost a peer is never the cause if another failed otherwise
+            first = min(failures.values(), key=lambda failure: (lost_its_peers(failure), failure.get("at", "~")))
             write_json(paths.summary, (read_json(paths.summary) or {}) | {"verdict": "failed", "failure": first})
 
     def write(self, failure: Failure) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from launcher.rundir.history import LOST_PEER
 from tests.extensions.hosts.meeting import star, wait_until
 
 
@@ -25,6 +26,18 @@ def test_the_first_failure_is_everyones_verdict() -> None:
         wait_until(lambda other=other: other.listen(0.01) or other.complete())
         assert other.trouble is not None
         assert other.conclude() == (1, summary)
+
+
+def test_a_report_that_arrives_late_comes_before_those_who_lost_its_host() -> None:
+    """The report of node 1 was under way for longer than node 0's rank took to notice."""
+    first, (one, two), _ = star()
+    for peers in (first, two):
+        lost = {"failure": {"rank": 0, "kind": LOST_PEER, "error": "lost the connection", "at": None}}
+        peers.ended(1, {"verdict": "failed"} | lost)
+    wait_until(lambda: first.listen(0.01) or 2 in first._results)
+    one.ended(1, failed(1))
+    wait_until(lambda: first.listen(0.01) or first.complete())
+    assert first.conclude()[1]["failure"]["node"] == 1
 
 
 def test_a_stop_reaches_every_host_and_is_no_failure() -> None:

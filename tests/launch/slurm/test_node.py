@@ -308,9 +308,11 @@ def test_a_node_that_says_nothing_is_slurms_to_find(now: Situation) -> None:
     assert now.requeued == []
 
 
-def test_the_earliest_failure_is_the_runs(now: Situation) -> None:
+@pytest.mark.parametrize("clock_s", [1, -1])
+def test_the_earliest_failure_is_the_runs(now: Situation, clock_s: int) -> None:
+    """The clock of a node that lost a peer may be behind."""
     at = datetime.now()
-    later: Failure = failure_record(PEER_GONE, None, rank=0, at=at + timedelta(seconds=1))
+    later: Failure = failure_record(PEER_GONE, None, rank=0, at=at + timedelta(seconds=clock_s))
     Reports(now.fence, 0, 2).add(later)
     Reports(now.fence, 1, 2).add(failure_record("ValueError: first", None, rank=1, at=at))
     Reports(now.fence, 0, 2).add(later)
