@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from launcher import Engine, RunPlan, make_plan
 from launcher.tasks.bytes_gpt import BytesGPT
 from launcher.train.measure.comm_meter import CommStats
-from launcher.train.metrics import Record, peak_memory_bytes, step_metrics
+from launcher.train.metrics import Record, peak_memory, step_metrics
 from launcher.train.parallel.fsdp import Fsdp
 from launcher.train.parallel.lost_writes import LostWrites
 
@@ -151,7 +151,7 @@ def by_engine(case: Case, plan: RunPlan, directory: Path, *, without: str | None
         if record:
             counts, total_s = (engine.samples, engine.items), time.perf_counter() - start
             metrics = step_metrics(result, plan, counts, total_s) | engine.metrics()
-            record.write(result.step, metrics | {"memory/peak_bytes": peak_memory_bytes(engine.device)})
+            record.write(result.step, metrics | peak_memory(engine.device))
         yield result.loss
 
 

@@ -82,6 +82,12 @@ GPUS = (
     Gpu("A100-SXM4-80GB", "a100", 80, 19.5, 156, 312, 312),
     Gpu("A100-PCIE-40GB", None, 40, 19.5, 156, 312, 312),
     Gpu("A100 80GB PCIe", "a100-pcie", 80, 19.5, 156, 312, 312),
+    # NVIDIA A800 data sheets (2022): an A100 with slower NVLink
+    Gpu("A800-SXM4-40GB", None, 40, 19.5, 156, 312, 312),
+    Gpu("A800-SXM4-80GB", "a800", 80, 19.5, 156, 312, 312),
+    Gpu("A800 80GB PCIe", "a800-pcie", 80, 19.5, 156, 312, 312),
+    # LEONARDO: A Pan-European Pre-Exascale Supercomputer (2023), section on the custom A100 of 124 multiprocessors
+    Gpu("A100-SXM-64GB", "a100-64gb", 64, 22.4, 179, 358, 358),
     # NVIDIA A30, A40 and A10 Tensor Core GPU data sheets (2021)
     Gpu("A30", "a30", 24, 10.3, 82, 165, 165),
     Gpu("A40", "a40", 48, 37.4, 74.8, 149.7, 149.7),
@@ -102,15 +108,26 @@ GPUS = (
     Gpu("H100 80GB HBM3", "h100", 80, 66.9, 494.7, 989.4, 989.4, fp8=1978.9),
     Gpu("H100 PCIe", "h100-pcie", 80, 51.2, 378, 756, 756, fp8=1513),
     Gpu("H100 NVL", "h100-nvl", 94, 60, 417.5, 835.5, 835.5, fp8=1670.5),
+    # NVIDIA H800 and H20 data sheets (2023): an H100 with slower NVLink; one with fewer units
+    Gpu("H800", "h800", 80, 66.9, 494.7, 989.4, 989.4, fp8=1978.9),
+    Gpu("H800 PCIe", "h800-pcie", 80, 51.2, 378, 756, 756, fp8=1513),
+    Gpu("H20", "h20", 96, 44, 74, 148, 148, fp8=296),
     # NVIDIA H200 Tensor Core GPU data sheet (2024); GH200 Grace Hopper Superchip data sheet (2024)
     Gpu("H200", "h200", 141, 67, 494.5, 989.5, 989.5, fp8=1979),
     Gpu("H200 NVL", "h200-nvl", 141, 60, 417.5, 835.5, 835.5, fp8=1670.5),
+    # torch's name of a GH200 has the memory of its CPU, except with HBM3e
     Gpu("GH200 480GB", "gh200", 96, 67, 494.5, 989.5, 989.5, fp8=1979),
+    Gpu("GH200 120GB", None, 96, 67, 494.5, 989.5, 989.5, fp8=1979),
+    Gpu("GH200 144G HBM3e", "gh200-144gb", 144, 67, 494.5, 989.5, 989.5, fp8=1979),
     # NVIDIA Blackwell Architecture data sheet (2024), HGX B200 and GB200 per GPU
     Gpu("B200", "b200", 180, 75, 1100, 2250, 2250, fp8=4500),
     Gpu("GB200", "gb200", 186, 80, 1250, 2500, 2500, fp8=5000),
     # NVIDIA RTX Blackwell GPU Architecture white paper (2025), appendix A
     Gpu("GeForce RTX 5090", "rtx5090", 32, 104.8, 104.8, 209.5, 209.5, fp8=419),
+    # NVIDIA RTX PRO Blackwell GPU Architecture white paper (2025). Server Edition: data sheet (2025), which states fp32
+    # and four petaFLOP/s with sparsity in FP4, an eighth of which are dense ones in bf16
+    Gpu("RTX PRO 6000 Blackwell Workstation Edition", "rtxpro6000", 96, 126, 251.9, 503.8, 503.8, fp8=1007.6),
+    Gpu("RTX PRO 6000 Blackwell Server Edition", "rtxpro6000-server", 96, 120, 250, 500, 500, fp8=1000),
 )
 BY_NAME = {gpu.name: gpu for gpu in GPUS if gpu.name is not None}
 BY_DEVICE_NAME = {gpu.device_name: gpu for gpu in GPUS}

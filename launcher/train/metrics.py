@@ -271,8 +271,11 @@ def calibration_metrics(calibrated: Calibrated, step_s: float, data_s: float, *,
     return metrics | {"comm/calibration_rounds": calibrated.rounds} if metrics else {}
 
 
-def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory of this rank in bytes: allocated on its GPU, or resident in host memory on a CPU."""
+def peak_memory(device: torch.device) -> Metrics:
+    """Return the peak memory of this rank in bytes: what torch has allocated and reserved on its GPU since the
+    calibration, or what is resident in host memory on a CPU."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peaks = torch.cuda.memory_stats(device)  # once: each call collects all statistics
+        allocated, reserved = (peaks.get(f"{kind}_bytes.all.peak", 0) for kind in ("allocated", "reserved"))
+        return {"memory/peak_bytes": allocated, "memory/reserved_bytes": reserved}
+    return {"memory/peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}

@@ -290,7 +290,7 @@ class TrainingLoop:
 
     def memory(self) -> Metrics:
         """Return the peak memory for a record. It is not read in each step: torch collects all of its statistics."""
-        return {"memory/peak_bytes": metrics.peak_memory_bytes(self.engine.device)}
+        return metrics.peak_memory(self.engine.device)
 
     def save_due(self, result: StepResult) -> bool:
         if not self.plan.checkpoint.enabled or not self.engine.steps:  # before the first step there is nothing to save

@@ -23,7 +23,8 @@ from tests.helpers import make_plan
 def test_names_are_unique_and_products_have_memory() -> None:
     assert len(BY_DEVICE_NAME) == len(GPUS)
     assert len(BY_NAME) == sum(gpu.name is not None for gpu in GPUS)
-    for name in ("h100", "h200", "a100", "a100-40gb", "l40s", "b200"):
+    names = "h100 h200 gh200 h800 h20 a100 a100-40gb a100-64gb a800 l40s b200 rtxpro6000"
+    for name in names.split():
         gpu = find_gpu(name)
         assert gpu.usable_bytes == gpu.memory_gb * 10**9 - OVERHEAD_BYTES > 0
     assert find_gpu("H100").memory_gb == 80

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from launcher.errors import RecordFailed
 from launcher.plan.sync_policy import Collective
-from launcher.train.metrics import Record, epochs_done, truncate_record
+from launcher.train.metrics import Record, epochs_done, peak_memory, truncate_record
 from tests.helpers import ROOT, make_plan
 
 
@@ -38,6 +39,13 @@ def test_every_metric_is_in_the_table() -> None:
     assert {name for name in written if f"`{name}`" not in rows} == set()
     kinds = next(line for line in table if "comm/KIND/" in line)
     assert [kind.value for kind in Collective if f"`{kind.value}`" not in kinds] == []
+
+
+def test_memory_on_a_gpu_is_what_is_allocated_and_what_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = {"allocated_bytes.all.peak": 3, "reserved_bytes.all.peak": 5, "allocated_bytes.all.current": 2}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: stats)
+    assert peak_memory(torch.device("cuda", 0)) == {"memory/peak_bytes": 3, "memory/reserved_bytes": 5}
+    assert peak_memory(torch.device("cpu")).keys() == {"memory/peak_bytes"}
 
 
 @pytest.mark.parametrize(

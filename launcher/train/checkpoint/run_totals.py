@@ -20,7 +20,7 @@ from launcher.train.checkpoint.origin import origin_of
 from launcher.train.engine.engine import Engine
 from launcher.train.engine.window_totals import StepResult
 from launcher.train.measure.comm_meter import CommStats, Traffic
-from launcher.train.metrics import calibration_metrics, peak_memory_bytes
+from launcher.train.metrics import Metrics, calibration_metrics, peak_memory
 
 # number of the newest full windows over which the median step time is taken
 SAMPLED_WINDOWS = 1000
@@ -29,7 +29,7 @@ SETTLED_WINDOWS = 10
 
 
 # totals that a checkpoint stores as they are
-_STORED = ("loss", "metrics", "evaluation", "peak_bytes", "size", "since", "resumed", "worlds", "commit", "commits",
+_STORED = ("loss", "metrics", "evaluation", "memory", "size", "since", "resumed", "worlds", "commit", "commits",
            "failed_saves", "total_s", "evaluated_step")  # fmt: skip
 
 
@@ -46,7 +46,7 @@ class RunTotals:
         seconds: (step, waiting for data) of full windows, without the warm-up windows of each process.
         warm_up_seconds: the same, of this process's warm-up windows.
         calibration_due: the calibration is to be part of the next record: ``seconds`` has reached ``SETTLED_WINDOWS``.
-        peak_bytes: peak memory of this rank.
+        memory: peak memory of this rank, as in a record.
         resumed: number of resumes from a checkpoint that led to this attempt.
         seconds_before: duration of training up to the checkpoint that this process resumed from.
         checkpoint: directory of the newest checkpoint.
@@ -69,7 +69,8 @@ class RunTotals:
         self.seconds = deque[tuple[float, float]](maxlen=SAMPLED_WINDOWS)
         self.warm_up_seconds = deque[tuple[float, float]](maxlen=SAMPLED_WINDOWS)
         self.calibration_due = False
-        self.peak_bytes = self.resumed = self.failed_saves = self.since = 0
+        self.memory: Metrics = {}
+        self.resumed = self.failed_saves = self.since = 0
         self.seconds_before = 0.0
         self.checkpoint: str | None = None
         self.size: int | None = None
@@ -106,10 +107,11 @@ class RunTotals:
     def total_s(self) -> float:
         return self.seconds_before + time.perf_counter() - self._started
 
-    def memory(self) -> int:
-        """Update and return this rank's peak memory in bytes."""
-        self.peak_bytes = max(self.peak_bytes, peak_memory_bytes(self.engine.device))
-        return self.peak_bytes
+    def peak_memory(self) -> Metrics:
+        """Update and return this rank's peak memory in bytes, over all starts of the run."""
+        now = peak_memory(self.engine.device)
+        self.memory = {name: max(value, self.memory.get(name, 0)) for name, value in now.items()}
+        return self.memory
 
     def calibration(self) -> dict[str, float]:
         """Return the calibration's metrics of a whole step; empty until there is a calibration and a step time."""
@@ -122,7 +124,7 @@ class RunTotals:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the totals as JSON, for a checkpoint."""
-        self.memory()
+        self.peak_memory()
         return {name: getattr(self, name) for name in _STORED} | {
             "best": self.best.state_dict(),
             "data": self.data,
@@ -152,7 +154,7 @@ class RunTotals:
         self.checkpoint = str(restored.directory)
         if not restored.comparable:
             return
-        self.peak_bytes, self.size = state["peak_bytes"], state["size"]
+        self.memory, self.size = state["memory"], state["size"]
         if (typical := state["typical"]) is not None:
             kinds = {Collective(kind): Traffic(**traffic) for kind, traffic in typical["kinds"].items()}
             self.typical = CommStats(**{**typical, "kinds": kinds})
@@ -186,7 +188,7 @@ class RunTotals:
             "progress/samples": engine.samples,
             "progress/items": engine.items,
             **outer,
-            "memory/peak_bytes": self.memory(),
+            **self.peak_memory(),
             "amp/skipped_steps": engine.skipped_steps,
             "batch/empty_windows": engine.empty_windows,
             **({"batch/nonfinite_windows": engine.nonfinite_windows} if engine.nonfinite_windows else {}),

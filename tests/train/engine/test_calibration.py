@@ -185,7 +185,7 @@ def test_three_rounds_may_take_a_share_of_the_run(
     world = World(rank=0, size=2, local_rank=0, local_size=2)
     parallel = SimpleNamespace(without_effects=nullcontext)
     parts: Any = SimpleNamespace(
-        world=world, device=None, preserve=object, parallel=parallel, precision=None, norms=None
+        world=world, device=torch.device("cpu"), preserve=object, parallel=parallel, precision=None, norms=None
     )
     plan = make_plan(
         f"train.steps={steps}", "strategy=ddp", "batch.accumulation=4", "cluster.workers_per_node=2",

@@ -168,7 +168,6 @@ def test_what_is_recorded(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan("precision=bf16", "checkpoint.enabled=false")
     plan = dataclasses.replace(plan, task=dataclasses.replace(plan.task, flops_per_sample=1e12))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A10G")
-    monkeypatch.setattr(metrics, "peak_memory_bytes", lambda _: 0)
     monkeypatch.setattr(metrics, "step_metrics", lambda *_: {"throughput/samples_per_s": 10.0})
 
     def recorded(device: str) -> dict[str, float]:
