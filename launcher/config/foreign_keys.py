@@ -74,11 +74,13 @@ _NAMES = {
     "Use `launch resume RUN`; weights of another run: checkpoint.init_from=RUN.": (
         "resume_from_checkpoint resume ckpt_path load_checkpoint load resume_from"
     ),
-    "Write checkpoint.every=N.": "save_steps save_interval checkpointing_steps save_strategy every_n_train_steps",
+    "Write checkpoint.every=N, in optimizer steps, or checkpoint.every=epoch.": (
+        "save_steps save_interval checkpointing_steps save_strategy every_n_train_steps every_n_epochs save_every_epoch"
+    ),
     "Write checkpoint.keep=N.": "save_total_limit save_top_k keep_latest_k",
     "Write checkpoint.best=METRIC.": "metric_for_best_model load_best_model_at_end monitor",
     "Write train.patience=N.": "early_stopping_patience early_stopping",
-    "Write train.eval_every=N.": (
+    "Write train.eval_every=N, in optimizer steps, or train.eval_every=epoch.": (
         "eval_steps eval_interval eval_strategy evaluation_strategy val_check_interval check_val_every_n_epoch"
     ),
     "Write train.log_every=N.": "logging_steps log_interval log_freq log_every_n_steps",

@@ -72,6 +72,18 @@ def between(low: float, high: float) -> Bound:
     return _of_number(lambda value: low <= value <= high, f"must be between {low} and {high}.")
 
 
+# value of a cadence in optimizer steps that means: at the end of each epoch
+EPOCH = "epoch"
+
+
+def steps_or_epoch(low: int) -> Bound:
+    """Return the bound of a number of optimizer steps of at least ``low``, or EPOCH."""
+    return Bound(
+        lambda value: value == EPOCH or (isinstance(value, int) and value >= low),
+        f"must be a number of optimizer steps, at least {low}, or {EPOCH}.",
+    )
+
+
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 

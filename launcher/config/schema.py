@@ -54,6 +54,7 @@ from launcher.config.key_facts import (
     key,
     key_of,
     never,
+    steps_or_epoch,
 )
 from launcher.errors import ConfigError
 
@@ -323,8 +324,8 @@ class TrainConfig:
     task names (compile_units)."""
     log_every: int = key(1, at_least(1), affects="record")
     """Optimizer steps between two records."""
-    eval_every: int = key(0, at_least(0), affects="record")
-    """Optimizer steps between two evaluations; 0 or null: once, at the end."""
+    eval_every: int | str = key(0, steps_or_epoch(0), affects="record")
+    """Optimizer steps between two evaluations; epoch: at the end of each epoch; 0 or null: once, at the end."""
     eval_micro_size: int | None = key(None, at_least(1), affects="record")
     """Samples that one rank evaluates at once. Default: batch.micro_size."""
     eval_samples: int | None = key(None, at_least(1), affects="record")
@@ -357,8 +358,8 @@ class CheckpointConfig:
 
     enabled: bool = key(True, affects="record", nullable=False)
     """Save checkpoints."""
-    every: int | None = key(None, at_least(1), affects="record")
-    """Optimizer steps between two checkpoints."""
+    every: int | str | None = key(None, steps_or_epoch(1), affects="record")
+    """Optimizer steps between two checkpoints; epoch: at the end of each epoch."""
     every_minutes: float | None = key(None, above(0), affects="record")
     """Minutes between two checkpoints. Default, without every: 5; slurm: 10."""
     keep: int | None = key(None, at_least(1), affects="record")

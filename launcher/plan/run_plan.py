@@ -407,9 +407,11 @@ class RunPlan(LaunchPlan):
         Args:
             window: index of its window in the run, from 0.
         """
-        train = self.train
+        train, windows = self.train, self.epoch.windows
         often = (train.log_every, train.eval_every, self.checkpoint.every if self.checkpoint.enabled else 0)
-        return self.ends_with(step, window) or any(every and step % every == 0 for every in often)
+        # the end of an epoch is not known of a stream, and other than this with a ramp
+        may_end = windows is None or bool(self.batch.ramp) or (window + 1) % windows == 0
+        return self.ends_with(step, window) or any(is_due(every, step, epoch_over=may_end) for every in often)
 
     def ends_with(self, step: int, window: int) -> bool:
         """Return whether the run ends with optimizer step ``step`` of window ``window``, as far as is known before it.
@@ -428,6 +430,11 @@ class RunPlan(LaunchPlan):
     def schedule_steps(self) -> int | None:
         """Return the number of optimizer steps that the learning rate schedule spans."""
         return self.train.steps if self.schedule.steps is None else self.schedule.steps
+
+
+def is_due(every: int | str | None, step: int, *, epoch_over: bool) -> bool:
+    """Return whether what is due each ``every`` optimizer steps, or at the end of each epoch, is due after ``step``."""
+    return epoch_over if isinstance(every, str) else bool(every) and step % every == 0
 
 
 # place of a key in the plan where it is not GROUP.KEY

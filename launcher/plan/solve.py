@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from launcher.config.key_facts import EPOCH
 from launcher.config.schema import (
     Balance,
     BatchConfig,
@@ -246,6 +247,7 @@ def _on_cluster(
     require_second_epoch(config.train.epochs, task.stream)
     epoch = _epoch(config.batch, batch, task)
     steps = _steps(config.train, epoch, batch, task)
+    _require_ends(config, task)
     precision = solve_precision(config, cluster, site.bf16)
     division = division_of(UndividedJob(config, batch, cluster, task.samples, epoch.short_window, task.parameters))
     sites, own_strategy, site_notes = division or (None, config.strategy, [])
@@ -346,6 +348,21 @@ def _steps(config: TrainConfig, epoch: EpochPlan, batch: Batch, task: TaskPlan) 
         return None
     keep_short = epoch.short_window_policy is ShortWindow.exact
     return Windows(task.samples, batch, keep_short=keep_short).before(config.epochs)
+
+
+def _require_ends(config: Config, task: TaskPlan) -> None:
+    """Check that epochs end, if something is due at their end: a stream may not, unless train.epochs counts them.
+
+    Raises:
+        ConfigError: a cadence is ``epoch`` in a stream of train.steps.
+    """
+    cadences = {"train.eval_every": config.train.eval_every, "checkpoint.every": config.checkpoint.every}
+    for key in (key for key, every in cadences.items() if every == EPOCH):
+        if task.samples is None and config.train.epochs is None:
+            raise ConfigError(
+                key, EPOCH, "the training data is a stream of unknown length, whose first epoch may not end within "
+                "train.steps.", f"Write a number of steps, such as {key}=500, or train.epochs instead of train.steps.",
+            )  # fmt: skip
 
 
 def _schedule(config: ScheduleConfig, steps: int | None) -> SchedulePlan:
@@ -519,7 +536,7 @@ def solve_best_mode(checkpoint: CheckpointConfig, train: TrainConfig, task: Task
     if train.patience is not None and not train.eval_every:
         raise ConfigError(
             "train.patience", train.patience, "has no effect: the only evaluation is that at the end "
-            "(train.eval_every=0).", "Set train.eval_every, in optimizer steps.",
+            "(train.eval_every=0).", "Set train.eval_every: optimizer steps, or epoch.",
         )  # fmt: skip
     if checkpoint.best_mode is not None:
         return checkpoint.best_mode

@@ -144,7 +144,7 @@ def _places(plan: RunPlan) -> list[tuple[str, str]]:
 def _checkpoints(plan: CheckpointConfig) -> str:
     if not plan.enabled:
         return "none: the run cannot resume"
-    every = [f"every {count(plan.every, 'step')}"] if plan.every else []
+    every = [f"every {plan.every if isinstance(plan.every, str) else count(plan.every, 'step')}"] if plan.every else []
     every += [f"every {plan.every_minutes:g} minutes"] if plan.every_minutes else []
     kept = "" if plan.keep is None else f"; the newest {plan.keep} are kept"
     return f"{', '.join([*every, 'at a stop'])} and at the end{kept}"

@@ -50,7 +50,7 @@ def test_a_former_name_of_a_key_is_refused_with_its_new_name() -> None:
     [
         ("schedule.decay", "did you mean 'schedule.decay_share'? Otherwise: Write optimizer.weight_decay=X."),
         ("cluster.gpus", "Write cluster.workers_per_node=N"),
-        ("train.save_steps", "Write checkpoint.every=N."),
+        ("train.save_steps", "Write checkpoint.every=N, in optimizer steps, or checkpoint.every=epoch."),
         ("train.deepspeed", "Write strategy=fsdp"),
     ],
 )

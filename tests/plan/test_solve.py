@@ -526,6 +526,19 @@ def test_the_sets_are_known(sets: tuple[str, ...] | None, metric: str, words: st
         solve_best_mode(config.checkpoint, config.train, task)
 
 
+@pytest.mark.parametrize("key", ["train.eval_every", "checkpoint.every"])
+def test_what_is_due_at_the_end_of_an_epoch(key: str) -> None:
+    plan = make_plan(f"{key}=epoch", "train.log_every=100", "train.steps=100", "batch.global_size=400")
+    plan = RunPlan.from_json(plan.to_json())
+    assert [window for window in range(9) if plan.records(window + 1, window)] == [2, 5, 8], "1000 samples, 3 windows"
+    assert make_plan(f"{key}=epoch", "train.epochs=2", "schedule=constant", samples=None), "it ends"
+    with pytest.raises(ConfigError, match=f"(?s){key}=epoch: the training data is a stream .*{key}=500, or train.epoc"):
+        make_plan(f"{key}=epoch", samples=None)
+    for wrong in ("epochs", "-1"):
+        with pytest.raises(ConfigError, match=f"{key}={wrong}: must be a number of optimizer steps, .* or epoch."):
+            make_plan(f"{key}={wrong}")
+
+
 def test_a_single_evaluation_is_pointed_out() -> None:
     (note,) = [note for note in make_plan("checkpoint.best=eval/loss").notes if "checkpoint.best" in note]
     assert "one evaluation to choose from" in note

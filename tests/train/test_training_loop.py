@@ -1,15 +1,84 @@
-"""Lines that rank 0 prints between the steps, and errors of the loss."""
+"""What is due at the end of an epoch, lines that rank 0 prints between the steps, and errors of the loss."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from launcher.config.schema import StrategyKind
 from launcher.errors import TaskError
+from launcher.loss import Loss
+from launcher.train.trainer import train
 from launcher.train.training_loop import MAX_STRAGGLER_LINES, TrainingLoop
+from tests.helpers import make_plan
+from tests.infra.runs import records
+
+SAMPLES = 10
+EPOCH = ("train.eval_every=epoch", "checkpoint.every=epoch", "checkpoint.async_save=false", "batch.global_size=4",
+         "cluster.device=cpu", "cluster.workers_per_node=1", "strategy=single", "precision=fp32", "run.calibrate_s=0",
+         "train.shuffle=false", "train.loader_workers=0")  # fmt: skip
+
+
+class Read(IterableDataset[Tensor]):
+    def __init__(self, samples: list[Tensor]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.samples)
+
+
+class Epochs:
+    """Three windows an epoch, the last one short. ``kind``: stream; or last, whose last window is not finite."""
+
+    def __init__(self, kind: str = "") -> None:
+        self.kind = kind
+
+    def model(self) -> nn.Module:
+        return nn.Linear(3, 1)
+
+    def train_data(self) -> Any:
+        samples = [*torch.ones(SAMPLES, 3)]
+        if self.kind == "last":
+            samples[-1] = samples[-1] * torch.nan
+        return Read(samples) if self.kind == "stream" else samples
+
+    def eval_data(self) -> Any:
+        return [*torch.ones(2, 3)]
+
+    def loss(self, model: Any, batch: Tensor) -> Loss:
+        return Loss(model(batch).square().sum(), len(batch))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("kind", "length", "stop", "due", "saved"),
+    [
+        ("", "train.steps=8", 0, [3, 6, 8], [3, 6, 8]),
+        ("", "train.steps=8", 3, [3, 6, 8], [3, 6, 8]),  # stopped before the evaluation
+        ("stream", "train.epochs=2", 4, [3, 6], [3, 4, 6]),
+        ("last", "train.steps=5", 0, [3, 5], [3, 5]),  # after the first step of the epoch that follows
+    ],
+)
+def test_what_is_due_at_the_end_of_an_epoch(
+    kind: str, length: str, stop: int, due: list[int], saved: list[int], tmp_path: Path
+) -> None:
+    words = (*EPOCH, length, "train.on_nonfinite=skip", "schedule=constant")
+    plan = make_plan(*words, samples=None if kind == "stream" else SAMPLES, run_dir=str(tmp_path))
+    task = dataclasses.replace(plan.task, target=f"{__name__}.Epochs", params={"kind": kind})
+    plan, asked = dataclasses.replace(plan, task=task), iter(range(1, 99))
+    if stop:
+        train(plan, lambda: next(asked) == stop)
+    train(plan, lambda: False)
+    assert [line["step"] for line in records(tmp_path) if "eval/loss" in line] == due
+    assert sorted(int(path.name[-6:]) for path in (tmp_path / "checkpoints").glob("step_*")) == saved
 
 
 def loop_and_result(news: Any, samples: int = 8, window: int = 1) -> tuple[Any, Any]:

@@ -25,8 +25,10 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from launcher.config.key_facts import EPOCH
 from launcher.config.schema import CheckpointConfig, OnError, OptimizerKind
 from launcher.errors import CheckpointFailed, Superseded
+from launcher.plan.run_plan import is_due
 from launcher.quantities import bytes_text
 from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import sync_directory, write_text
@@ -379,14 +381,15 @@ class Cadence:
         minutes = self._plan.every_minutes
         return self._plan.enabled and minutes is not None and time.monotonic() - self._since >= 60 * minutes
 
-    def due(self, result: StepResult) -> bool:
+    def due(self, result: StepResult, *, epoch_over: bool) -> bool:
         """Return whether a checkpoint is due after this step: the same on all ranks."""
-        by_step = self._plan.every is not None and result.step % self._plan.every == 0
+        by_step = is_due(self._plan.every, result.step, epoch_over=epoch_over)
         return self._plan.enabled and (by_step or result.save_due)
 
     def next(self, step: int) -> str:
         """Return a phrase that says when the next checkpoint after that of ``step`` is due."""
         every, minutes = self._plan.every, self._plan.every_minutes
-        due = [f"at step {(step // every + 1) * every}"] if every else []
+        due = [f"at step {(step // every + 1) * every}"] if isinstance(every, int) else []
+        due += ["at the end of the epoch"] if every == EPOCH else []
         due += [f"in {minutes:g} minutes"] if minutes else []
         return ", or ".join([*due, "when the run ends"])

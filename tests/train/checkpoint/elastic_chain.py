@@ -22,6 +22,7 @@ COMMON = (
     "batch.global_size=16", "precision=fp32", f"train.steps={STEPS}", "run.calibrate_s=1", "optimizer.lr=0.01",
     "train.clip_norm=0.5", "batch.uneven=true", "train.loader_workers=0",
 )  # fmt: skip
+SAVES = ("checkpoint.every=epoch",)
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def strategies(worlds: Sequence[int], turn: int) -> Chain:
             return ("strategy=fsdp", "batch.micro_size=2")
         return ("strategy=ddp", "strategy.bucket_mb=0.002", "batch.micro_size=3")
 
-    return Chain(f"turn{turn}", tuple((ranks, kind(number, ranks)) for number, ranks in enumerate(worlds)))
+    return Chain(f"turn{turn}", tuple((ranks, (*kind(number, ranks), *SAVES)) for number, ranks in enumerate(worlds)))
 
 
 def go(chains: Sequence[Chain], place: Path, beside: Mapping[int, Callable[[], list[dict[str, Any]]]]) -> list[str]:

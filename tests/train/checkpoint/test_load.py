@@ -29,13 +29,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distrib
 COMMON = ("batch.global_size=16", "precision=fp32", "train.steps=10", "checkpoint.every=3", "run.calibrate_s=1")
 DDP = ("strategy.bucket_mb=0.002",)
 HERE = ("train.loader_workers=0",)
+EPOCH = "train.eval_every=epoch"
 PLAIN = {"norm": False}  # torch has no BatchNorm in bf16 on a CPU
 STREAM = {"streams": True, "samples": 50}
 POWERSGD = (*DDP, *HERE, "strategy.compress=powersgd", "powersgd.start=3")
 FP16 = (*DDP, *HERE, "precision=fp16", "precision.init_scale=1e6", "precision.growth_interval=3")
 CASES: dict[int, dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[int, ...]]]] = {
     2: {
-        "ddp": ((*DDP, "batch.micro_size=2", "train.epochs=2", "train.steps=null"), {"remembers": True}, (1, 4)),
+        "ddp": ((*DDP, "batch.micro_size=2", "train.epochs=2", "train.steps=null", EPOCH), {"remembers": True}, (1, 4)),
         "here": ((*DDP, *HERE, "batch.micro_size=2", "train.eval_every=3"), {"remembers": True}, (7,)),
         "fsdp": (("strategy=fsdp", "batch.micro_size=2", "precision=bf16"), PLAIN, (5,)),
         "powersgd": ((*POWERSGD, "batch.micro_size=4"), {}, (2, 3)),
@@ -45,7 +46,7 @@ CASES: dict[int, dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[int, ...
         "two points": ((*DDP, *HERE, "batch.micro_size=4", "train.eval_every=2"), {"optimizer": "TwoPoints"}, (4, 3)),
         "stream": (("batch.micro_size=4",), STREAM, (2, 3)),
         "stream here": (
-            ("batch.micro_size=4", "train.epochs=3", "train.steps=null", "schedule=constant", *HERE),
+            ("batch.micro_size=4", "train.epochs=3", "train.steps=null", "schedule=constant", *HERE, EPOCH),
             STREAM,
             (4, 3),
         ),
