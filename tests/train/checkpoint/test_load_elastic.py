@@ -76,8 +76,6 @@ def test_a_run_goes_on_in_any_world_and_strategy(tmp_path: Path) -> None:
         assert worst(tmp_path / chain.name, tmp_path / "whole") < 3e-6
         saves = sorted(int(path.name[-6:]) for path in (tmp_path / chain.name / "checkpoints").glob("step_*"))
         assert saves == [5, 6, 10, 12, 15, 18, 20], "at each stop, at the end of each epoch, and at the end"
-            "at each stop, at the end of each epoch of 6 windows, and at the end"
-        )
         summary = json.loads((tmp_path / chain.name / "summary.json").read_text())
         assert [(each["step"], each["to"]["world_size"]) for each in summary["worlds"]] == [(5, 2), (10, 3), (15, 1)]
         assert summary["comm/wire_bytes"] == 0, "of the last world alone"
