@@ -78,10 +78,11 @@ EPOCH = "epoch"
 
 def steps_or_epoch(low: int) -> Bound:
     """Return the bound of a number of optimizer steps of at least ``low``, or EPOCH."""
-    return Bound(
-        lambda value: value == EPOCH or (isinstance(value, int) and value >= low),
-        f"must be a number of optimizer steps, at least {low}, or {EPOCH}.",
-    )
+
+    def holds(value: int | str) -> bool:
+        return value >= low if isinstance(value, int) else value == EPOCH
+
+    return Bound(holds, f"must be a number of optimizer steps, at least {low}, or {EPOCH}.")
 
 
 def is_number(value: Any) -> bool:
