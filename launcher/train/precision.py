@@ -117,6 +117,7 @@ class Precision:
             self.autocast = functools.partial(torch.autocast, self._device, self._dtype)
             self.no_autocast = functools.partial(torch.autocast, self._device, enabled=False)
         self.scales = fp16 = plan.kind is PrecisionKind.fp16
+        self._scale: float | None = None  # of this window, once it was read
         self.scaler = torch.amp.GradScaler(
             self._device, init_scale=plan.init_scale, growth_interval=plan.growth_interval, enabled=fp16
         )
@@ -143,13 +144,26 @@ class Precision:
     def step(self, optimizer: Optimizer) -> None:
         self.scaler.step(optimizer)
 
+    @property
+    def scale(self) -> float | None:
+        """Loss scale of this window; None in other precisions. The host waits for the device once a window."""
+        if self.scales and self._scale is None:
+            self._scale = self.scaler.get_scale()
+        return self._scale
+
     def update(self) -> None:
         """Update the loss scale. Also called after a skipped step, which makes it smaller."""
         self.scaler.update()
+        self._scale = None
 
     def keep_scale(self) -> None:
         """Keep the loss scale after a window that does not count, and do not advance its growth interval."""
-        self.scaler.update(self.scaler.get_scale())
+        self.scaler.update(self.scale)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the scaler's state."""
+        self.scaler.load_state_dict(state)
+        self._scale = None
 
 
 def _require(kind: PrecisionKind, dtype: torch.dtype, device: torch.device) -> None:

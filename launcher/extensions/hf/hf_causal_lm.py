@@ -6,6 +6,8 @@ import functools
 import inspect
 import itertools
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -260,9 +262,10 @@ class CausalLM(HfTask):
                 mask = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
             inputs |= {"position_ids": batch["position_ids"], "attention_mask": mask}
         head, targets = model.get_output_embeddings(), batch["targets"]
-        if isinstance(head, ChunkedHead):
-            return Loss(head.loss_of(model, targets, **inputs), items=batch["items"])
-        logits = model(**inputs).logits.flatten(0, 1).float()
+        with nullcontext() if self._pack else _rows_known_to_be_one_document():
+            if isinstance(head, ChunkedHead):
+                return Loss(head.loss_of(model, targets, **inputs), items=batch["items"])
+            logits = model(**inputs).logits.flatten(0, 1).float()
         total = functional.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=IGNORED)
         return Loss(total, items=batch["items"])
 
@@ -312,6 +315,20 @@ class HfCausalLM(CausalLM):
             "hf_causal_lm", model, data, tokenizer=tokenizer, seq_len=seq_len, eval_data=eval_data, held_out=held_out,
             lora=lora, revision=revision, text=text, pack=pack, unusable=unusable,
         )  # fmt: skip
+
+
+@contextmanager
+def _rows_known_to_be_one_document() -> Iterator[None]:
+    """Return a context in which transformers does not look for several documents in a row, for which the host would
+    wait for the GPU in each forward pass."""
+    from transformers import masking_utils
+
+    before = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None  # noqa: ARG005
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = before
 
 
 def _message(message: Any) -> dict[str, Any]:

@@ -283,7 +283,10 @@ class Calibration:
             # a narrow parameter that is first used outside of autocast's products is gathered again: the layout changes
             if silent and not meter.silent and meter.layout == layout:
                 raise SyncPolicyViolated("Passes without communication have run collectives.")
-        comm_s = 0.0 if silent else meter.close_window(count, sync).time_s
+        comm_s = 0.0
+        if not silent:
+            meter.check(count, sync)
+            comm_s = meter.close_window(count, sync).time_s
         self._parallel.zero_grad()
         self._kept.restore("the calibration", "Do not calibrate: run.calibrate_s=0.")
         took_s, comm_s = self._agree(took_s, comm_s)

@@ -422,7 +422,7 @@ class Engine:
             if self.sites.count > 1:
                 stop, save_due = self.sites.agree(self.position.index, stop=stop, save_due=save_due)
             totals.send(more=self._feed.has_next(), stop=stop, save_due=save_due)
-            if current.may_abandon and totals.out_of_memory():
+            if current.may_abandon and self.world.size > 1 and totals.out_of_memory():
                 raise oom.WindowAbandoned
         if self._loss.several:
             total = self._loss.weighted(losses, weight, self._loss.counted or totals.items_by_term())
@@ -459,14 +459,16 @@ class Engine:
         arrived = time.perf_counter()  # the host has just waited for the device
         if current.saved is not None:
             current.saved.keep_changing()
-        comm = self.parallel.meter.close_window(window.count, current.sync)
+        self.parallel.meter.check(window.count, current.sync)
 
         HEARTBEAT.beat(Phase.updating, window.count)
-        scale, gradient_unit = step.scale, step.divisor
+        scale, gradient_unit = self.precision.scale, step.divisor
         norm = step.apply(gradients, agreed, totals, self._samples_text)
         skipped = not math.isfinite(norm)
         if step.nonfinite is not None:
             current.restore()
+        # a GPU has its optimizer step by now, and works on it while the host reads the timers
+        comm = self.parallel.meter.close_window(window.count, current.sync)
         step_s = current.close(arrived)
         self._observe(window, agreed, norm, gradient_unit / (scale or 1.0), step_s)
         self.position = self._feed.advance(agreed.more)

@@ -104,11 +104,6 @@ class OptimizerStep:
         self.counters, self._empty_in_a_row = Counters(), 0
         self.nonfinite: str | None = None
 
-    @property
-    def scale(self) -> float | None:
-        """Loss scale of fp16; None in other precisions."""
-        return self._precision.scaler.get_scale() if self._precision.scales else None
-
     def weight(self, losses: Sequence[Loss] | None, samples: int) -> float:
         """Return the factor of a micro-batch's loss in its backward pass: 1/C, or 0 for a stand-in without samples.
 
@@ -170,7 +165,7 @@ class OptimizerStep:
             counters.steps += 1
             counters.nonfinite_in_a_row = 0
         # a scale of 1 changes nothing: what overflows then is the gradient itself, and no smaller scale will help
-        elif (scale := self.scale) is None or scale <= 1:
+        elif (scale := self._precision.scale) is None or scale <= 1:
             self._leave_out_nonfinite(self._explain(norm))
             return norm
         else:
@@ -277,7 +272,7 @@ class OptimizerStep:
         require_length(self.schedule, self._plan.schedule_steps)
         self.follows_plan = state["follows_plan"]
         if self._precision.scales and state["scaler"]:  # a run that was in another precision has none
-            self._precision.scaler.load_state_dict(state["scaler"])
+            self._precision.load_state_dict(state["scaler"])
         self.divisor = state["divisor"] or 0.0
 
 

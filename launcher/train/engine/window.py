@@ -31,6 +31,10 @@ from launcher.train.parallel.replicas import Buffers
 Forward = Callable[[Callable[..., Any], Any], tuple[Tensor, float | Tensor] | Loss | Sequence[Loss]]
 T = TypeVar("T")
 
+# first windows of a size in which several ranks can give up a window: the size has turned out to fit after them, and
+# the host no longer waits for the device before the last backward pass
+SETTLING = 50
+
 
 class WindowPass(NamedTuple):
     """Passes over all micro-batches of a window, before the first one is handed out.
@@ -85,8 +89,10 @@ class CurrentWindow:
         self._parallel, self._precision, self._norms = parts.parallel, parts.precision, parts.norms
         self._norm = plan.batch.norm
         self._buffers, self._optimizer_step, self._count, self._outputs = buffers, optimizer_step, count, outputs
-        self._may_abandon = oom.can_abandon(plan, self._norms) and not outputs.exchanges
-        self._saves = self._may_abandon or plan.train.on_nonfinite is OnNonfinite.skip
+        self._abandons = oom.can_abandon(plan, self._norms) and not outputs.exchanges
+        self._alone, self._windows = plan.batch.world_size == 1, 0  # windows of this size
+        self._skips = plan.train.on_nonfinite is OnNonfinite.skip
+        self._may_abandon = False
         self.window: Window | None = None
         self.micro: MicroBatch | None = None
         self.stage = Stage.running
@@ -104,7 +110,9 @@ class CurrentWindow:
         self.window = window
         self.data_s = 0.0
         self.handed_out, self.stage, self.notes = 0, Stage.running, []
-        self.saved = self._preserve() if self._saves else None
+        self._windows += 1
+        self._may_abandon = self._abandons and (self._alone or self._windows <= SETTLING)
+        self.saved = self._preserve() if self._may_abandon or self._skips else None
         self._batches = batches
         self.started = time.perf_counter()
         return batches
@@ -249,7 +257,7 @@ class CurrentWindow:
 
     @property
     def may_abandon(self) -> bool:
-        """True if a window is open that can run again."""
+        """True if a window is open that can run again, the same on all ranks."""
         return self._may_abandon and self.window is not None and self.stage is not Stage.calibrating
 
     def abandoned_for(self, error: BaseException, totals: WindowTotals) -> bool:
@@ -263,7 +271,7 @@ class CurrentWindow:
         self.close_batches()
         self._parallel.abandon()
         self.restore()
-        self.window = None
+        self.window, self._windows = None, 0
         return True
 
     def _report_out_of_memory(self, totals: WindowTotals) -> None:

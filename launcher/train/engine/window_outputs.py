@@ -240,8 +240,8 @@ class WindowOutputs(Observer):
         # small gradients of fp16 rows are lost unless the loss is scaled before, as in the backward pass itself
         items = float(loss.items)
         factor = 1.0
-        if self._precision.scales:
-            factor = self._precision.scaler.get_scale() / 2.0 ** round(math.log2(max(items, 1.0)))
+        if (scale := self._precision.scale) is not None:
+            factor = scale / 2.0 ** round(math.log2(max(items, 1.0)))
         with self._precision.no_autocast():
             found = iter(torch.autograd.grad(loss.total * factor, trained, allow_unused=True))
         gradients = [next(found) if leaf.requires_grad else None for leaf in leaves]

@@ -193,13 +193,8 @@ class Meter:
         return not any(self._collectives.values())
 
     def close_window(self, micro_batches: int, sync: Sync) -> CommStats:
-        """Return what this window sent. The device must have completed it.
-
-        Raises:
-            SyncPolicyViolated: it is not what ``sync`` requires for a window of ``micro_batches``.
-        """
-        expected, every_gathers, times, factors = _expected(self.layout, self._strategy, sync, micro_batches)
-        self._check(expected, micro_batches, sync)
+        """Return what this window sent. The device must have completed it."""
+        _, every_gathers, times, factors = _expected(self.layout, self._strategy, sync, micro_batches)
         payload = self._payload
         if sync is Sync.every:
             gathered = payload[Collective.all_gather] - self._gathered_beside
@@ -222,7 +217,9 @@ class Meter:
             wire += sent * factors[kind]
         return CommStats(kinds, round(wire), _union_s(self._timers))
 
-    def _check(self, expected: Mapping[Collective, int], micro_batches: int, sync: Sync) -> None:
+    def check(self, micro_batches: int, sync: Sync) -> None:
+        """Raise SyncPolicyViolated if this window sent other than what ``sync`` requires for ``micro_batches``."""
+        expected, *_ = _expected(self.layout, self._strategy, sync, micro_batches)
         for kind, wanted in expected.items():
             seen = self._covered[kind]
             if kind is Collective.all_gather and sync is not Sync.gather_once:

@@ -54,7 +54,7 @@ def test_a_policy_that_is_not_observed_is_an_error(seen: int, sync: Sync) -> Non
     for _ in range(seen):
         meter.count(Collective.all_reduce, 1000)
     with pytest.raises(SyncPolicyViolated, match=f"{seen * 1000:,} bytes were seen in {seen} collective"):
-        meter.close_window(8, sync)
+        meter.check(8, sync)
 
 
 def send(meter: Meter, gathers: int, scatters: int, reduces: int) -> None:
@@ -94,7 +94,7 @@ def test_each_policy_of_hsdp(sync: Sync, gathers: int, scatters: int, reduces: i
         meter.open_window()
         send(meter, *numbers)
         with pytest.raises(SyncPolicyViolated, match=f"strategy.sync={sync.value} means"):
-            meter.close_window(4, sync)
+            meter.check(4, sync)
 
 
 def test_gathers_of_every_are_those_that_were_seen() -> None:
