@@ -8,13 +8,14 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 from launcher.config.hydra import compose, compose_with_yaml
 from launcher.config.key_facts import typed
 from launcher.config.multirun import RequestedCell
 from launcher.config.schema import Config, Device, PrecisionKind
-from launcher.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, SiteError
+from launcher.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, ConfigError, SiteError
 from launcher.launch import local
 from launcher.launch.outer_job import require_one_copy
 from launcher.launch.planner import initial_weights, new_run, plan_job, run_of_script
@@ -37,7 +38,7 @@ from launcher.sweeps.reuse import look_at_sweeps
 from launcher.trackers.installed import require_trackers
 
 
-def make_plan(overrides: Sequence[str] | Config = (), *, samples: int | None) -> RunPlan:
+def make_plan(overrides: Sequence[str] | Config = (), *, samples: int | EllipsisType | None = ...) -> RunPlan:
     """Return the plan for a training loop of your own; call it in each worker of torchrun, or in a process alone.
 
     The model is not inspected here: strategy.sync=auto selects the policy that sends the fewest bytes, regardless of
@@ -47,14 +48,19 @@ def make_plan(overrides: Sequence[str] | Config = (), *, samples: int | None) ->
 
     Args:
         overrides: as on the command line, or a Config; the task group is not used.
-        samples: the length of your dataset; None for a stream.
+        samples: the length of your dataset; None for a stream. It must be given.
 
     Raises:
-        ConfigError: impossible values, alone or in combination.
+        ConfigError: ``samples`` is left out; impossible values, alone or in combination.
         SiteError: one of several processes that torchrun has not started.
     """
     from launcher.train.world import World
 
+    if isinstance(samples, EllipsisType):
+        raise ConfigError(
+            "make_plan(samples=...)", None, "is missing, the number of samples in an epoch.",
+            "Write samples=len(dataset); samples=None for a stream, or for batches whose number is not known.",
+        )  # fmt: skip
     config = overrides if isinstance(overrides, Config) else compose(overrides)
     site = Site.here()
     world = World.here()

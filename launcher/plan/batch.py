@@ -162,10 +162,13 @@ class Batch:
         return self.global_size
 
 
-def solve_batch(config: BatchConfig, world_size: int) -> Batch:
+def solve_batch(config: BatchConfig, world_size: int, *, ready: bool = False) -> Batch:
     """Derive the sizes that the user left open from the sizes that are set.
 
     Nothing is rounded, except accumulation with ``uneven``.
+
+    Args:
+        ready: the training data has batches of ``micro_size`` samples, so another size is advised for these.
 
     Raises:
         ConfigError: a size below 1, sizes that contradict each other, or a division with a remainder; the message
@@ -188,7 +191,7 @@ def solve_batch(config: BatchConfig, world_size: int) -> Batch:
         micro = _derive_micro(config, total, world_size)
     rounds = -(-total // (micro * world_size))
     if accumulation is None:
-        accumulation = rounds if config.uneven else _divide(total, micro, world_size, "micro_size", micro)
+        accumulation = rounds if config.uneven else _divide(total, micro, world_size, "micro_size", micro, ready=ready)
     if accumulation != rounds or (not config.uneven and micro * accumulation * world_size != total):
         product = micro * accumulation * world_size
         if config.uneven:
@@ -225,10 +228,10 @@ def with_any_global_size(config: BatchConfig, error: ConfigError) -> tuple[Batch
     )
 
 
-def solve_largest(config: BatchConfig, world_size: int) -> Batch:
+def solve_largest(config: BatchConfig, world_size: int, *, ready: bool = False) -> Batch:
     """Return the batch on the most hosts. A range of hosts permits unequal shares where needed, without ``uneven``."""
     try:
-        return solve_batch(config, world_size)
+        return solve_batch(config, world_size, ready=ready)
     except ConfigError as error:
         if config.uneven:
             raise
@@ -344,18 +347,20 @@ def _derive_micro(config: BatchConfig, total: int, world_size: int) -> int:
     return max(d for d in range(1, DEFAULT_MICRO_SIZE + 1) if math.gcd(*shares) % d == 0)
 
 
-def _divide(total: int, factor: int, world_size: int, name: str, value: int) -> int:
+def _divide(total: int, factor: int, world_size: int, name: str, value: int, *, ready: bool = False) -> int:
     quotient, rest = divmod(total, factor * world_size)
     if quotient and not rest:
         return quotient
     unit = factor * world_size
     choices = [f"batch.global_size={_listed(_nearest_multiples(total, unit))}"]
     if name != "global_size" and total % world_size == 0:
-        choices.append(f"batch.{name}={_listed(_nearest_divisors(total // world_size, value))}")
+        near = _listed(_nearest_divisors(total // world_size, value))
+        choices.append(f"a DataLoader with batch_size={near}" if ready else f"batch.{name}={near}")
     if total % factor == 0:
         worlds = _nearest_divisors(total // factor, world_size)
         choices.append(f"{_listed(worlds)} ranks (cluster.workers_per_node)")
-    choices.append("unequal shares (batch.uneven=true)")
+    if not ready or total % factor == 0:
+        choices.append("unequal shares (batch.uneven=true)")
     given = f"batch.global_size={total}"
     if name != "global_size":
         given += f" batch.{name}={value}"

@@ -162,13 +162,14 @@ def solve(
         )
     check_values(config)
     _require_consistent(config)
+    ready = task.stream is not None and task.stream.ready
     config = _with_ready_batches(config, task)
     nodes = node_range(config.cluster.nodes)
     cluster = solve_cluster(config.cluster, site, run.name, config.strategy.kind, started)
     if started is not None or nodes.fixed:
-        batch = rebatch(solve_batch(config.batch, cluster.world_size))
+        batch = rebatch(solve_batch(config.batch, cluster.world_size, ready=ready))
         return _on_cluster(config, site, task, run, cluster, batch)
-    largest = rebatch(solve_largest(config.batch, cluster.world_size))
+    largest = rebatch(solve_largest(config.batch, cluster.world_size, ready=ready))
     plan = _on_cluster(config, site, task, run, cluster, largest)
     fewer: list[RunPlan] = []
     for hosts in range(nodes.least, nodes.most):

@@ -21,6 +21,7 @@ from launcher.plan.batch import Batch
 from launcher.plan.float_format import float_format
 from launcher.plan.gpus import find_gpu
 from launcher.plan.launch_plan import ClusterPlan
+from launcher.plan.optimizer_plan import TARGET
 from launcher.plan.run_plan import Forecast, PrecisionPlan, RunPlan, StrategyPlan, TaskPlan, solved_part
 from launcher.plan.sync_policy import POLICIES, SHARDED, Layout, transfers_per_window
 from launcher.quantities import bytes_text
@@ -44,10 +45,22 @@ def _known_bytes(forecast: Forecast) -> int:
     return forecast.peak_bytes or forecast.least_bytes or 0
 
 
-def _has_adam(plan: RunPlan) -> bool:
-    """Return whether the optimizer's state is known to be that of AdamW; that of classes is not known."""
-    of_classes = plan.optimizer.names_classes or plan.task.own_optimizer
-    return plan.optimizer.kind is OptimizerKind.adamw and not of_classes
+# tensors of a parameter's size in the state of optimizers whose state is known
+_STATE = {OptimizerKind.adamw.value: ("AdamW", 2), "torch.optim.Muon": ("Muon", 1)}
+
+
+def _known_state(plan: RunPlan) -> tuple[list[str], float]:
+    """Return the optimizers whose state is known, and the tensors of it for each parameter, on average."""
+    optimizer, sizes = plan.optimizer, plan.task.group_parameters
+    if plan.task.own_optimizer:
+        return [], 0.0
+    classes = [optimizer.name, *(group.get(TARGET, optimizer.name) for group in optimizer.groups)]
+    if sizes is None:  # at least, if all parameters were in the group with the smallest state
+        names, tensors = zip(*(_STATE.get(each, ("", 0)) for each in classes), strict=True)
+        return (sorted({*names}), min(tensors)) if all(names) else ([], 0.0)
+    known = [(*_STATE[each], size) for each, size in zip(classes, sizes, strict=True) if size and each in _STATE]
+    total = sum(tensors * size for _, tensors, size in known)
+    return sorted({name for name, _, _ in known}), total / max(1, sum(sizes))
 
 
 def least_bytes(plan: RunPlan, sync: Sync = Sync.every) -> int | None:
@@ -57,7 +70,7 @@ def least_bytes(plan: RunPlan, sync: Sync = Sync.every) -> int | None:
     held = task.trained_bytes(plan.precision.parameters)
     if held is None or strategy.cpu_offload:
         return None
-    trained = held * (4 if _has_adam(plan) else 2)
+    trained = round(held * (2 + _known_state(plan)[1]))
     shared = (trained + 2 * task.frozen_parameters) // strategy.shard_size  # frozen ones may be in bf16
     whole = {Sync.boundary: 1, Sync.gather_once: 2}.get(sync, 0) if strategy.kind in SHARDED else 0
     return shared + whole * ITEM_BYTES[plan.precision.kind] * (task.parameters or 0)
@@ -65,10 +78,10 @@ def least_bytes(plan: RunPlan, sync: Sync = Sync.every) -> int | None:
 
 def least_note(plan: RunPlan, memory_bytes: int | None) -> str:
     """Return a sentence on ``least_bytes``, which are known for a task that cannot be traced, too; or nothing."""
-    least, adam = least_bytes(plan), _has_adam(plan)
+    least, (names, _) = least_bytes(plan), _known_state(plan)
     if least is None:
         return ""
-    parts = "parameters, gradients and the state of AdamW" if adam else "parameters and gradients"
+    parts = f"parameters, gradients and the state of {' and '.join(names)}" if names else "parameters and gradients"
     excess = "" if memory_bytes is None or least <= memory_bytes else f"; it has {bytes_text(memory_bytes)}"
     return f"A rank needs at least {bytes_text(least)} for {parts}{excess}."
 

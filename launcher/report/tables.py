@@ -171,13 +171,13 @@ def _updates(plan: RunPlan, clip: str) -> list[str]:
         rates += f" with {count(schedule.warmup_steps, 'warm-up step')}"
     if task.own_optimizer:
         return [f"the task's own optimizer, {rates}, {clip}"]
-    lines = [f"{optimizer.name}, lr {_rate(optimizer)}, {rates}, {clip}"]
-    sizes = (task.group_parameters or ())[1:]
-    for number, group in enumerate(optimizer.groups):
-        if number < len(sizes) and not sizes[number]:
-            continue
+    sizes = (task.group_parameters or (0,) * (len(optimizer.groups) + 1))[1:]
+    used = [(group, size) for group, size in zip(optimizer.groups, sizes, strict=True) if size or not any(sizes)]
+    others = "".join(f"{name} and " for name in dict.fromkeys(group[TARGET] for group, _ in used if TARGET in group))
+    lines = [f"{others}{optimizer.name}, lr {_rate(optimizer)}, {rates}, {clip}"]
+    for group, number in used:
         options = ", ".join(f"{name} {typed(value)}" for name, value in group.items() if name not in (MATCH, TARGET))
-        size = f" ({count(sizes[number], 'parameter')})" if number < len(sizes) else ""
+        size = f" ({count(number, 'parameter')})" if number else ""
         lines.append(f"{group[MATCH]}{size}: {', '.join(part for part in (group.get(TARGET), options) if part)}")
     return lines
 

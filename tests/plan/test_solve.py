@@ -60,6 +60,7 @@ def test_ready_batches_are_the_micro_batches() -> None:
      (None, "batch.accumulation=3", "batches of unknown size"), (3, "batch.micro_size=auto", "are used whole"),
      (3, "batch.on_oom=shrink", "batch.on_oom=shrink: the batches"), (3, "batch.short_window=drop", "ready batches"),
      (3, "batch.balance=length", "batch.balance=length: the batches"), (7, "batch.uneven=true", "a multiple of 7"),
+     (9, "batch.norm=leave", "batch.global_size=18 or 36; or a DataLoader with batch_size=6 or 12."),
      (3, "train.data_shards=2", "divides streams only")],
 )  # fmt: skip
 def test_what_ready_batches_cannot_do(size: int | None, override: str, error: str) -> None:

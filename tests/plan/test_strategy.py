@@ -98,6 +98,7 @@ def test_auto_sync_keeps_away_from_what_is_not_safe() -> None:
         (["strategy=hsdp", "cluster.workers_per_node=4", "strategy.shard_size=2"], "8.00 kB"),
         (["optimizer.groups=[{match: w, _target_: torch.optim.SGD, lr: 0.1}]"], "8.00 kB for parameters and gradients"),
         (["strategy=ddp", "precision.parameters=keep"], "12.80 kB"),  # 400 of the 1,000 in bf16
+        (["strategy=ddp", "optimizer=muon"], "12.00 kB for parameters, gradients and the state of AdamW and Muon"),
     ],
 )
 def test_the_share_of_a_rank(overrides: list[str], needed: str) -> None:
@@ -105,6 +106,9 @@ def test_the_share_of_a_rank(overrides: list[str], needed: str) -> None:
     task = dataclasses.replace(plan.task, gradient_bytes=3200, narrow_parameters=400)
     plan = dataclasses.replace(plan, task=task)
     assert f"A rank needs at least {needed}" in least_note(plan, None)
+    if "optimizer=muon" in overrides:  # 100 in no group, 200 and 300 in AdamW's groups, 400 in Muon's
+        plan = dataclasses.replace(plan, task=dataclasses.replace(task, group_parameters=(100, 200, 300, 400)))
+        assert "14.40 kB for parameters, gradients and the state of AdamW and Muon" in least_note(plan, None)
 
 
 def test_what_a_rank_has_is_named_if_it_is_less() -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from launcher import Engine, make_plan
-from launcher.errors import EngineMisuse, WrongCheckpoint
+from launcher.errors import ConfigError, EngineMisuse, WrongCheckpoint
 from launcher.process import AGENT_PID
 from tests.helpers import series, torchrun
 
@@ -79,6 +79,11 @@ def test_a_resumed_run_has_the_callbacks_state_after_the_evaluation(tmp_path: Pa
     assert train(tmp_path / "killed", after, every).equal(whole)
     assert after.seen == undisturbed.seen
     assert len(after.seen) == 4
+
+
+def test_a_plan_needs_the_length_of_the_data() -> None:
+    with pytest.raises(ConfigError, match=r"make_plan\(samples=...\): is missing.*\n.* samples=len\(dataset\)"):
+        make_plan(["train.steps=3"])
 
 
 @pytest.mark.usefixtures("alone")

@@ -174,7 +174,7 @@ def _set_formats(model: nn.Module, optimizer: Optimizer | None, plan: RunPlan, w
         p.dtype == torch.float16 and p.requires_grad for p in model.parameters()
     ):
         raise TaskError(
-            "model(): trained parameters in fp16 cannot be kept with precision=fp16: torch does not unscale fp16 "
+            "model: trained parameters in fp16 cannot be kept with precision=fp16: torch does not unscale fp16 "
             "gradients.\n  Use precision.parameters=fp32, or precision=bf16."
         )
 

@@ -72,7 +72,7 @@ class Fsdp(Parallel):
         formats = {p.dtype for p in model.parameters() if p.requires_grad}
         if len(formats) > 1:  # only with precision.parameters=keep
             raise TaskError(
-                f"model(): its trained parameters have several dtypes ({', '.join(sorted(map(str, formats)))}), which "
+                f"model: its trained parameters have several dtypes ({', '.join(sorted(map(str, formats)))}), which "
                 f"strategy={strategy.kind.value} cannot shard together.\n"
                 "  Use precision.parameters=fp32, or strategy=ddp."
             )

@@ -42,11 +42,11 @@ def require_trainable(model: nn.Module, *, sharded: bool, deferred: bool) -> Non
     refuse(
         (name for name, tensor in tensors if is_lazy(tensor)),
         "no shape before the first forward pass (nn.Lazy...)",
-        "Give their modules the sizes (nn.Linear instead of nn.LazyLinear), or run a forward pass in model()",
+        "Give their modules the sizes (nn.Linear instead of nn.LazyLinear), or run a forward pass before",
     )
     if not trained:
         raise TaskError(
-            f"model(): {kind} has no parameter that requires a gradient: there is nothing to train.\n"
+            f"model: {kind} has no parameter that requires a gradient: there is nothing to train.\n"
             "  Give it parameters, or unfreeze some (requires_grad_(True))."
         )
     refuse(
@@ -96,7 +96,7 @@ def refuse(found: Iterable[str], why: str, remedy: str) -> None:
     """Raise TaskError if names were found. ``why``: what these parts of the model have."""
     if names := [*found]:
         has = "has" if len(names) == 1 else "have"
-        raise TaskError(f"model(): {first_names(names, 8)} {has} {why}.\n  {remedy}.")
+        raise TaskError(f"model: {first_names(names, 8)} {has} {why}.\n  {remedy}.")
 
 
 def registered_again(names: Sequence[str]) -> TaskError:

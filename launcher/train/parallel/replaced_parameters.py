@@ -50,18 +50,18 @@ class ReplacedParameters:
     def _require_shardable(self, name: str, parameter: nn.Parameter) -> None:
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise TaskError(
-                f"model(): {name} has a gradient hook, which strategy={self._kind.value} cannot keep: shards replace "
+                f"model: {name} has a gradient hook, which strategy={self._kind.value} cannot keep: shards replace "
                 "the parameter.\n  Have the forward pass do the same, for example multiply the weight by a mask, or "
                 "use strategy=ddp."
             )
         if parameter.is_complex():
             raise TaskError(
-                f"model(): {name} is complex, which strategy={self._kind.value} cannot shard.\n"
+                f"model: {name} is complex, which strategy={self._kind.value} cannot shard.\n"
                 "  Keep its real and imaginary part as one real parameter (torch.view_as_complex), or use strategy=ddp."
             )
         if not parameter.is_contiguous():
             raise TaskError(
-                f"model(): {name} is not contiguous, which strategy={self._kind.value} cannot shard.\n"
+                f"model: {name} is not contiguous, which strategy={self._kind.value} cannot shard.\n"
                 "  Make it of a contiguous tensor (nn.Parameter(tensor.contiguous())), or use strategy=ddp."
             )
 
@@ -76,7 +76,7 @@ class ReplacedParameters:
             for (one, name, trained), (other, second, also) in itertools.pairwise(sorted(spans)):
                 if other[0] < one[1] and (trained or also):
                     raise TaskError(
-                        f"model(): {name} and {second} share memory without being one parameter, and "
+                        f"model: {name} and {second} share memory without being one parameter, and "
                         f"strategy={self._kind.value} would separate them.\n  Tie parameters by assigning the "
                         "parameter itself (head.weight = embedding.weight), compute what follows from one in the "
                         "forward pass, or use strategy=ddp."
@@ -99,7 +99,7 @@ class ReplacedParameters:
         if places:
             name, found = next(iter(sorted(places.items())))
             raise TaskError(
-                f"model(): {', '.join(sorted(found))} also refers to the parameter {name} or its memory, which "
+                f"model: {', '.join(sorted(found))} also refers to the parameter {name} or its memory, which "
                 f"strategy={self._kind.value} replaces by shards: it would keep the initial values.\n"
                 "  Take the parameter from its module when it is used, or use strategy=ddp."
             )

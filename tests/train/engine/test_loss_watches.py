@@ -20,7 +20,7 @@ CHANGED = {
     "own backward": CHANGES,
     "zeroed": CHANGES,
     "steps in backward": "TaskError: head.bias: written within the backward pass",
-    "by frequency": "TaskError: model(): table.weight has gradients that are divided by the frequencies within a micro",
+    "by frequency": "TaskError: model: table.weight has gradients that are divided by the frequencies within a micro",
 }
 # gradients that were reduced are in the shards, which zero_grad() of gathered parameters leaves alone
 RIGHT = {"fsdp every: zeroed"}

@@ -129,7 +129,7 @@ def test_the_gradient_is_that_of_plain_torch(ranks: int, part: str, cases: int, 
             assert found["collectives"]["reduce_scatter"] == (6 if "sync=every" in name else 3), (name, found)
 
 
-SCRIPTED, SPARSE = "model(): blocks.0 has TorchScript's", "model(): table has sparse gradients"
+SCRIPTED, SPARSE = "model: blocks.0 has TorchScript's", "model: table has sparse gradients"
 AGAIN = "blocks.0.linear.weight"
 SHARDED = {"sparse": SPARSE, "scripted": SCRIPTED, "weight": "The shard unit blocks.0 returns its parameter weight",
            "again": AGAIN}  # fmt: skip

@@ -54,20 +54,20 @@ def initialised() -> nn.Module:
 
 
 EVERYWHERE: dict[str, Callable[[], nn.Module]] = {
-    "model(): Whole has no parameter that requires a gradient": lambda: Whole().requires_grad_(False),
-    "model(): lazy.weight, lazy.bias have no shape": lambda: Whole(lazy=nn.LazyLinear(4)),
-    "model(): norm.running_mean, norm.running_var have no shape": lambda: Whole(norm=nn.LazyBatchNorm1d(affine=False)),
-    "model(): edges has a sparse layout": lambda: Whole(edges=torch.eye(4).to_sparse()),
-    "model(): part.weight has sparse gradients": lambda: Whole(part=sparse()),
-    "model(): weight has sparse gradients": lambda: nn.EmbeddingBag(4, 4, sparse=True),
-    "model(): part.weight, part.bias have no values": lambda: Whole(part=nn.Linear(4, 4, device="meta")),
+    "model: Whole has no parameter that requires a gradient": lambda: Whole().requires_grad_(False),
+    "model: lazy.weight, lazy.bias have no shape": lambda: Whole(lazy=nn.LazyLinear(4)),
+    "model: norm.running_mean, norm.running_var have no shape": lambda: Whole(norm=nn.LazyBatchNorm1d(affine=False)),
+    "model: edges has a sparse layout": lambda: Whole(edges=torch.eye(4).to_sparse()),
+    "model: part.weight has sparse gradients": lambda: Whole(part=sparse()),
+    "model: weight has sparse gradients": lambda: nn.EmbeddingBag(4, 4, sparse=True),
+    "model: part.weight, part.bias have no values": lambda: Whole(part=nn.Linear(4, 4, device="meta")),
 }
 SHARDED: dict[str, Callable[[], nn.Module]] = {
-    "model(): part has TorchScript's fixed parameters": lambda: Whole(
+    "model: part has TorchScript's fixed parameters": lambda: Whole(
         part=torch.jit.trace_module(nn.ReLU(), {"forward": torch.ones(1)})
     ),
-    "model(): part has no numbers": lambda: Whole(part=nn.Parameter(torch.zeros(0, 4))),
-    "model(): part has no dimension": lambda: Whole(part=nn.Parameter(torch.zeros(()))),
+    "model: part has no numbers": lambda: Whole(part=nn.Parameter(torch.zeros(0, 4))),
+    "model: part has no dimension": lambda: Whole(part=nn.Parameter(torch.zeros(()))),
 }
 ALLOWED: dict[str, Callable[[], nn.Module]] = {
     "lazy modules that have run": initialised,
