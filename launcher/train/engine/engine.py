@@ -136,7 +136,7 @@ class Engine:
         self._calibration, self.preserve = Calibration(parts), parts.preserve
         self._stop, self._save_due = stop, save_due if self.world.rank == 0 else bool
         self._around_windows: Callable[[], AbstractContextManager[object]] = nullcontext
-        self.stragglers = StragglerDetector(self.world, self.device, plan.train.straggler_share)
+        self.stragglers = StragglerDetector(self.world, plan.train.straggler_share)
         self.noise_scale = NoiseScale(
             self.world.size, self.device, self.parallel.local_norm, random=plan.batch.random_parts
         )

@@ -99,8 +99,8 @@ class Meter:
         strategy: kind of strategy, which determines the collectives that each policy requires.
         layout: payload of one pass of each kind, padding included.
         device: device of this rank.
-        waited_s: seconds of the window in which the host was blocked by other ranks; of little meaning on a GPU, where
-            the host only queues work.
+        waited_s: seconds of the window in which the host was blocked by other ranks; on a GPU, where the host only
+            queues work, those of ``CommStats.time_s``, once the window is closed.
     """
 
     def __init__(self, strategy: StrategyKind, layout: Layout, device: torch.device) -> None:
@@ -215,7 +215,10 @@ class Meter:
             else:
                 sent *= times.get(kind, 1)
             wire += sent * factors[kind]
-        return CommStats(kinds, round(wire), _union_s(self._timers))
+        time_s = _union_s(self._timers)
+        if self._cuda:
+            self.waited_s = time_s
+        return CommStats(kinds, round(wire), time_s)
 
     def check(self, micro_batches: int, sync: Sync) -> None:
         """Raise SyncPolicyViolated if this window sent other than what ``sync`` requires for ``micro_batches``."""

@@ -4,7 +4,8 @@ Each rank's seconds of computing, of waiting for data and of waiting for other r
 all-reduce: one entry for each rank and kind, so that the sum is a table. This adds no collective and no waiting.
 
 The time of computing is a window's time minus the waits. On CPUs the host measures them, since it is the host that is
-blocked. On GPUs the host only queues work, and its waits tell little about the GPU, so nothing is sent.
+blocked. On GPUs the host only queues work, and the wait is the time of collectives by the GPU's own events: a rank that
+the others wait for spends the least time in them.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median_low
 from typing import Any
-
-import torch
 
 from launcher.train.measure.observer import EndedWindow, Observer
 from launcher.train.world import World
@@ -90,9 +89,9 @@ class StragglerDetector(Observer):
         news: message on a change with the newest window; None if there is none.
     """
 
-    def __init__(self, world: World, device: torch.device, share: float | None) -> None:
+    def __init__(self, world: World, share: float | None) -> None:
         self._rank, self._ranks, self._share = world.rank, world.size, share
-        self.width = _KINDS * world.size if world.size > 1 and device.type == "cpu" else 0
+        self.width = _KINDS * world.size if world.size > 1 else 0
         self._hosts = world.of_all(socket.gethostname()) if self.width else []
         self._seconds = [0.0] * _KINDS
         self._windows = 0
@@ -113,7 +112,9 @@ class StragglerDetector(Observer):
 
     def window_ended(self, window: EndedWindow) -> None:
         """Keep this rank's seconds of computing, waiting for data and waiting for other ranks."""
-        self._seconds = [max(0.0, window.step_s - window.data_s - window.wait_s), window.data_s, window.wait_s]
+        busy_s = max(0.0, window.step_s - window.wait_s)
+        data_s = min(window.data_s, busy_s)  # on a GPU collectives may run while the host waits for data
+        self._seconds = [busy_s - data_s, data_s, window.wait_s]
 
     def receive(self, sums: Sequence[float]) -> None:
         """Evaluate the window before. ``sums``: the table of all ranks."""

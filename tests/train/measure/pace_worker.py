@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,31 @@ from tests.infra.workers import leave_group, print_on_rank_0
 
 STEPS, SLEEP_S = 32, 0.02
 TIMES = 4  # as long as the last passes took, at least, so that the share of the delay does not fall on a busy machine
-CASES = {"computes": [], "computes, every": ["strategy.sync=every"], "reads": [], "computes, fsdp": ["strategy=fsdp"]}
+CASES = {
+    "computes": [],
+    "computes, every": ["strategy.sync=every"],
+    "reads": [],
+    "computes, fsdp": ["strategy=fsdp"],
+    "computes, events": ["batch.micro_size=8"],  # one micro-batch, which is enough and takes the least time
+}
+
+
+class Event:
+    """Event of a GPU, recorded by the host's clock."""
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+        self._at = math.nan
+
+    def record(self) -> None:
+        self._at = time.perf_counter()
+
+    def query(self) -> bool:
+        return not math.isnan(self._at)
+
+    def elapsed_time(self, end: Event) -> float:
+        """Return milliseconds, as of GPUs."""
+        return 1e3 * (end._at - self._at)
 
 
 class Samples(torch.utils.data.Dataset[Tensor]):
@@ -46,6 +71,9 @@ def train(name: str, overrides: list[str]) -> dict[str, Any]:
         """Return the delay of a micro-batch of two samples on the slow rank."""
         return max(2 * SLEEP_S, TIMES * took_s) if slow else 0.0
 
+    if "events" in name:  # the meter of a GPU, where the host's clock says nothing about collectives
+        torch.cuda.Event = Event  # type: ignore[misc]
+        engine.parallel.meter._cuda = True
     said: list[str] = []
     first, metrics = None, dict[str, float]()
     for window in engine.windows(Samples(lambda: delay_s() / 2 if name == "reads" else 0.0)):

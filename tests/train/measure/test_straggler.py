@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from launcher.train.measure.observer import EndedWindow
 from launcher.train.measure.straggler import LOOK_EVERY, StragglerDetector, slowest
 from launcher.train.world import World
 from tests.helpers import torchrun
@@ -17,7 +18,7 @@ ALONE = World(rank=0, size=1, local_rank=0)
 
 
 def of_two(share: float | None) -> StragglerDetector:
-    pace = StragglerDetector(ALONE, torch.device("cpu"), share)
+    pace = StragglerDetector(ALONE, share)
     pace._ranks, pace.width, pace._hosts, pace.slow = 2, 6, ["a", "b"], [0, 0]
     return pace
 
@@ -99,11 +100,20 @@ def test_a_delay_near_the_limit_is_not_named_and_withdrawn_again_and_again(betwe
     assert 200 < pace.slow[1] + pace.slow[0] < 400
 
 
+def test_a_wait_for_data_during_a_collective_counts_once() -> None:
+    pace = of_two(0.1)
+    ended = EndedWindow(
+        samples=2, items=2, comparable=True, grad_norm=1.0, gradient_unit=1.0, step_s=1.0, data_s=0.6, wait_s=0.7
+    )
+    pace.window_ended(ended)
+    assert pace.contribution() == pytest.approx([0.0, 0.3, 0.7, 0.0, 0.0, 0.0])
+
+
 @pytest.mark.slow
 def test_real_ranks(tmp_path: Path) -> None:
     lines = torchrun(Path(__file__).with_name("pace_worker.py"), [], 2, tmp_path).splitlines()
     found = {name: seen for line in lines if line.startswith("{") for name, seen in json.loads(line).items()}
-    for name in ("computes", "computes, every", "computes, fsdp", "reads"):
+    for name in ("computes", "computes, every", "computes, fsdp", "computes, events", "reads"):
         of = "data" if name == "reads" else "compute"
         assert found[name]["named"] == [1, of], name
         assert found[name]["said"][0].startswith("Straggler: rank 1 on ")
