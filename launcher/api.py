@@ -15,7 +15,7 @@ from launcher.config.hydra import compose, compose_with_yaml
 from launcher.config.key_facts import typed
 from launcher.config.multirun import RequestedCell
 from launcher.config.schema import Config, Device, PrecisionKind
-from launcher.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, ConfigError, SiteError
+from launcher.errors import ConfigError, SiteError
 from launcher.launch import local
 from launcher.launch.outer_job import require_one_copy
 from launcher.launch.planner import initial_weights, new_run, plan_job, run_of_script
@@ -30,6 +30,7 @@ from launcher.plan.solve import solve
 from launcher.record.report_entry import leave_entry
 from launcher.report.live import NoDisplay
 from launcher.rundir.files import read_json
+from launcher.rundir.job_end import STOPS
 from launcher.rundir.paths import RunPaths, SweepPaths
 from launcher.runs import control
 from launcher.runs.status import Run
@@ -136,7 +137,7 @@ def submit(overrides: Sequence[str] = ()) -> Job:
         plan, _ = slurm.submit_job(plan, yaml)
     else:
         local.create(plan, yaml)
-        if _run_here(plan) in (EXIT_INTERRUPTED, EXIT_RESUMABLE):  # stopped by the user or preempted
+        if _run_here(plan) in STOPS:  # stopped by the user or preempted
             raise KeyboardInterrupt
     return Job(plan.paths.root)
 

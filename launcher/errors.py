@@ -20,7 +20,7 @@ class LauncherError(Exception):
 
 
 class UserError(LauncherError):
-    """Wrong input: one message, no traceback, nothing was started."""
+    """Wrong input: one message, no traceback."""
 
     exit_status = EXIT_USER
 
@@ -40,6 +40,10 @@ class TaskError(UserError):
 
 class CollectiveInLoss(TaskError):
     """Samples of other ranks in the loss of one of several micro-batches."""
+
+
+class EngineMisuse(UserError):
+    """The user's loop left out a call."""
 
 
 class SiteError(UserError):
@@ -76,10 +80,6 @@ class UnusedParameters(RunError):
 
 class DataError(RunError):
     """The dataset is not what the plan says."""
-
-
-class EngineMisuse(RunError):
-    """The user's loop left out a call."""
 
 
 class CallbackFailed(RunError):

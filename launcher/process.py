@@ -23,6 +23,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self, TextIO, TypeVar, cast
 
+from launcher.errors import LauncherError
+
 T = TypeVar("T")
 
 # Ask a worker to stop after its window; sent by the agent, a scheduler, or a person.
@@ -248,7 +250,7 @@ def run_and_exit(run: Callable[[], object], *, beat: Callable[[], object] | None
             status = 1
     except Exception as error:
         sys.excepthook(type(error), error, error.__traceback__)
-        status = 1
+        status = error.exit_status if isinstance(error, LauncherError) else 1
     exit_without_teardown(status, beat=beat)
 
 

@@ -95,7 +95,8 @@ class ClusterConfig:
     price_per_gpu_hour: float | None = key(None, at_least(0), affects="")
     """Price of one rank's device for an hour, in any currency: `launch report` then shows costs."""
     max_restarts: int = key(0, at_least(0), affects="")
-    """Restarts of the workers by torchrun after a failure; a training job resumes from its last checkpoint."""
+    """Restarts of the workers by torchrun after a failure, unless the input is wrong; a training job resumes from its
+    last checkpoint."""
     grace_s: int = key(30, at_least(1), affects="")
     """Seconds that workers have to finish their window and save when the job is stopped."""
     partition: str | None = key(None, only="cluster=slurm", affects="")

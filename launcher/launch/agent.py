@@ -2,13 +2,12 @@
 
     python -m launcher.launch.agent RUN_DIR PLAN PARENT_PID INCARNATION
 
-Exit status: 0 if the workers finished, 1 if they failed, 130 if they were stopped. Under Slurm the agent runs in the
-job's task (launcher/launch/slurm/node.py), which decides whether the job ends or is requeued.
+The exit status is that of the verdict (launcher/rundir/job_end.py). Under Slurm the agent runs in the job's task
+(launcher/launch/slurm/node.py), which decides whether the job ends or is requeued.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import signal
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from launcher import errors
 from launcher.config.schema import Device
-from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Superseded, class_named
+from launcher.errors import EXIT_FAILED, Superseded, class_named
 from launcher.heartbeat import PROGRESS
 from launcher.launch import rendezvous
 from launcher.launch.watchdog import HangWatch, NoWatch
@@ -44,7 +43,17 @@ from launcher.process import (
 from launcher.rundir import history
 from launcher.rundir.fencing import INCARNATION, Fence, Incarnation
 from launcher.rundir.files import clear_torn, object_from_json, read_json, write_json
-from launcher.rundir.history import HANG, LOST_PEER, Failure, failure_record
+from launcher.rundir.job_end import (
+    HANG,
+    LOST_PEER,
+    Failure,
+    Summary,
+    end_status,
+    error_of,
+    failed,
+    fails_again,
+    failure_record,
+)
 from launcher.rundir.paths import RunPaths
 from launcher.tracebacks import lost_connection, users_traceback
 from launcher.trackers.tracker_processes import GRACE_S, HURRIED_S, TrackerProcesses
@@ -52,15 +61,7 @@ from launcher.trackers.tracker_processes import GRACE_S, HURRIED_S, TrackerProce
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsSpecs
     from torch.distributed.elastic.multiprocessing.api import PContext
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-
-
-@dataclass(frozen=True)
-class NodeOutcome:
-    """Outcome of this node's workers. ``status``: exit status. ``fields``: what to add to the workers' summary."""
-
-    status: int
-    fields: dict[str, Any]
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 
 def main(run_dir: str, plan_name: str, parent: str, attempt: str) -> int:
@@ -71,15 +72,16 @@ def main(run_dir: str, plan_name: str, parent: str, attempt: str) -> int:
     plan, fence = load_plan(plan_file), Fence(paths, Incarnation.parse(attempt))
     with StopShield() as shield:
         ended = serve(plan, plan_file, fence.own, shield)
-    if ended.fields:
+    if ended:
         try:
             fence.check()
         except Superseded as error:  # this host was cut off; the summary now belongs to a newer attempt
             print(error, flush=True)
             return EXIT_FAILED
         path = paths.summary_of(plan.node)
-        write_json(path, {"verdict": "killed"} | (read_json(path) or {}) | ended.fields)
-    return ended.status
+        ended = {"verdict": "killed"} | (read_json(path) or {}) | ended
+        write_json(path, ended)
+    return end_status({"verdict": "done"} | ended)
 
 
 def open_attempt(fence: Fence, **fields: Any) -> int:
@@ -94,8 +96,8 @@ def open_attempt(fence: Fence, **fields: Any) -> int:
     return attempt
 
 
-def serve(plan: LaunchPlan, plan_file: Path, own: Incarnation, shield: StopShield) -> NodeOutcome:
-    """Run this node's workers, and on node 0 the trackers, until they end.
+def serve(plan: LaunchPlan, plan_file: Path, own: Incarnation, shield: StopShield) -> Summary:
+    """Run this node's workers, and on node 0 the trackers, until they end. Return what to add to the workers' summary.
 
     Replaces ``os.environ`` by the workers' environment during the call. Must be called from the main thread, inside
     ``shield``. The caller decides whether the job ends or is requeued.
@@ -111,7 +113,7 @@ def serve(plan: LaunchPlan, plan_file: Path, own: Incarnation, shield: StopShiel
             first = Fence(plan.paths, own).newest().get("attempt", 0)
             ended = _run_workers(plan, plan_file, first, shield, watch)
         if watch.last is not None and plan.node == 0:
-            ended = dataclasses.replace(ended, fields=ended.fields | {"hang": watch.last.entry})
+            ended |= {"hang": watch.last.entry}
         return ended
     finally:
         # neither a scheduler that reclaims the node nor a person who stops the run waits for a server: the next attempt
@@ -149,7 +151,7 @@ def _run_workers(
     first_attempt: int,
     shield: StopShield,
     watch: HangWatch | NoWatch,
-) -> NodeOutcome:
+) -> Summary:
     """Run torchrun's elastic agent until the workers end, perhaps after several attempts."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -181,23 +183,32 @@ def _run_workers(
             elastic_launch(config, sys.executable)(*arguments)
     except SignalException as stop:
         leave()
-        return _outcome_of_stop(plan, stop.sigval)
-    except ChildFailedError as failed:
-        return _outcome_of_failure(plan, failed, failures, shield)
+        return _end_of_stop(plan, stop.sigval)
+    except ChildFailedError as error:
+        record = failures.first({rank: (each.pid, each.exitcode) for rank, each in error.failures.items()})
+        # a scheduler may signal every process of a job, which kills a script that has no handler
+        if shield.received is not None and record["exit_code"] == -shield.received:
+            return _end_of_stop(plan, shield.received)
+        return failed(record)
+    except _FailsAgain as error:
+        return failed(error.failure)
     except RendezvousClosedError as closed:
-        return _outcome_without_rendezvous(plan, str(closed))
+        if str(closed) == rendezvous.GIVEN_UP:
+            return {"verdict": "killed"}
+        why = f"the hosts' agents did not come together: {closed}"
+        return failed(failure_record(why, plan.paths.node_log(plan.node), at=datetime.now(UTC)))
     if shield.received is not None:  # the workers stopped before the agent saw the signal
-        return _outcome_of_stop(plan, shield.received)
+        return _end_of_stop(plan, shield.received)
     if isinstance(plan, RunPlan) and plan.node == 0 and not plan.paths.summary.exists():
-        return _outcome_without_summary(plan.paths)
-    return NodeOutcome(EXIT_DONE, {})
+        why = "the workers left before the run was over, with status 0: does the task call sys.exit or os._exit?"
+        return failed(failure_record(why, plan.paths.newest_rank_log(0), exit_code=0))
+    return {}
 
 
-def _outcome_of_stop(plan: LaunchPlan, by: int) -> NodeOutcome:
-    """Return the outcome of a stop request; the run counts as done if it had already finished."""
-    if (read_json(plan.paths.summary) or {}).get("verdict") == "done":
-        return NodeOutcome(EXIT_DONE, {})
-    return NodeOutcome(EXIT_INTERRUPTED, {"stopped_by": signal.Signals(by).name})
+def _end_of_stop(plan: LaunchPlan, by: int) -> Summary:
+    """Return what to add to the summary after a stop request; nothing if the run had already finished."""
+    done = (read_json(plan.paths.summary) or {}).get("verdict") == "done"
+    return {} if done else {"stopped_by": signal.Signals(by).name}
 
 
 def _logs(plan: LaunchPlan, first: int, watch: HangWatch | NoWatch, failures: _Failures) -> LogsSpecs:
@@ -237,20 +248,12 @@ def _logs(plan: LaunchPlan, first: int, watch: HangWatch | NoWatch, failures: _F
     return RankLogs()
 
 
-def _failed(record: Failure) -> NodeOutcome:
-    return NodeOutcome(EXIT_FAILED, {"verdict": "failed", "failure": record})
+class _FailsAgain(Exception):
+    """Failure after which a restart is useless."""
 
-
-def _outcome_of_failure(
-    plan: LaunchPlan, error: ChildFailedError, failures: _Failures, shield: StopShield
-) -> NodeOutcome:
-    """Return the outcome for the earliest failure."""
-    ended = {rank: (failure.pid, failure.exitcode) for rank, failure in error.failures.items()}
-    record = failures.first(ended)
-    # a scheduler may signal every process of a job, which kills a script that has no handler
-    if shield.received is not None and record["exit_code"] == -shield.received:
-        return _outcome_of_stop(plan, shield.received)
-    return _failed(record)
+    def __init__(self, failure: Failure) -> None:
+        super().__init__()
+        self.failure = failure
 
 
 class _Failures:
@@ -268,9 +271,17 @@ class _Failures:
         self._ranks, self._attempt, self._ended = ranks, attempt, {}
 
     def end(self, workers: PContext) -> None:
-        """Store which workers have failed. Torch calls it before it ends the others."""
-        failed: Iterable[ProcessFailure] = () if self._ended else getattr(workers, "_failures", {}).values()
-        self._ended |= {self._ranks[each.local_rank]: (each.pid, each.exitcode) for each in failed}
+        """Store which workers have failed. Torch calls it before it ends the others.
+
+        Raises:
+            _FailsAgain: at the first call after a failure for which torch must not restart the workers.
+        """
+        if self._ended:
+            return
+        ended: Iterable[ProcessFailure] = getattr(workers, "_failures", {}).values()
+        self._ended = {self._ranks[each.local_rank]: (each.pid, each.exitcode) for each in ended}
+        if self._ended and fails_again(first := self.first(self._ended)):
+            raise _FailsAgain(first)
 
     def first(self, ended: Mapping[int, tuple[int, int]]) -> Failure:
         """Return the earliest of some failures: later ones lost their peer, or were ended by torch itself.
@@ -314,21 +325,7 @@ class _Failures:
         lost = record is not None and (record["kind"] == LOST_PEER or bool(lost_connection(record["error"])))
         if record is None or (lost and self._plan.cluster.nodes > 1):
             return "a worker on another node failed: see its log"
-        return history.error_of(record).partition("\n")[0]
-
-
-def _outcome_without_rendezvous(plan: LaunchPlan, why: str) -> NodeOutcome:
-    """Return the outcome of a closed rendezvous: the hosts could not start, or restart, their workers together."""
-    if why == rendezvous.GIVEN_UP:
-        return NodeOutcome(EXIT_FAILED, {"verdict": "killed"})
-    error = f"the hosts' agents did not come together: {why}"
-    return _failed(failure_record(error, plan.paths.node_log(plan.node), at=datetime.now(UTC)))
-
-
-def _outcome_without_summary(paths: RunPaths) -> NodeOutcome:
-    """Return the outcome if all workers exited with status 0 but rank 0 wrote no summary."""
-    error = "the workers left before the run was over, with status 0: does the task call sys.exit or os._exit?"
-    return _failed(failure_record(error, paths.newest_rank_log(0), exit_code=0))
+        return error_of(record).partition("\n")[0]
 
 
 @dataclass(frozen=True)

@@ -15,17 +15,9 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
-from launcher.errors import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_RESUMABLE,
-    RecordFailed,
-    SiteError,
-    class_named,
-)
+from launcher.errors import EXIT_INTERRUPTED, RecordFailed, SiteError
 from launcher.launch.agent import open_attempt
 from launcher.plan.callback_plan import may_report, notify_entries
 from launcher.plan.clusters import Peers, Regrouping
@@ -36,7 +28,8 @@ from launcher.quantities import count
 from launcher.rundir import history
 from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import read_json, write_json, write_text
-from launcher.rundir.history import Submission, failure_record
+from launcher.rundir.history import Submission
+from launcher.rundir.job_end import CTRL_C, Summary, end_status, failed, failure_record
 from launcher.rundir.paths import RunPaths
 from launcher.trackers.tracker_processes import wait_after_stop
 
@@ -148,11 +141,10 @@ def run_job(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
             display.say(describe_regrouping(plan, regrouping))
             peers.start_regrouped()
             _run_once(plan, plan_file, fence, display, peers, signals)
-    status, summary = peers.conclude()
-    if status == EXIT_DONE and summary["verdict"] == "stopped":  # nobody asked this process: a worker got a signal
-        status, summary = EXIT_RESUMABLE, {"stopped_by": "a signal to a worker"} | summary
-    if signals and summary["verdict"] == "killed":
-        summary = {"stopped_by": _name_of_stop(signals)} | summary
+    summary = peers.conclude()
+    stopped_by = _name_of_stop(signals) if signals else ""
+    if summary["verdict"] == "stopped" or (signals and summary["verdict"] == "killed"):
+        summary = {"stopped_by": stopped_by or "a signal to a worker"} | summary
     try:
         _write_summary(plan, fence, summary)
         if _writes(plan):
@@ -163,38 +155,13 @@ def run_job(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
             f"  Free space there; `launch resume {plan.run.name}` resumes from the newest checkpoint."
         ) from None
     trained = plan.node != 0 or _recorded(plan) > recorded  # other hosts may not see the record
-    if signals:
-        status = _status_of_stop(plan, summary["verdict"], signals, trained=trained)
-    elif isinstance(plan, RunPlan) and "failure" in summary and not trained:
-        status = _status_before_training(cast("Mapping[str, Any]", summary["failure"]))
-    return Verdict(status, summary, plan)
+    resumable = isinstance(plan, RunPlan) and plan.checkpoint.enabled and signal.SIGINT not in signals
+    return Verdict(end_status(summary, stopped_by, nothing_lost=resumable and not trained), summary, plan)
 
 
 def _recorded(plan: LaunchPlan) -> int:
     """Return the size of the run's record in bytes."""
     return plan.paths.metrics.stat().st_size if plan.paths.metrics.exists() else 0
-
-
-def _status_of_stop(plan: LaunchPlan, verdict: str, signals: list[int], *, trained: bool) -> int:
-    """Return the exit status of a run that was stopped here by ``signals``.
-
-    Args:
-        trained: True if this attempt may have completed a step. A run that was killed before has lost nothing.
-    """
-    if signals[0] == signal.SIGINT:
-        return EXIT_INTERRUPTED
-    if verdict == "killed" and signal.SIGINT not in signals and not trained:
-        resumable = isinstance(plan, RunPlan) and plan.checkpoint.enabled
-        return EXIT_RESUMABLE if resumable else EXIT_INTERRUPTED
-    of_verdict = {"done": EXIT_DONE, "failed": EXIT_FAILED, "stopped": EXIT_RESUMABLE}
-    return of_verdict.get(verdict, EXIT_INTERRUPTED)
-
-
-def _status_before_training(failure: Mapping[str, Any]) -> int:
-    """Return the exit status of a run whose workers failed before their first step: that of wrong input if they
-    refused the task or a key of the config."""
-    kind = class_named(str(failure["kind"]))
-    return EXIT_FAILED if kind is None else kind.exit_status
 
 
 def _run_once(
@@ -215,12 +182,12 @@ def _run_once(
             summary = _summary(plan, own)
             if signals and "stopped_by" in summary:  # the agent knows only the SIGTERM that was forwarded
                 summary["stopped_by"] = _name_of_stop(signals)
-            peers.ended(own if own >= 0 else EXIT_FAILED, summary)
+            peers.ended(summary)
     display.refresh()
 
 
 def _name_of_stop(signals: Sequence[int]) -> str:
-    return "Ctrl-C" if signals[0] == signal.SIGINT else signal.Signals(signals[0]).name
+    return CTRL_C if signals[0] == signal.SIGINT else signal.Signals(signals[0]).name
 
 
 class _StopForwarder:
@@ -287,9 +254,17 @@ def _start_agent(plan: LaunchPlan, plan_file: Path, own: Incarnation) -> subproc
         )
 
 
-def _summary(plan: LaunchPlan, status: int) -> dict[str, Any]:
+def _summary(plan: LaunchPlan, status: int) -> Summary:
     """Return this host's summary; one derived from the exit status if the workers were killed before writing it."""
-    return read_json(plan.paths.summary_of(plan.node)) or _summary_of_status(plan, status)
+    if summary := read_json(plan.paths.summary_of(plan.node)):
+        return summary
+    if status == EXIT_INTERRUPTED:
+        return {"verdict": "killed"}
+    if status == 0:  # a `launch run` script writes no summary, nor do workers on nodes other than 0
+        return {"verdict": "done"}
+    error = f"the node agent ended with status {status}"
+    summary = failed(failure_record(error, plan.paths.node_log(plan.node), exit_code=status))
+    return summary | {"verdict": "killed"} if status < 0 else summary
 
 
 def _write_summary(plan: LaunchPlan, fence: Fence, summary: dict[str, Any]) -> None:
@@ -307,17 +282,6 @@ def _writes(plan: LaunchPlan) -> bool:
     """Return True if this host writes the job-wide files: node 0, and every host with its own disk."""
     place = plan.cluster.place
     return place is None or place.node == 0 or not place.shared
-
-
-def _summary_of_status(plan: LaunchPlan, status: int) -> dict[str, Any]:
-    if status == EXIT_INTERRUPTED:
-        return {"verdict": "killed"}
-    if status == 0:  # a `launch run` script writes no summary, nor do workers on nodes other than 0
-        return {"verdict": "done"}
-    record = failure_record(
-        f"the node agent ended with status {status}", plan.paths.node_log(plan.node), exit_code=status
-    )
-    return {"verdict": "killed" if status < 0 else "failed", "failure": record}
 
 
 def report_outcome(plan: LaunchPlan, summary: Mapping[str, Any], within_s: float = REPORTS_WITHIN_S) -> None:

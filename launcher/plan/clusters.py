@@ -10,16 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 from launcher.config.schema import ClusterConfig, ClusterKind, without_effect
-from launcher.errors import EXIT_FAILED, ConfigError, did_you_mean
+from launcher.errors import ConfigError, did_you_mean
 from launcher.plan.launch_plan import LaunchPlan, NodeRange
+from launcher.rundir.job_end import Summary
 from launcher.targets import load_entry_point, present_entry_points
 
 GROUP = "launcher.clusters"
 P = TypeVar("P", bound=LaunchPlan)
-Summary = dict[str, Any]
 Say = Callable[[str], None]
 Create = Callable[[LaunchPlan], None]
 
@@ -51,7 +51,7 @@ class Peers:
     """
 
     def __init__(self) -> None:
-        self._result: tuple[int, Summary] = (EXIT_FAILED, {})
+        self._summary: Summary = {}
         self._reset()
 
     def _reset(self) -> None:
@@ -67,9 +67,9 @@ class Peers:
     def stop(self, by: str) -> None:
         """Report that the job was stopped on this host. ``by``: Ctrl-C, or the name of a signal."""
 
-    def ended(self, status: int, summary: Summary) -> None:
+    def ended(self, summary: Summary) -> None:
         """Report that this host's agent has ended."""
-        self._result = status, summary
+        self._summary = summary
 
     def complete(self) -> bool:
         """Return True if the verdict of the whole job is known."""
@@ -85,9 +85,9 @@ class Peers:
     def start_regrouped(self) -> None:
         """Start the regrouped job: node 0 lets the other hosts begin."""
 
-    def conclude(self) -> tuple[int, Summary]:
-        """Return exit status and summary of the whole job, as far as known, and close the connections."""
-        return self._result
+    def conclude(self) -> Summary:
+        """Return the summary of the whole job, as far as known, and close the connections."""
+        return self._summary
 
 
 class Cluster:

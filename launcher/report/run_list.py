@@ -15,7 +15,7 @@ from launcher.plan.launch_plan import LaunchPlan
 from launcher.quantities import count, duration_text
 from launcher.report.tables import best_text, failure_text, named_lines, near, resume_hint, tracker_lines
 from launcher.rundir.files import last_lines, object_from_json
-from launcher.rundir.history import error_of
+from launcher.rundir.job_end import error_of
 from launcher.rundir.paths import RunPaths, SweepPaths
 from launcher.runs.status import ACTIVE, Run, RunState, metrics_text
 

@@ -29,7 +29,7 @@ from launcher.config.schema import (
     StrategyKind,
     Sync,
 )
-from launcher.errors import NoGoodCheckpoint, Superseded, UserError, WrongCheckpoint, class_named
+from launcher.errors import UserError
 from launcher.plan.callback_plan import name_of
 from launcher.plan.data_shards import data_shards_text
 from launcher.plan.float_format import float_format
@@ -42,7 +42,7 @@ from launcher.quantities import bytes_text, count, exposed_text, prediction_text
 from launcher.record.measurements import task_metrics
 from launcher.report.recorded_step import RecordedStep
 from launcher.rundir.files import Unreadable, last_lines, read_json
-from launcher.rundir.history import failed_rank, failure_record
+from launcher.rundir.job_end import failed_rank, fails_again, failure_record
 from launcher.rundir.paths import RunPaths
 from launcher.runs.status import metrics_text
 from launcher.trackers.installed import described_tracker, recorded_trackers
@@ -305,9 +305,7 @@ def resume_hint(failure: dict[str, Any] | None, step: int, name: str) -> str:
         step: of the newest checkpoint; 0 without one.
         name: by which commands accept the run.
     """
-    kind = class_named(str((failure or {}).get("kind")))
-    again = kind is not None and issubclass(kind, UserError | WrongCheckpoint | NoGoodCheckpoint | Superseded)
-    if again or "launch resume" in str((failure or {}).get("error")):
+    if fails_again(failure or {}) or "launch resume" in str((failure or {}).get("error")):
         return ""
     return f"  `launch resume {name}` " + (f"continues from step {step}." if step else "starts it again, from step 0.")
 

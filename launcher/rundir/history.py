@@ -9,7 +9,6 @@ import dataclasses
 import getpass
 import json
 import os
-import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from launcher.errors import UserError, class_named
+from launcher.errors import UserError
 from launcher.rundir.files import object_from_json, read_bytes, read_json, write_json
 from launcher.rundir.paths import RunPaths
 
@@ -198,51 +197,3 @@ def is_event(fields: Mapping[str, Any]) -> bool:
         return isinstance(fields["event"], str)
     except (KeyError, TypeError, ValueError):
         return False
-
-
-Failure = dict[str, Any]
-# kinds of failures: one that no worker can report itself, and that of a worker whose peer is gone
-HANG, LOST_PEER = "Hang", "LostPeer"
-
-
-def failed_rank(failure: Mapping[str, Any]) -> int | None:
-    """Return the rank that a message on ``failure`` names; None for the job as a whole, and for an error of this
-    package that all ranks have raised and that says on which of them it arose."""
-    named = class_named(str(failure.get("kind"))) is not None and re.search(r"\branks? \d", str(failure.get("error")))
-    return None if named else failure.get("rank")
-
-
-def error_of(failure: Mapping[str, Any]) -> str:
-    """Return the rank that failed, if it was one, and its error, of one or more lines."""
-    rank = failed_rank(failure)
-    return ("" if rank is None else f"rank {rank}: ") + str(failure.get("error", ""))
-
-
-def failure_record(
-    error: str,
-    log: object,
-    *,
-    rank: int | None = None,
-    exit_code: int | None = None,
-    kind: str | None = None,
-    traceback: str | None = None,
-    at: datetime | None = None,
-) -> Failure:
-    """Return one failure.
-
-    Args:
-        error: one or more lines, without a traceback.
-        log: path with further information; None if there is none.
-        rank: rank that failed; None for the job as a whole.
-        kind: class of an error that this package raises intentionally, HANG, or LOST_PEER.
-        at: time by this host's clock.
-    """
-    record: Failure = {
-        "rank": rank,
-        "exit_code": exit_code,
-        "kind": kind,
-        "error": error,
-        "traceback": traceback,
-        "log": None if log is None else str(log),
-    }
-    return record if at is None else record | {"at": at.isoformat(timespec="milliseconds")}

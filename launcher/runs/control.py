@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from launcher.config.schema import ClusterKind
-from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, SiteError, UserError
+from launcher.errors import SiteError, UserError
 from launcher.launch import local
 from launcher.launch.agent import load_plan
 from launcher.launch.slurm import client, submit
@@ -25,6 +25,7 @@ from launcher.rundir import history
 from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import read_config, read_json, write_json
 from launcher.rundir.history import Submission
+from launcher.rundir.job_end import end_status
 from launcher.rundir.paths import RunPaths
 from launcher.runs.status import ACTIVE, Run, RunState, statuses_of
 from launcher.trackers.installed import described_tracker, mirrors_of
@@ -36,7 +37,6 @@ _ASK_SLURM_EVERY_S = 2.0
 _ENDS_WITHIN_S = 60
 # limit of `launch mirror`, seconds: a long record takes a server minutes
 MIRRORS_WITHIN_S = 3600
-_EXIT_STATUS = {RunState.done: EXIT_DONE, RunState.stopped: EXIT_RESUMABLE}
 MAY_CONTINUE = ACTIVE | {RunState.unknown}
 
 
@@ -317,4 +317,4 @@ def wait_for(places: Sequence[RunPaths], say: Callable[[Sequence[Run]], None]) -
 
 def run_exit_status(run: Run) -> int:
     """Return the exit status of a command that waited for the run."""
-    return _EXIT_STATUS.get(run.state, EXIT_FAILED)
+    return end_status({"verdict": run.state, "failure": run.failure})

@@ -24,6 +24,7 @@ from launcher.record.measurements import reason, task_metrics
 from launcher.rundir import history
 from launcher.rundir.files import last_lines, object_from_json, open_file, read_json, value_from_json
 from launcher.rundir.history import Submission
+from launcher.rundir.job_end import error_of
 from launcher.rundir.paths import RunPaths, SweepPaths
 
 # newest records among which the last evaluation is searched, and from which the rate of steps is taken
@@ -406,4 +407,4 @@ def _last_records(metrics: Path) -> tuple[list[dict[str, Any]], float | None]:
 
 
 def _first_line(summary: dict[str, Any]) -> str:
-    return history.error_of(summary.get("failure") or {}).partition("\n")[0]
+    return error_of(summary.get("failure") or {}).partition("\n")[0]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from launcher.config.multirun import RequestedCell, Result, override_key
 from launcher.config.schema import ClusterKind, groups_without_effect
-from launcher.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USER, ConfigError, RunError, UserError
+from launcher.errors import EXIT_DONE, EXIT_USER, ConfigError, RunError, UserError
 from launcher.launch import local
 from launcher.launch.planner import Once, plan_jobs, task_stem
 from launcher.launch.slurm import client, submit
@@ -20,6 +20,7 @@ from launcher.plan.run_plan import RunPlan
 from launcher.quantities import count, first_lines, first_names
 from launcher.rundir import code_snapshot
 from launcher.rundir.files import read_json
+from launcher.rundir.job_end import STOPS
 from launcher.rundir.paths import RunPaths, SweepPaths, is_run
 from launcher.runs import control
 from launcher.runs.status import ACTIVE, Run, RunState, statuses_of
@@ -326,7 +327,7 @@ class Conductor:
             if not cell.resumes:
                 local.create(cell.plan, cell.request.yaml)
             statuses.append(self._run_here(cell.plan))
-            if statuses[-1] in (EXIT_INTERRUPTED, EXIT_RESUMABLE):  # stopped by the user or preempted
+            if statuses[-1] in STOPS:  # stopped by the user or preempted
                 self.status = statuses[-1]
                 raise KeyboardInterrupt
         return statuses

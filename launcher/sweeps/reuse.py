@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USER, UserError
+from launcher.errors import EXIT_USER, UserError
 from launcher.launch.slurm import submit
 from launcher.plan.launch_plan import LaunchPlan
+from launcher.rundir.job_end import STOPS
 from launcher.rundir.paths import RunPaths, SweepPaths, find_sweeps, is_run
 from launcher.runs.status import ACTIVE, Run, RunState, statuses_of
 from launcher.sweeps import manifest
@@ -166,7 +167,7 @@ def restart_runs(
             _note(paths, run, plan)
             restarted.runs.append(plan.paths)
             restarted.statuses.append(run_here(plan))
-            if restarted.statuses[-1] in (EXIT_INTERRUPTED, EXIT_RESUMABLE):  # stopped by the user or preempted
+            if restarted.statuses[-1] in STOPS:  # stopped by the user or preempted
                 break
     return restarted
 

@@ -11,7 +11,7 @@ import pytest
 
 from launcher.quantities import count
 from launcher.report.tables import failure_text, forecast_lines, plan_table, resume_hint, summary_table
-from launcher.rundir.history import HANG, error_of, failure_record
+from launcher.rundir.job_end import HANG, error_of, failure_record
 from tests.helpers import make_plan, shown
 
 

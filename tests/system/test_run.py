@@ -177,7 +177,7 @@ def test_an_optimizer_without_some_parameters_is_refused(launch: Launch, tmp_pat
     )
     (tmp_path / "part.py").write_text(text)
     done = launch("run", "--", "part.py")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "of the model's trained parameters: bytes.weight" in done.stderr
 
 
@@ -204,10 +204,11 @@ def test_a_loop_that_leaves_out_a_call_is_told(launch: Launch, tmp_path: Path, c
     assert text.count(call) == 1
     loop, _, _ = text.partition("    engine.finish_step(result)")
     (tmp_path / "loop.py").write_text(loop.replace(call, "pass"))
-    done = launch("run", "--", "loop.py")
-    assert done.returncode == 1
+    done = launch("run", "run.name=r", "cluster.max_restarts=1", "--", "loop.py")
+    assert done.returncode == 2
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+    assert not list((tmp_path / "runs/r/logs").glob("*.attempt1*")), "it would fail again"
 
 
 def test_the_benchmark_compares_within_one_run(launch: Launch) -> None:

@@ -19,7 +19,6 @@ from pathlib import Path
 import launcher
 from launcher.config.choices import WandbMode
 from launcher.config.schema import ClusterKind, Config, check_values
-from launcher.errors import EXIT_DONE
 from launcher.extensions.doctor import host_checks, slurm_checks
 from launcher.extensions.doctor.check import Check, CheckState, merge
 from launcher.extensions.doctor.probe import (
@@ -126,7 +125,7 @@ def _meet(plan: LaunchPlan, say: Callable[[str], None]) -> tuple[LaunchPlan, Net
     directory = dataclasses.replace(plan.run, dir=str(plan.paths.root / slurm_checks.NAME))
     plan_of_directory, make = dataclasses.replace(plan, run=directory), partial(create, config_yaml="")
     met, peers = cluster_of(plan.cluster.kind).start(plan_of_directory, make, None, say)
-    peers.ended(EXIT_DONE, {})  # what follows needs torch's connections only
+    peers.ended({})  # what follows needs torch's connections only
     while not peers.complete():
         peers.listen(POLL_S)
     peers.conclude()

@@ -13,12 +13,11 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from launcher.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from launcher.extensions.hosts.channel import LOST_AFTER_S, Channel, Listener, Message, wait
 from launcher.launch.network import free_port
-from launcher.plan.clusters import Peers, Regrouping, Summary
+from launcher.plan.clusters import Peers, Regrouping
 from launcher.quantities import count
-from launcher.rundir.history import LOST_PEER, failure_record
+from launcher.rundir.job_end import LOST_PEER, Summary, failed, failure_record
 
 # seconds by which a reset connection may be noticed later here than by the workers that were connected to that host
 _RESET_MARGIN_S = 2.0
@@ -28,7 +27,6 @@ _RESET_MARGIN_S = 2.0
 class Result:
     """Result of one host. ``when``: time of its failure, else of its end, on node 0's monotonic clock (seconds)."""
 
-    status: int
     summary: Summary
     when: float
 
@@ -53,7 +51,7 @@ class OtherHost(Peers):
     def __init__(self, first: Channel) -> None:
         super().__init__()
         self._first = first
-        self._verdict: tuple[int, Summary] | None = None
+        self._verdict: Summary | None = None
         self._regrouping: Regrouping | None = None
 
     def listen(self, seconds: float) -> None:
@@ -70,7 +68,7 @@ class OtherHost(Peers):
                 self._regrouping = Regrouping(**message["regroup"])
                 self._reset()
             elif "verdict" in message:
-                self._verdict = message["status"], message["verdict"]
+                self._verdict = message["verdict"]
         if not self._first.open and self._verdict is None:
             self.trouble, self.lost = f"node 0 ({self._first.peer}) is gone", True
 
@@ -78,8 +76,8 @@ class OtherHost(Peers):
         self._stopped = True
         self._first.send(stop=by)
 
-    def ended(self, status: int, summary: Summary) -> None:
-        self._first.send(ended=True, status=status, summary=summary, ago_s=seconds_since_failure(summary))
+    def ended(self, summary: Summary) -> None:
+        self._first.send(ended=True, summary=summary, ago_s=seconds_since_failure(summary))
 
     def complete(self) -> bool:
         return self._verdict is not None or self._regrouping is not None or not self._first.open
@@ -88,13 +86,11 @@ class OtherHost(Peers):
         regrouping, self._regrouping = self._regrouping, None
         return regrouping
 
-    def conclude(self) -> tuple[int, Summary]:
+    def conclude(self) -> Summary:
         self._first.close()
         if self._verdict is not None:
             return self._verdict
-        if self._stopped:
-            return EXIT_INTERRUPTED, {"verdict": "killed"}
-        return EXIT_FAILED, {"verdict": "failed", "failure": lost_host(0, self._first)}
+        return {"verdict": "killed"} if self._stopped else failed(lost_host(0, self._first))
 
 
 class FirstHost(Peers):
@@ -143,10 +139,10 @@ class FirstHost(Peers):
             self.stopped_by = self._name(node)
             self._send_all_but(node, stop=self.stopped_by)
         elif "ended" in message:
-            self._add(node, message["status"], message["summary"], message["ago_s"])
+            self._add(node, message["summary"], message["ago_s"])
 
-    def _add(self, node: int, status: int, summary: Summary, ago_s: float) -> None:
-        self._results[node] = Result(status, summary, time.monotonic() - ago_s)
+    def _add(self, node: int, summary: Summary, ago_s: float) -> None:
+        self._results[node] = Result(summary, time.monotonic() - ago_s)
         if "failure" in summary and not self._stopped:
             self._report_trouble(f"the job failed on {self._name(node)}", node)
 
@@ -167,20 +163,20 @@ class FirstHost(Peers):
         self._stopped, self._cause = True, by
         self._send_all_but(0, stop=self._name(0))
 
-    def ended(self, status: int, summary: Summary) -> None:
-        self._add(0, status, summary, seconds_since_failure(summary))
+    def ended(self, summary: Summary) -> None:
+        self._add(0, summary, seconds_since_failure(summary))
 
     def complete(self) -> bool:
         return self._results.keys() | self._gone.keys() == self._addresses.keys()
 
-    def conclude(self) -> tuple[int, Summary]:
-        status, summary = self._verdict()
-        self._send_all_but(0, verdict=summary, status=status)
+    def conclude(self) -> Summary:
+        summary = self._verdict()
+        self._send_all_but(0, verdict=summary)
         for connection in (self._listener, *self._channels.values()):
             connection.close()
-        return status, summary
+        return summary
 
-    def _verdict(self) -> tuple[int, Summary]:
+    def _verdict(self) -> Summary:
         own = dict(self._results[0].summary)
         first = self._first_failure()
         if self._stopped or first is None:
@@ -188,13 +184,13 @@ class FirstHost(Peers):
                 own["verdict"] = "killed"
             if self._stopped and own.get("verdict") != "done":  # the workers here know only the SIGTERM of their agent
                 own["stopped_by"] = self._cause
-            return EXIT_INTERRUPTED if self._stopped else max(r.status for r in self._results.values()), own
+            return own
         own.pop("stopped_by", None)  # this launcher stopped the workers because of ``first``
         if first["node"] in self._gone and self._least is not None:  # with enough hosts the job would have continued
             left = len(self._left())
             few = f"{count(left, 'host')} {'is' if left == 1 else 'are'} left, and cluster.nodes has {self._least}"
             first = first | {"error": f"{first['error']}; {few} at least"}
-        return EXIT_FAILED, own | {"verdict": "failed", "failure": first}
+        return own | failed(first)
 
     def _first_failure(self) -> Summary | None:
         """Return the failure of the host that failed first, or None.

@@ -26,7 +26,7 @@ from launcher.quantities import count, duration_text, exposed_text, first_lines,
 from launcher.report.live import LogSource, rank_logs
 from launcher.report.run_list import COLOURS, LISTED, progress_text, states_text
 from launcher.rundir.files import last_lines
-from launcher.rundir.history import error_of
+from launcher.rundir.job_end import error_of
 from launcher.rundir.paths import RunPaths
 from launcher.runs.status import ACTIVE, Run, RunState
 

@@ -28,8 +28,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from launcher.errors import EXIT_DONE, EXIT_FAILED, class_named
+from launcher.errors import EXIT_DONE, EXIT_FAILED
 from launcher.quantities import first_names
+from launcher.rundir.job_end import end_status, failed
 
 
 @dataclass(frozen=True)
@@ -217,8 +218,7 @@ class Certificate:
     @property
     def exit_status(self) -> int:
         if self.outcome is VerifyOutcome.refused:  # that of the same error in `launch train`
-            kind = class_named(str(self.refused).partition(":")[0])
-            return EXIT_FAILED if kind is None else kind.exit_status
+            return end_status(failed({"kind": str(self.refused).partition(":")[0]}))
         return EXIT_DONE if self.outcome is VerifyOutcome.exact else EXIT_FAILED
 
 

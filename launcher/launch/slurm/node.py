@@ -34,7 +34,7 @@ from launcher.record.report_entry import leave_entry
 from launcher.rundir import history
 from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import read_json, write_text
-from launcher.rundir.history import failure_record
+from launcher.rundir.job_end import failure_record
 from launcher.rundir.paths import RunPaths
 
 _MEET_WITHIN_S = 300
@@ -49,7 +49,7 @@ def main(calls: str) -> NoReturn:
 
 
 def run_node(run_dir: str, submission: int) -> NoReturn:
-    """Run the task. Exits with status 0 if the run is done or will continue, 1 if it failed, 75 if it was stopped."""
+    """Run the task. Exits with the status of launcher/rundir/job_end.py, and 0 on other nodes after a stop."""
     die_with_parent(os.getppid(), signal.SIGTERM)  # the parent is slurmstepd
     with StopShield() as shield:
         task, paths = SlurmTask.here(), RunPaths(Path(run_dir))

@@ -13,7 +13,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, SiteError
-from launcher.launch.agent import NodeOutcome
 from launcher.launch.local import report_outcome
 from launcher.launch.slurm import client, job_log
 from launcher.launch.slurm.client import SlurmTask
@@ -24,7 +23,16 @@ from launcher.process import shared_interval, wait_until
 from launcher.rundir import history
 from launcher.rundir.fencing import Fence
 from launcher.rundir.files import last_lines, read_json, write_json
-from launcher.rundir.history import HANG, LOST_PEER, Failure, failure_record
+from launcher.rundir.job_end import (
+    HANG,
+    LOST_PEER,
+    Failure,
+    Summary,
+    end_status,
+    failed,
+    fails_again,
+    failure_record,
+)
 from launcher.rundir.paths import RunPaths
 
 # seconds for messages after a requeue: Slurm ends the processes of the job meanwhile
@@ -43,19 +51,23 @@ _REQUEUE_WITHIN_S = 120
 _MOST_FRUITLESS_STARTS = 3
 
 
-def conclude(plan: LaunchPlan, task: SlurmTask, fence: Fence, ended: NodeOutcome) -> int:
-    """Write the verdict, requeue the job if it is to continue, and return this task's exit status."""
+def conclude(plan: LaunchPlan, task: SlurmTask, fence: Fence, ended: Summary) -> int:
+    """Write the verdict, requeue the job if it is to continue, and return this task's exit status.
+
+    Args:
+        ended: what the agent adds to the summary.
+    """
     paths = fence.paths
     summary = read_json(paths.summary) or {}
-    hang = {"hang": ended.fields["hang"]} if "hang" in ended.fields else {}
+    hang = {"hang": ended["hang"]} if "hang" in ended else {}
     if hang:
         write_json(paths.summary, {"verdict": "killed"} | summary | hang)
-    if (own := ended.fields.get("failure")) is not None:
+    if (own := ended.get("failure")) is not None:
         return conclude_failure(plan, task, fence, own)
     others = Reports(fence, task.node, task.nodes)
     if others.all() and not others.only_lost_connections():  # this node was stopped because another one failed
         return EXIT_FAILED
-    stopped_by = ended.fields.get("stopped_by") or (summary.get("verdict") == "stopped" and "a signal on another node")
+    stopped_by = ended.get("stopped_by") or (summary.get("verdict") == "stopped" and "a signal on another node")
     if stopped_by == "a signal on another node":
         wait_until(others.all, _REASON_WITHIN_S)
     elif stopped_by and task.lost_parent:
@@ -63,11 +75,12 @@ def conclude(plan: LaunchPlan, task: SlurmTask, fence: Fence, ended: NodeOutcome
     elif stopped_by and task.node == 0 and others.find_killed_task(task):
         return EXIT_FAILED
     if not stopped_by:
-        if task.node == 0 and ended.status == EXIT_DONE:
+        status = end_status({"verdict": "done"} | ended)
+        if task.node == 0 and status == EXIT_DONE:
             if not isinstance(plan, RunPlan):
                 write_json(paths.summary, summary | {"verdict": "done"})  # a script on the engine has written its own
             history.note_event(paths, "done", step=summary.get("steps"))
-        return ended.status
+        return status
     if task.node:
         return EXIT_DONE  # node 0 decides
     lost = next((str(each["error"]) for each in others.all().values() if each["kind"] == LOST_STEP), "")
@@ -191,14 +204,14 @@ def _report(task: SlurmTask, fence: Fence, own: Failure) -> Reports:
 
 def conclude_failure(plan: LaunchPlan, task: SlurmTask, fence: Fence, own: Failure) -> int:
     """Return the exit status after a failure; if only connections were lost, have Slurm replace the lost nodes."""
-    reports = _report(task, fence, own)
+    reports, status = _report(task, fence, own), end_status(failed(own))
     if not reports.only_lost_connections():
-        return EXIT_FAILED
+        return status
     print("The connection to other nodes is lost. Waiting for reports of these nodes or of Slurm.", flush=True)
     requeue = reports.wait_for_slurm(task)
     # a `launch run` script reports no progress, so it might be restarted without end
     if not requeue or not isinstance(plan, RunPlan):
-        return EXIT_FAILED
+        return status
     return _requeue_unless_futile(plan, task, fence, "the nodes lost each other")
 
 
@@ -234,7 +247,7 @@ class Reports:
             failures = newest
             # the nodes' clocks differ: a rank that lost a peer is never the cause if another failed otherwise
             first = min(failures.values(), key=lambda failure: (lost_its_peers(failure), failure.get("at", "~")))
-            write_json(paths.summary, (read_json(paths.summary) or {}) | {"verdict": "failed", "failure": first})
+            write_json(paths.summary, (read_json(paths.summary) or {}) | failed(first))
 
     def write(self, failure: Failure) -> None:
         """Report a failure to the other nodes, and leave the summary as it is."""
@@ -258,7 +271,7 @@ class Reports:
                 "host": killed.host,
             }
             self.write(failure)
-            write_json(paths.summary, (read_json(paths.summary) or {}) | {"verdict": "failed", "failure": failure})
+            write_json(paths.summary, (read_json(paths.summary) or {}) | failed(failure))
             history.note_event(paths, "failed", node=killed.node, error=str(killed))
         return True
 
@@ -312,7 +325,7 @@ def lost_its_peers(failure: Failure) -> bool:
     text = str(failure["error"])
     if failure["kind"] in (LOST_STEP, LOST_PEER):
         return True
-    if failure["kind"] == HANG:  # the stacks of waiting ranks contain torch's texts
+    if failure["kind"] == HANG or fails_again(failure):  # the stacks of waiting ranks contain torch's texts
         return False
     if text == "killed by SIGABRT":  # NCCL's watchdog aborts the process; the cause is in its log
         text += "\n".join(last_lines(Path(failure["log"]), _LOG_LINES)) if failure["log"] else ""

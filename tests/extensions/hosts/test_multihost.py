@@ -83,12 +83,12 @@ def test_two_hosts_on_one_disk(tmp_path: Path) -> None:
 
 def settle(peers: FirstHost, line: OtherHost) -> None:
     """Both end well."""
-    line.ended(0, {"verdict": "done"})
-    peers.ended(0, {"verdict": "done", "steps": 3})
+    line.ended({"verdict": "done"})
+    peers.ended({"verdict": "done", "steps": 3})
     wait_until(lambda: peers.listen(0.01) or peers.complete())
-    assert peers.conclude() == (0, {"verdict": "done", "steps": 3})
+    assert peers.conclude() == {"verdict": "done", "steps": 3}
     wait_until(lambda: line.listen(0.01) or line.complete())
-    assert line.conclude() == (0, {"verdict": "done", "steps": 3})
+    assert line.conclude() == {"verdict": "done", "steps": 3}
 
 
 @pytest.mark.parametrize("first_to_come", [True, False])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from launcher.rundir.history import LOST_PEER
+from launcher.rundir.job_end import LOST_PEER
 from tests.extensions.hosts.meeting import star, wait_until
 
 
@@ -15,17 +15,16 @@ def failed(rank: int, at: str | None = None) -> dict[str, Any]:
 
 def test_the_first_failure_is_everyones_verdict() -> None:
     first, (one, two), _ = star()
-    one.ended(1, failed(1, "2024-01-01T00:00:05+00:00"))
-    first.ended(1, failed(0, "2024-01-01T00:00:07+00:00"))
-    two.ended(1, failed(2, "2024-01-01T00:00:06+00:00"))
+    one.ended(failed(1, "2024-01-01T00:00:05+00:00"))
+    first.ended(failed(0, "2024-01-01T00:00:07+00:00"))
+    two.ended(failed(2, "2024-01-01T00:00:06+00:00"))
     wait_until(lambda: first.listen(0.01) or first.complete())
-    status, summary = first.conclude()
-    assert status == 1
+    summary = first.conclude()
     assert (summary["failure"]["rank"], summary["failure"]["node"]) == (1, 1)
     for other in (one, two):
         wait_until(lambda other=other: other.listen(0.01) or other.complete())
         assert other.trouble is not None
-        assert other.conclude() == (1, summary)
+        assert other.conclude() == summary
 
 
 def test_a_report_that_arrives_late_comes_before_those_who_lost_its_host() -> None:
@@ -33,11 +32,11 @@ def test_a_report_that_arrives_late_comes_before_those_who_lost_its_host() -> No
     first, (one, two), _ = star()
     for peers in (first, two):
         lost = {"failure": {"rank": 0, "kind": LOST_PEER, "error": "lost the connection", "at": None}}
-        peers.ended(1, {"verdict": "failed"} | lost)
+        peers.ended({"verdict": "failed"} | lost)
     wait_until(lambda: first.listen(0.01) or 2 in first._results)
-    one.ended(1, failed(1))
+    one.ended(failed(1))
     wait_until(lambda: first.listen(0.01) or first.complete())
-    assert first.conclude()[1]["failure"]["node"] == 1
+    assert first.conclude()["failure"]["node"] == 1
 
 
 def test_a_stop_reaches_every_host_and_is_no_failure() -> None:
@@ -47,9 +46,9 @@ def test_a_stop_reaches_every_host_and_is_no_failure() -> None:
     assert first.stopped_by == "node 1 (127.0.0.1)"
     wait_until(lambda: two.listen(0.01) or two.stopped_by)
     for peers in (one, first, two):
-        peers.ended(130, {"verdict": "stopped", "stopped_by": "SIGTERM"})
+        peers.ended({"verdict": "stopped", "stopped_by": "SIGTERM"})
     wait_until(lambda: first.listen(0.01) or first.complete())
-    stopped = (130, {"verdict": "stopped", "stopped_by": "Ctrl-C"})
+    stopped = {"verdict": "stopped", "stopped_by": "Ctrl-C"}
     assert first.conclude() == stopped
     wait_until(lambda: two.listen(0.01) or two.complete())
     assert two.conclude() == stopped
@@ -57,26 +56,25 @@ def test_a_stop_reaches_every_host_and_is_no_failure() -> None:
 
 def test_a_host_that_is_gone_comes_before_those_who_lost_it() -> None:
     first, (_, two), ends = star()
-    first.ended(1, failed(0))
+    first.ended(failed(0))
     ends[0].close()
     wait_until(lambda: first.listen(0.01) or first.lost)
     wait_until(lambda: two.listen(0.01) or two.lost)
-    two.ended(1, failed(2))
+    two.ended(failed(2))
     wait_until(lambda: first.listen(0.01) or first.complete())
-    status, summary = first.conclude()
-    assert status == 1
+    summary = first.conclude()
     assert summary["failure"]["error"].startswith("node 1 (127.0.0.1) is gone")
 
 
 def test_a_host_that_is_killed_later_is_not_the_first_to_fail() -> None:
     first, (_, two), ends = star()
     ago = [(datetime.now(UTC) - timedelta(seconds=seconds)).isoformat() for seconds in (20, 19)]
-    first.ended(1, failed(0, ago[0]))
+    first.ended(failed(0, ago[0]))
     ends[0].close()
     wait_until(lambda: first.listen(0.01) or first.lost)
-    two.ended(1, failed(2, ago[1]))
+    two.ended(failed(2, ago[1]))
     wait_until(lambda: first.listen(0.01) or first.complete())
-    assert first.conclude()[1]["failure"]["node"] == 0
+    assert first.conclude()["failure"]["node"] == 0
 
 
 def test_without_node_0_a_host_ends_by_itself() -> None:
@@ -86,7 +84,7 @@ def test_without_node_0_a_host_ends_by_itself() -> None:
     first._listener.close()
     wait_until(lambda: one.listen(0.01) or one.complete())
     assert one.lost
-    assert one.conclude()[1]["failure"]["node"] == 0
+    assert one.conclude()["failure"]["node"] == 0
     two.stop("Ctrl-C")
     wait_until(lambda: two.listen(0.01) or two.complete())
-    assert two.conclude() == (130, {"verdict": "killed"})
+    assert two.conclude() == {"verdict": "killed"}

@@ -12,7 +12,6 @@ import pytest
 
 from launcher import process
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, SiteError, Superseded, UserError
-from launcher.launch.agent import NodeOutcome
 from launcher.launch.slurm import client, node, outcome
 from launcher.launch.slurm.client import SlurmJob, SlurmSilent, SlurmTask
 from launcher.launch.slurm.outcome import Reports, lost_its_peers
@@ -20,13 +19,14 @@ from launcher.plan.run_plan import RunPlan
 from launcher.rundir import history
 from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import read_json, write_json
-from launcher.rundir.history import LOST_PEER, Failure, Submission, failure_record
+from launcher.rundir.history import Submission
+from launcher.rundir.job_end import LOST_PEER, Failure, Summary, failed, failure_record
 from launcher.rundir.paths import RunPaths
 from launcher.tracebacks import lost_connection
 from tests.helpers import make_plan
 
 PEER_GONE = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:4711."
-STOPPED = NodeOutcome(EXIT_RESUMABLE, {"stopped_by": "SIGUSR2"})
+STOPPED = {"stopped_by": "SIGUSR2"}
 
 
 def slurms_job(state: str = "RUNNING", restarts: int = 0, left_s: float = 9999, preempted: bool = False) -> SlurmJob:
@@ -67,15 +67,15 @@ class Situation:
     def task(self, number: int = 0, restart: int = 0) -> SlurmTask:
         return SlurmTask(job="7", node=number, nodes=2, node_list="node[1-2]", restart=restart)
 
-    def conclude(self, ended: NodeOutcome, number: int = 0) -> int:
+    def conclude(self, ended: Summary, number: int = 0) -> int:
         return outcome.conclude(self.plan, self.task(number), self.fence, ended)
 
     def told(self) -> list[str]:
         return [event["event"] for event in history.read_events(self.paths)]
 
 
-def broken(error: str, **known: Any) -> NodeOutcome:
-    return NodeOutcome(EXIT_FAILED, {"verdict": "failed", "failure": failure_record(error, None, rank=1, **known)})
+def broken(error: str, **known: Any) -> Summary:
+    return failed(failure_record(error, None, rank=1, **known))
 
 
 @pytest.fixture
@@ -193,14 +193,14 @@ def test_a_sigterm_whose_cause_slurm_does_not_tell_at_first(now: Situation, monk
     assert outcome.reason_to_requeue(now.plan, now.task(), "SIGTERM") == "preempted"
 
 
-TERMINATED = NodeOutcome(EXIT_RESUMABLE, {"stopped_by": "SIGTERM"})
+TERMINATED = {"stopped_by": "SIGTERM"}
 
 
 def test_a_killed_slurmstepd_is_named_and_the_job_requeued(now: Situation) -> None:
     write_json(now.paths.summary, {"verdict": "stopped", "steps": 5})
     orphan = dataclasses.replace(now.task(1), parent=1)
     assert outcome.conclude(now.plan, orphan, now.fence, TERMINATED) == EXIT_DONE
-    assert now.conclude(NodeOutcome(EXIT_DONE, {})) == EXIT_RESUMABLE, "node 0 has no signal of its own"
+    assert now.conclude({}) == EXIT_RESUMABLE, "node 0 has no signal of its own"
     assert now.requeued == ["7"]
     stopped, requeued = history.read_events(now.paths)[1:]
     assert "slurmstepd" in requeued["why"]
@@ -223,7 +223,7 @@ def say(now: Situation, text: str) -> None:
 
 
 @pytest.mark.parametrize("ended", [broken(PEER_GONE), TERMINATED])
-def test_a_killed_task_is_the_failure(now: Situation, ended: NodeOutcome) -> None:
+def test_a_killed_task_is_the_failure(now: Situation, ended: Summary) -> None:
     """The others have lost their peer, or were told to stop before they noticed."""
     say(now, SRUN)
     assert now.conclude(ended) == EXIT_FAILED
@@ -250,7 +250,7 @@ def test_what_could_not_be_saved_is_not_called_stopped(now: Situation) -> None:
 
 def test_a_run_that_is_done_is_not_queued_again(now: Situation) -> None:
     write_json(now.paths.summary, {"verdict": "done", "steps": 300})
-    assert now.conclude(NodeOutcome(EXIT_DONE, {})) == EXIT_DONE
+    assert now.conclude({}) == EXIT_DONE
     assert now.requeued == []
     assert now.told() == ["started", "done"]
 
@@ -364,9 +364,9 @@ def test_a_start_takes_the_plan_for_as_many_nodes_as_it_has(tmp_path: Path, monk
     now.plan.save()
     served: list[tuple[RunPlan, Path]] = []
 
-    def serve(plan: RunPlan, plan_file: Path, *_: object) -> NodeOutcome:
+    def serve(plan: RunPlan, plan_file: Path, *_: object) -> Summary:
         served.append((plan, plan_file))
-        return NodeOutcome(EXIT_DONE, {})
+        return {}
 
     monkeypatch.setattr(node, "serve", serve)
     now.fence = Fence(now.paths, Incarnation())
