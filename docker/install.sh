@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # What the images are made of:  install.sh STEP...   as root, in a checkout
-#   system        Python, and Slurm's commands: a job in a container asks Slurm what a signal was about
+#   system        Python; a C++ compiler and Python's headers, with which torch.compile and Triton build kernels; the
+#                 libraries of InfiniBand, without which NCCL uses TCP; and Slurm's commands: a job in a container asks
+#                 Slurm for the reason of a signal
 #   dependencies  those of pyproject.toml, as constraints.txt has them
 #   launcher      the code, the smoke command, and a user without rights
 # An image that has the launcher already is left as it is.
@@ -12,7 +14,8 @@ VENV=/opt/launcher
 system() {
     apt-get update
     DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-        ca-certificates libgomp1 python3 python3-venv slurm-client
+        ca-certificates libgomp1 python3 python3-venv slurm-client \
+        g++ libc6-dev python3-dev ibverbs-providers libibverbs1 librdmacm1
     rm -rf /var/lib/apt/lists/*
     # munge makes a key when it is installed: in an image it would be everybody's
     rm -f /etc/munge/munge.key

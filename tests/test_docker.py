@@ -55,6 +55,13 @@ def test_the_training_image_has_no_rights_and_installs_torch_before_the_code() -
     assert places == sorted(places)
 
 
+def test_the_training_image_can_compile_and_use_gpus_and_infiniband() -> None:
+    installed = (DOCKER / "install.sh").read_text().split()
+    assert {"g++", "libc6-dev", "python3-dev", "ibverbs-providers", "libibverbs1", "librdmacm1"} <= set(installed)
+    (env,) = [line for line in instructions(DOCKERFILES[0]) if line.startswith("ENV")]
+    assert {"NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=compute,utility"} <= set(env.split())
+
+
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=str)
 def test_labels_say_what_the_package_says(dockerfile: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

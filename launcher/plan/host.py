@@ -6,8 +6,10 @@ import importlib.metadata
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -200,6 +202,33 @@ def _gpus_of_torch(env: tuple[tuple[str, str], ...]) -> int:
     count = "import torch; print(torch.cuda.device_count())"
     done = subprocess.run([sys.executable, "-c", count], env=dict(env), capture_output=True, text=True, check=False)
     return int(done.stdout) if done.stdout.strip().isdecimal() else 0
+
+
+# compilers by device: the variable that names another, and the programs that are looked for. Inductor builds kernels
+# for CPUs (torch._inductor.config.cpp.cxx), Triton the code that starts kernels on GPUs (triton/runtime/build.py)
+_COMPILERS = {Device.cpu: ("C++", "CXX", ("g++",)), Device.cuda: ("C", "CC", ("gcc", "clang"))}
+
+
+def missing_for_compiling(device: Device, env: Mapping[str, str], include: str | None = None) -> str:
+    """Return what torch.compile lacks on this machine, such as "no C compiler"; empty if it can build kernels.
+
+    Args:
+        env: the workers' environment.
+        include: directory of Python's headers; by default, that of this Python.
+    """
+    language, variable, programs = _COMPILERS[device]
+    named = env.get(variable)
+    found = any(shutil.which(program, path=env.get("PATH")) for program in ((named,) if named else programs))
+    looked_for = f"{variable}={named}" if named else " or ".join(programs)
+    lacking = [] if found else [f"no {language} compiler ({looked_for})"]
+    variables = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
+    folders = [include or sysconfig.get_path("include"), *":".join(env.get(name, "") for name in variables).split(":")]
+    if not any((Path(folder) / "Python.h").is_file() for folder in folders if folder):
+        lacking.append(f"no Python.h in {folders[0]}")
+    return " and ".join(lacking)
+
+
+INSTALL_COMPILER = "Install them, on Debian and Ubuntu: apt-get install g++ python3-dev."
 
 
 def without_path(word: str) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 from launcher.config.schema import ClusterConfig, ClusterKind, Config, Device, StrategyKind, check_values
 from launcher.errors import ConfigError
 from launcher.plan.callback_plan import notify_entries
 from launcher.plan.clusters import cluster_of, require_effect
 from launcher.plan.gpus import find_gpu
-from launcher.plan.host import Site, shares_gpus
+from launcher.plan.host import INSTALL_COMPILER, Site, missing_for_compiling, shares_gpus
 from launcher.plan.launch_plan import PLAN_FORMAT, ClusterPlan, EnvPlan, LaunchPlan, NodeRange, RunInfo, node_range
 from launcher.plan.sbatch_options import gpus_asked_for, mixed_gpus, names_gpus, solve_sbatch
 from launcher.quantities import count
@@ -140,6 +142,18 @@ def device_notes(config: ClusterConfig, cluster: ClusterPlan, site: Site) -> lis
         f"Nodes of partition {site.partition.name} have different GPUs ({', '.join(types)}), and the job may get both: "
         "each step waits for the slowest. cluster.constraint or cluster.sbatch.gres=gpu:TYPE:N selects one type."
     ]
+
+
+def compiler_notes(config: ClusterConfig, device: Device, compiling: str) -> list[str]:
+    """Return the note that this machine cannot compile; other machines are examined by `launch doctor`.
+
+    Args:
+        device: device of the workers.
+        compiling: what compiles, for the note; empty if nothing does.
+    """
+    here = compiling and config.kind == ClusterKind.local and config.gpu is None
+    missing = missing_for_compiling(device, os.environ) if here else ""
+    return [f"{compiling} builds kernels, and this machine has {missing}. {INSTALL_COMPILER}"] if missing else []
 
 
 def _require_one_kind(config: ClusterConfig, site: Site) -> None:

@@ -152,6 +152,7 @@ class TaskPlan:
         matmul_parameters, unit_matmul_parameters: parameters of linear and convolution layers (whole model, within
             shard units), frozen ones included; FSDP gathers them in bf16 or fp16.
         data_notes: features of the user's DataLoader that are not used.
+        compiles: the part of the model that is compiled without train.compile; empty if none is known.
         flops_per_sample: forward and backward, counted because the task has no such method; None if it has one, or if
             counting failed.
         frozen_parameters, frozen_unit_parameters: parameters without gradient (whole model, within shard units).
@@ -177,6 +178,7 @@ class TaskPlan:
     matmul_parameters: int | None = None
     unit_matmul_parameters: int | None = None
     data_notes: tuple[str, ...] = ()
+    compiles: str = ""
     flops_per_sample: float | None = None
     frozen_parameters: int = 0
     frozen_unit_parameters: int = 0

@@ -47,7 +47,7 @@ from launcher.plan.float_format import float_format
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import PLAN_FORMAT, ClusterPlan, RunInfo, node_range
 from launcher.plan.optimizer_plan import require_target, solve_optimizer
-from launcher.plan.placement import device_notes, solve_cluster, solve_env
+from launcher.plan.placement import compiler_notes, device_notes, solve_cluster, solve_env
 from launcher.plan.run_plan import (
     EpochPlan,
     OptimizerPlan,
@@ -299,6 +299,7 @@ def _on_cluster(
         added=config.added_values(),
         notes=(
             *device_notes(config.cluster, cluster, site),
+            *compiler_notes(config.cluster, cluster.device, "train.compile" if config.train.compile else task.compiles),
             *site_notes,
             *_notes(schedule, steps, epoch, batch, optimizer),
             *_unit_notes(strategy, task),

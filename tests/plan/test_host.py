@@ -16,7 +16,7 @@ from launcher.config.schema import Device, PrecisionKind
 from launcher.errors import ConfigError
 from launcher.plan import host
 from launcher.plan.host import Partition, Site, free_host_bytes, visible_gpus
-from launcher.plan.placement import device_notes, solve_cluster
+from launcher.plan.placement import compiler_notes, device_notes, solve_cluster
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,26 @@ def test_gpus_without_device_nodes_are_counted_by_torch_once(tmp_path: Path, mon
     for _ in range(2):
         assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}, tmp_path, "2.11.0+cu130") == 2
     assert runs == [{"CUDA_VISIBLE_DEVICES": "0,1"}]
+
+
+def test_what_compiling_needs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    env, missing = {"PATH": str(tmp_path)}, host.missing_for_compiling
+    both = f"no C++ compiler (g++) and no Python.h in {tmp_path}"
+    assert missing(Device.cpu, env, str(tmp_path)) == both
+    monkeypatch.setattr(host.sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    (note,) = compiler_notes(compose([]).cluster, Device.cpu, "train.compile")
+    assert note.startswith(f"train.compile builds kernels, and this machine has {both}. Install them")
+    assert compiler_notes(compose([]).cluster, Device.cpu, "") == []
+    assert compiler_notes(compose(["cluster=slurm"]).cluster, Device.cuda, "train.compile") == []
+    (tmp_path / "headers").mkdir()
+    (tmp_path / "headers" / "Python.h").touch()
+    (tmp_path / "clang").touch(mode=0o755)
+    env["CPATH"] = f"/nowhere:{tmp_path}/headers"
+    assert missing(Device.cpu, env) == "no C++ compiler (g++)"
+    assert missing(Device.cuda, env) == "", "Triton takes clang, too"
+    assert missing(Device.cuda, env | {"CC": "icx"}) == "no C compiler (CC=icx)"
 
 
 LIMITS = (

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from importlib import metadata
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
 from launcher import targets
 from launcher.config.hydra import compose
@@ -299,3 +301,13 @@ def test_jobs_with_other_learning_rates_share_an_inspection() -> None:
     assert request("optimizer=sgd") != request()
     own = "optimizer._target_=torch.optim.Adagrad"
     assert request(own, "optimizer.lr=1") != request(own, "optimizer.lr=2")
+
+
+def test_parts_of_a_model_that_are_compiled_without_train_compile_are_named() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert task_probe._compiled_part(model) == ""
+    model.config = SimpleNamespace(_attn_implementation="flex_attention")
+    assert task_probe._compiled_part(model) == "flex attention (Sequential)"
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1]._compiled_call_impl = model[1].forward  # as Module.compile() does
+    assert task_probe._compiled_part(model) == "Linear.compile() of the task (1)"

@@ -91,9 +91,20 @@ def probe(request: InspectionRequest, built: BuiltTask | None = None) -> dict[st
         **_check_update_rule(task, model, request.optimizer, request.schedule, notes),
         **arrangement,
         "data_notes": tuple(notes),  # of all the checks above
+        "compiles": _compiled_part(model),
         "flops_per_sample": built.flops_per_sample,
         "one_value_norm": _one_value_norm(task, model, data),
     }
+
+
+def _compiled_part(model: nn.Module) -> str:
+    """Return the first part of ``model`` that is compiled anyway: by the task, or as flex attention of transformers."""
+    for name, module in model.named_modules():
+        if module._compiled_call_impl is not None:
+            return f"{type(module).__name__}.compile() of the task{f' ({name})' if name else ''}"
+        if getattr(getattr(module, "config", None), "_attn_implementation", "") == "flex_attention":
+            return f"flex attention ({type(module).__name__})"
+    return ""
 
 
 def _sizes(model: nn.Module, task: Task, *, shards: bool) -> dict[str, int]:
