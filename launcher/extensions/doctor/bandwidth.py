@@ -1,4 +1,4 @@
-"""Bandwidth worker: checks that torch starts, counts the GPUs that it sees, and measures collectives.
+"""Bandwidth worker: checks that torch starts, tries the GPUs that it sees, and measures collectives.
 
     python -m launcher.extensions.doctor.bandwidth WORKER_AS_JSON RESULT_FILE
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -20,12 +21,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from launcher.config.schema import StrategyKind
 from launcher.plan.sync_policy import Collective, Layout
 from launcher.process import die_with_parent, exit_without_teardown
-from launcher.rundir.files import last_lines, read_json
+from launcher.rundir.files import last_lines, read_json, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -40,8 +41,12 @@ _SMALLEST, _LARGEST, _FACTOR = 1024, 64 * 2**20, 4
 # each size is repeated so often, and beyond the least number for so many seconds
 _LEAST_TIMES, _MOST_TIMES, _REPEAT_S = 5, 20, 0.1
 _MEASURE_S = 3.0
-_RENDEZVOUS_S = 30
+# until the last worker has imported torch, which takes minutes on many nodes that read it from one cold disk
+_RENDEZVOUS_S = 120
+_COLLECTIVE_S = 30
 _WITHIN_S = 180
+# side of the matrices whose product a GPU computes
+_PRODUCT = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +103,11 @@ class Worker:
 
 
 def measure(workers: Sequence[Worker], env: dict[str, str]) -> dict[str, Any]:
-    """Run the workers of this host. Return the result of the first; if any failed, one with ``error``, the reason."""
+    """Run the workers of this host.
+
+    Returns:
+        Result of the first; if any failed, one with ``error``, the reason. ``tried``: the GPUs of all.
+    """
     processes: list[subprocess.Popen[bytes]] = []
     end = time.monotonic() + _WITHIN_S
     with tempfile.TemporaryDirectory(prefix="launch-doctor-") as folder:
@@ -115,48 +124,101 @@ def measure(workers: Sequence[Worker], env: dict[str, str]) -> dict[str, Any]:
             for process in processes:
                 process.kill()
                 process.wait()
-    return next((result for result in results if "error" in result), results[0])
+    tried = [gpu for result in results for gpu in result.get("tried", ())]
+    return next((result for result in results if "error" in result), results[0]) | {"tried": tried}
 
 
 def _result(process: subprocess.Popen[bytes], file: Path, end: float) -> dict[str, Any]:
+    """Return what a worker has found, with ``error`` if it failed after that."""
     try:
         status = process.wait(max(0.1, end - time.monotonic()))
     except subprocess.TimeoutExpired:
-        return {"error": f"no result within {_WITHIN_S} s"}
+        return (read_json(file) or {}) | {"error": f"no result within {_WITHIN_S} s"}
+    found = read_json(file)
     if status == 0:
-        return read_json(file) or {"error": "it ended without a result"}
+        return found or {"error": "it ended without a result"}
     lines = [line.strip() for line in last_lines(file.with_suffix(".err"), 20) if line.strip()]
-    return {"error": lines[-1] if lines else f"it ended with status {status}"}
+    return (found or {}) | {"error": lines[-1] if lines else f"it ended with status {status}"}
 
 
 def main(fields: str, file: str) -> None:
     worker = Worker(**json.loads(fields))
     die_with_parent(worker.parent)
 
+    found = inspect_torch(worker)
+    write_json(Path(file), found)  # kept if a collective fails
+    if worker.world > 1:
+        write_json(Path(file), found | {"samples": [dataclasses.asdict(sample) for sample in _samples(worker)]})
+    exit_without_teardown(0)
+
+
+def inspect_torch(worker: Worker) -> dict[str, Any]:
+    """Return the facts of torch, and what this worker's GPU computes; a worker alone tries all GPUs.
+
+    Returns:
+        ``cuda``: version for which torch is built, None for a CPU build. ``driver``: newest version that the driver
+        knows, as 1000 * major + 10 * minor; 0 without a driver. ``architectures``: those of torch's kernels.
+        ``tried``: ``index``, ``name``, ``capability``, ``error`` and ``problem`` of each GPU: the relative error of a
+        product of matrices, None with the reason in ``problem`` if no kernel ran.
+    """
     import torch
 
-    samples = _samples(worker) if worker.world > 1 else []
-    result = {
+    cuda = worker.device == "cuda"
+    gpus = torch.cuda.device_count()
+    own = range(gpus) if worker.world == 1 else [worker.local] if worker.local < gpus else []
+    return {
         "cuda": torch.version.cuda,
-        "gpus": torch.cuda.device_count(),
-        "samples": [dataclasses.asdict(sample) for sample in samples],
+        "gpus": gpus,
+        "driver": cast("Any", torch)._C._cuda_getDriverVersion() if torch.version.cuda else 0,
+        "architectures": torch.cuda.get_arch_list(),
+        "nccl": ".".join(map(str, cast("Any", torch.cuda).nccl.version())) if cuda and torch.version.cuda else None,
+        "tried": [_try_gpu(index) for index in own] if cuda else [],
+        "samples": [],
     }
-    Path(file).write_text(json.dumps(result))
-    exit_without_teardown(0)
+
+
+def _try_gpu(index: int) -> dict[str, Any]:
+    import torch
+
+    found: dict[str, Any] = {"index": index, "name": "", "capability": [], "error": None, "problem": ""}
+    try:
+        capability = torch.cuda.get_device_capability(index)
+        found |= {"name": torch.cuda.get_device_name(index), "capability": [*capability]}
+        # older GPUs have no units for bf16
+        narrow = torch.bfloat16 if capability >= (8, 0) else torch.float16
+        error = product_error(torch.device("cuda", index), narrow)
+        found |= {"error": error} if math.isfinite(error) else {"problem": "its products are not finite"}
+    except Exception as error:  # the driver, a kernel, or memory; judged with the GPU's name
+        found["problem"] = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return found
+
+
+def product_error(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the largest error of a product of two matrices on ``device``, relative to the CPU's largest element."""
+    import torch
+
+    draws = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(_PRODUCT, _PRODUCT, generator=draws).to(dtype) for _ in range(2))
+    exact = left.float() @ right.float()
+    computed = (left.to(device) @ right.to(device)).float().cpu()
+    return ((computed - exact).abs().max() / exact.abs().max()).item()
 
 
 def _samples(worker: Worker) -> list[Sample]:
     """Return the measured collectives: of each kind, in each shape of groups, in several sizes."""
     import torch
     import torch.distributed as dist
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     cuda = worker.device == "cuda"
     device = torch.device("cuda", worker.local) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+    host, _, port = worker.store.rpartition(":")
+    store = TCPStore(host, int(port), worker.world, worker.rank == 0, timedelta(seconds=_RENDEZVOUS_S))
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo", init_method=f"tcp://{worker.store}", rank=worker.rank,
-        world_size=worker.world, timeout=timedelta(seconds=_RENDEZVOUS_S),
+        "cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=worker.rank, world_size=worker.world,
+        timeout=timedelta(seconds=_COLLECTIVE_S),
     )  # fmt: skip
     samples: list[Sample] = []
     for groups in group_shapes(worker.world // worker.workers, worker.workers):

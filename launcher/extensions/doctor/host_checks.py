@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -15,7 +15,7 @@ from launcher.extensions.doctor.bandwidth import KINDS, Sample
 from launcher.extensions.doctor.check import Check, failure, ok, warning
 from launcher.extensions.doctor.probe import PACKAGES, Answer
 from launcher.launch.network import GLOO
-from launcher.plan.host import OWN_MEMORY
+from launcher.plan.host import INSTALL_COMPILER, OWN_MEMORY
 from launcher.rundir.files import value_from_json
 
 TORCH = (2, 11)
@@ -89,24 +89,119 @@ def gpus(device: Device, workers: int, answer: Answer) -> Iterator[Check]:
         yield warning("gpu", f"{devices} GPUs{by_slurm}; the number that torch sees is unknown", "See the other lines.")
     elif measured["gpus"] < workers:
         yield failure(
-            "gpu", f"torch {build} (CUDA {measured['cuda']}) sees {measured['gpus']} GPUs of {devices}{by_slurm}, and "
-            f"{workers} workers need one each",
+            "gpu", f"torch {build} ({_versions(measured)}) sees {measured['gpus']} GPUs of {devices}{by_slurm}, and "
+            f"{workers} workers need one each", _OLD_DRIVER if _driver_is_old(measured) else
             "Compare the driver (`nvidia-smi`) with torch's CUDA, and CUDA_VISIBLE_DEVICES.",
         )  # fmt: skip
+    elif wrong := [*_wrong_gpus(measured)]:
+        yield from wrong
     elif busy:
         yield warning("gpu", f"in use: {'; '.join(busy)}", "See `nvidia-smi` for the processes that use them.")
     else:
         idle = "idle" if use else "use not known: no nvidia-smi"
-        yield ok("gpu", f"{measured['gpus']} GPUs seen by torch (CUDA {measured['cuda']}){by_slurm}, {idle}")
+        right = "; each that a worker gets computes as the CPU does" if measured.get("tried") else ""
+        yield ok("gpu", f"{measured['gpus']} GPUs seen by torch ({_versions(measured)}){by_slurm}, {idle}{right}")
+
+
+_OLD_DRIVER = (
+    "Update the driver, or install a build of torch for its CUDA, such as `pip install torch --index-url "
+    "https://download.pytorch.org/whl/cu126`."
+)
+# a product in bf16 rounds its operands equally on both devices, and its result to 8 bits
+_PRODUCT_ERROR = 0.02
+
+
+def _versions(measured: Answer) -> str:
+    driver, nccl = measured.get("driver"), measured.get("nccl")
+    known = f", driver for up to {driver // 1000}.{driver % 1000 // 10}" if driver else ""
+    return f"CUDA {measured['cuda']}{known}{f', NCCL {nccl}' if nccl else ''}"
+
+
+def _driver_is_old(measured: Answer) -> bool:
+    """Return whether the driver's CUDA has a lower major version than torch's: minor ones are compatible (CUDA
+    Compatibility guide, minor version compatibility)."""
+    driver, cuda = measured.get("driver") or 0, measured["cuda"] or ""
+    return 0 < driver < 1000 * int(cuda.partition(".")[0] or 0)
+
+
+def _wrong_gpus(measured: Answer) -> Iterator[Check]:
+    """Yield a failure for each GPU on which torch does not compute, or computes otherwise than the CPU."""
+    for gpu in measured.get("tried", ()):
+        capability, architectures = tuple(gpu["capability"]), measured["architectures"]
+        name = f"GPU {gpu['index']} ({gpu['name'] or 'unknown'})"
+        if capability and not _has_kernels(architectures, capability):
+            found = f"{name}: torch has no kernels for compute capability {capability[0]}.{capability[1]}"
+            remedy = "Install a build of torch that lists it, such as one for another CUDA (https://pytorch.org)."
+            yield failure("gpu", f"{found}, only {' '.join(architectures)}", remedy)
+        elif gpu["error"] is None:
+            remedy = f"See `nvidia-smi -q -i {gpu['index']}` for its errors and processes, and `dmesg` for Xid."
+            yield failure("gpu", f"{name} does not compute: {gpu['problem']}", remedy)
+        elif gpu["error"] > _PRODUCT_ERROR:
+            found = f"{name} computes a product of matrices that is {gpu['error']:.0%} off the CPU's"
+            yield failure("gpu", found, "Do not use it: it is defective. See `nvidia-smi -q` for errors of its memory.")
+
+
+def _has_kernels(architectures: Sequence[str], capability: tuple[int, ...]) -> bool:
+    """Return whether torch has kernels for a GPU: machine code for its major version up to its minor one, or code that
+    the driver compiles, for any earlier version. An "a" marks code for exactly one version, an "f" for its family."""
+    known = [match for each in architectures if (match := re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", each))]
+    if not known:  # ROCm has other names
+        return True
+    for kind, major, minor, suffix in (match.groups() for match in known):
+        version = (int(major), int(minor))
+        later = version[0] == capability[0] or (kind == "compute" and not suffix)
+        if version == capability or (version < capability and later and suffix != "a"):
+            return True
+    return False
+
+
+def compiler(device: Device, compiles: bool, answer: Answer) -> Iterator[Check]:
+    """Check that torch.compile can build kernels. ``compiles``: the job uses it."""
+    missing = answer["facts"]["no_compiler"][device.value]
+    if not missing:
+        yield ok("compiler", "torch.compile can build kernels")
+    elif compiles:
+        yield warning("compiler", f"{missing}: torch.compile cannot build kernels", INSTALL_COMPILER)
+    else:
+        yield ok("compiler", f"{missing}: only train.compile and flex attention need them")
+
+
+# memory that NCCL may lock for its buffers, of all connections
+_LOCKED_BYTES = 2**30
+
+
+def infiniband(device: Device, answer: Answer) -> Iterator[Check]:
+    """Check what NCCL needs to use the host's InfiniBand ports; gloo does not use them."""
+    facts: Answer | None = answer["facts"]["infiniband"]
+    if device is Device.cpu or facts is None:
+        return
+    active = _active_ports(answer)
+    found = f"{len(active)} of {len(facts['ports'])} ports active"
+    found += f" ({', '.join(f'{name} {gbit:g} Gbit/s' for name, gbit in active)})" if active else ""
+    locked, tcp = facts["locked_bytes"], "NCCL uses TCP instead, several times slower"
+    if not active:
+        yield warning("infiniband", f"{found}: {tcp}", "See `ibstat`; unused ports do not matter with one host.")
+    elif not facts["library"]:
+        remedy = "Install it, on Debian and Ubuntu: apt-get install libibverbs1 ibverbs-providers."
+        yield warning("infiniband", f"{found}, and no libibverbs.so.1: {tcp}", remedy)
+    elif not facts["devices"]:
+        remedy = "Give the container its devices: docker run --device=/dev/infiniband --ulimit memlock=-1."
+        yield warning("infiniband", f"{found}, and no /dev/infiniband/uverbs*: {tcp}", remedy)
+    elif locked is not None and locked < _LOCKED_BYTES:
+        remedy = "Raise it: docker run --ulimit memlock=-1, /etc/security/limits.conf, LimitMEMLOCK of slurmd's unit."
+        found = f"{found}; a process may lock {locked / 2**20:,.3g} MiB of memory, and NCCL locks more for its buffers"
+        yield warning("infiniband", found, remedy)
+    else:
+        yield ok("infiniband", f"{found}, libibverbs, lockable memory")
 
 
 def limits(answer: Answer) -> Iterator[Check]:
     """Check what loader processes need: shared memory for batches, and open files."""
     shm, files = answer["facts"]["shm_bytes"], answer["facts"]["open_files"]
-    found = "no /dev/shm" if shm is None else f"/dev/shm has {gigabytes(shm)}"
+    found = "no /dev/shm" if shm is None else f"/dev/shm has {gigabytes(shm)} free"
     if shm is None or shm < _SHM_BYTES:
-        remedy = "Make it larger (docker run --shm-size=8g), or use train.loader_workers=0."
-        yield warning("shared memory", f"{found}: loader processes pass batches through it", remedy)
+        remedy = "Make it larger (docker run --ipc=host, or --shm-size=8g), and remove old files there."
+        yield warning("shared memory", f"{found}: loader processes and NCCL pass data through it", remedy)
     else:
         yield ok("shared memory", found)
     found = "no limit" if files < 0 else f"{files:,}"
@@ -277,7 +372,23 @@ def links(answers: dict[int, Answer], device: str, *, hosts: int) -> list[Check]
             return [warning(name, "not measured: not all nodes reach each other", "See the lines above.")]
         return [ok(name, "one worker: no collectives")] if measured else []
     of_level = [[one for one in samples if (one.hosts == 1) == (where == levels[0])] for where in levels]
-    return [_level(some, where, device) for some, where in zip(of_level, levels, strict=True) if some]
+    gbit = (None, _ports_gbit(answers.values(), samples[-1].groups) if device == "cuda" else None)
+    return [_level(*each, device) for each in zip(of_level, levels, gbit, strict=True) if each[0]]
+
+
+def _ports_gbit(answers: Iterable[Answer], workers: int) -> float | None:
+    """Return the Gbit/s of a host's active InfiniBand ports, of the slowest host; None if one has none.
+
+    Args:
+        workers: workers on each host. Each uses the port next to its GPU, so no more ports count.
+    """
+    rates = (sorted(gbit for _, gbit in _active_ports(answer))[-workers:] for answer in answers)
+    return min(map(sum, rates), default=0) or None
+
+
+def _active_ports(answer: Answer) -> list[tuple[str, float]]:
+    facts: Answer = answer["facts"]["infiniband"] or {"ports": []}
+    return [(name, gbit) for name, active, gbit in facts["ports"] if active]
 
 
 def samples_of(answers: dict[int, Answer]) -> list[Sample]:
@@ -323,7 +434,11 @@ def fit_rate(samples: Sequence[Sample], *, gloo: bool) -> Rate | None:
     return Rate(latency_s, 1 / second_per_byte, tuple(errors))
 
 
-def _level(samples: list[Sample], where: str, device: str) -> Check:
+# part of the ports' rate below which NCCL does not use them: TCP reaches a fifth of it at most
+_PART_OF_PORTS = 1 / 3
+
+
+def _level(samples: list[Sample], where: str, ports_gbit: float | None, device: str) -> Check:
     """Return the check of one level: the rates of a rank inside a host, and of a host's link between hosts."""
     library = "NCCL" if device == "cuda" else "gloo"
     largest = max(sample.payload_bytes for sample in samples)
@@ -339,6 +454,11 @@ def _level(samples: list[Sample], where: str, device: str) -> Check:
     whose = "of a host's link" if samples[0].hosts > 1 else "of a worker"
     found = f"{speeds} Gbit/s {whose}; {latencies} ms a step; fits within {error:.0%} "
     found += f"({library}, up to {largest / 2**20:,.3g} MiB)"
+    if ports_gbit is not None:
+        found += f"; its ports have {ports_gbit:,g} Gbit/s"
+        if 8e-9 * max(rate.bytes_per_s for rate in rates) < _PART_OF_PORTS * ports_gbit:
+            remedy = "With NCCL_DEBUG=INFO a run's logs name what NCCL uses: NET/IB, or NET/Socket, which is TCP."
+            return warning(where, f"{found}: the network is slower than its ports", remedy)
     if error > _VARIES:
         remedy = "Run it again while nothing else uses the machines."
         return warning(where, f"{found}: the times vary too much", remedy)

@@ -9,8 +9,10 @@ these does not work.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
+import resource
 import shutil
 import signal
 import socket
@@ -33,6 +35,7 @@ from urllib.request import urlopen
 
 from launcher import DISTRIBUTION
 from launcher.config.added_groups import CONF
+from launcher.config.schema import Device
 from launcher.errors import LauncherError, SiteError
 from launcher.extensions.doctor import bandwidth
 from launcher.extensions.doctor.bandwidth import Worker
@@ -40,7 +43,7 @@ from launcher.launch.credentials import require_wandb_key
 from launcher.launch.network import GLOO, NCCL, Route, free_port, interface_env, interfaces
 from launcher.launch.slurm.client import SlurmTask
 from launcher.launch.slurm.node import route_to, route_to_others
-from launcher.plan.host import file_system, visible_gpus
+from launcher.plan.host import file_system, missing_for_compiling, visible_gpus
 from launcher.plan.launch_plan import EnvPlan
 from launcher.process import inherited_environment, raise_open_files, wait_until
 from launcher.rundir.files import read_json, write_json
@@ -56,7 +59,8 @@ def host_facts() -> dict[str, Any]:
 
     ``packages``: versions, None for a missing one. ``devices``: number of GPUs, whether or not torch can use them.
     ``gpu_use``: [index, MiB in use, utilization in %] of each GPU, None without nvidia-smi. ``hostname_address``: what
-    this host's own name resolves to. ``shm_bytes``: size of /dev/shm, None without one.
+    this host's own name resolves to. ``shm_bytes``: free space of /dev/shm, None without one. ``no_compiler``: what
+    torch.compile lacks, by device.
     """
     return {
         "host": socket.gethostname(),
@@ -67,9 +71,54 @@ def host_facts() -> dict[str, Any]:
         "devices": visible_gpus(os.environ, torch_version=""),
         "gpu_use": _gpu_use(),
         "hostname_address": _hostname_address(),
-        "shm_bytes": shutil.disk_usage(SHM).total if SHM.is_dir() else None,
+        "shm_bytes": shutil.disk_usage(SHM).free if SHM.is_dir() else None,
         "open_files": raise_open_files(),  # as a node's agent does
+        "no_compiler": {
+            device.value: missing_for_compiling(device, os.environ) for device in (Device.cpu, Device.cuda)
+        },
+        "infiniband": infiniband_facts(),
     }
+
+
+def infiniband_facts(root: Path = Path("/")) -> dict[str, Any] | None:
+    """Return what NCCL needs for InfiniBand, or for RoCE; None on a host without either.
+
+    ``ports``: [name, whether it is active, Gbit/s] of each port. ``library``: libibverbs can be loaded. ``devices``:
+    its device files exist. ``locked_bytes``: memory that a process may lock, None without a limit.
+    """
+    ports = sorted(root.glob("sys/class/infiniband/*/ports/*"))
+    if not ports:
+        return None
+    try:
+        ctypes.CDLL("libibverbs.so.1")  # by this name, as NCCL does
+        library = True
+    except OSError:
+        library = False
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return {
+        "ports": [[f"{port.parts[-3]}:{port.name}", *_port(port)] for port in ports],
+        "library": library,
+        "devices": any(root.glob("dev/infiniband/uverbs*")),
+        "locked_bytes": None if locked == resource.RLIM_INFINITY or _may_lock(root) else locked,
+    }
+
+
+def _port(port: Path) -> tuple[bool, float]:
+    """Return whether the port is active, and its rate: the files contain "4: ACTIVE" and "400 Gb/sec (4X NDR)"."""
+    try:
+        state, rate = (port / "state").read_text(), (port / "rate").read_text()
+        return "ACTIVE" in state, float(rate.split()[0])
+    except (OSError, ValueError, IndexError):
+        return False, 0.0
+
+
+def _may_lock(root: Path) -> bool:
+    """Return whether this process has the capability to lock any amount of memory (CAP_IPC_LOCK, number 14)."""
+    try:
+        status = (root / "proc" / "self" / "status").read_text()
+    except OSError:
+        return False
+    return any(int(line.split()[1], 16) >> 14 & 1 for line in status.splitlines() if line.startswith("CapEff:"))
 
 
 def directory_facts(path: Path) -> dict[str, Any]:

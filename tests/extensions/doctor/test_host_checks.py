@@ -31,7 +31,7 @@ def facts(**other: Any) -> dict[str, Any]:
     return {
         "host": "login", "python": "3.11.7", "executable": "/env/bin/python", "package_dir": "/env/launcher",
         "packages": PACKAGES, "devices": 0, "gpu_use": None, "hostname_address": "10.0.0.1", "shm_bytes": 8 * 10**9,
-        "open_files": 65536,
+        "open_files": 65536, "no_compiler": {"cpu": "", "cuda": ""}, "infiniband": None,
     } | other  # fmt: skip
 
 
@@ -142,12 +142,102 @@ def test_gpus(device: Device, of: dict[str, Any], seen: dict[str, Any], state: C
     has(host_checks.gpus(device, 4, answer(of=of, bandwidth=seen, slurm_gpus=given)), state, *words)
 
 
+def tried(**other: Any) -> dict[str, Any]:
+    h100 = {"index": 1, "name": "NVIDIA H100", "capability": [9, 0], "error": 0.002, "problem": ""}
+    return {
+        "gpus": 2, "cuda": "13.0", "driver": 13000, "nccl": "2.28.9", "architectures": ["sm_80", "sm_90", "sm_100"],
+        "tried": [h100 | {"index": 0}, h100 | other],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("seen", "state", "words"),
+    [
+        (tried(), CheckState.ok, ["CUDA 13.0, driver for up to 13.0, NCCL 2.28.9", "computes as the CPU does"]),
+        (tried() | {"driver": 13010, "cuda": "13.2"}, CheckState.ok, ["13.2, driver for up to 13.1"]),
+        (
+            tried() | {"driver": 12040, "gpus": 0, "tried": []}, CheckState.failure,
+            ["sees 0 GPUs", "driver for up to 12.4", "Update the driver, or install a build of torch"],
+        ),
+        (tried() | {"driver": 0, "gpus": 0, "tried": []}, CheckState.failure, ["sees 0 GPUs", "nvidia-smi"]),
+        (tried(capability=[7, 0]), CheckState.failure, ["GPU 1", "no kernels for compute capability 7.0", "sm_80"]),
+        (
+            tried(error=None, problem="CUDA error: uncorrectable ECC error"), CheckState.failure,
+            ["GPU 1 (NVIDIA H100) does not compute: CUDA error: uncorrectable ECC", "nvidia-smi -q -i 1"],
+        ),
+        (tried(error=0.5), CheckState.failure, ["GPU 1 (NVIDIA H100)", "50% off the CPU's", "defective"]),
+        # a collective failed, and the reason is known
+        (tried(error=None, problem="out of memory") | {"error": "NCCL"}, CheckState.failure, ["out of memory"]),
+    ],
+)  # fmt: skip
+def test_each_gpu_is_tried(seen: dict[str, Any], state: CheckState, words: list[str]) -> None:
+    has(host_checks.gpus(Device.cuda, 2, answer(of={"devices": 2}, bandwidth=seen)), state, *words)
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "expected"),
+    [
+        ("sm_80 sm_90", (8, 9), True),  # machine code runs on later GPUs of the major version
+        ("sm_80 sm_86", (9, 0), False),
+        ("sm_86", (8, 0), False),
+        ("sm_90 compute_90", (12, 0), True),  # the driver compiles it
+        ("sm_90a", (9, 0), True),
+        ("sm_100a", (10, 3), False),
+        ("sm_100f", (10, 3), True),
+        ("compute_100f", (12, 0), False),
+        ("sm_90", (12, 0), False),
+        ("gfx942", (9, 4), True),  # ROCm
+        ("", (9, 0), True),
+    ],
+)
+def test_the_architectures_of_torchs_kernels(architectures: str, capability: tuple[int, int], expected: bool) -> None:
+    found = tried(capability=[*capability]) | {"architectures": architectures.split()}
+    (*wrong,) = host_checks.gpus(
+        Device.cuda, 2, answer(of={"devices": 2}, bandwidth=found | {"tried": found["tried"][1:]})
+    )
+    assert (wrong[0].state is CheckState.ok) == expected
+
+
+def test_a_compiler_is_missing_where_something_compiles() -> None:
+    none = answer(of={"no_compiler": {"cpu": "", "cuda": "no C compiler (gcc or clang)"}})
+    has(host_checks.compiler(Device.cpu, True, none), CheckState.ok, "can build kernels")
+    has(host_checks.compiler(Device.cuda, True, none), CheckState.warning, "no C compiler", "python3-dev")
+    has(host_checks.compiler(Device.cuda, False, none), CheckState.ok, "no C compiler", "only train.compile")
+
+
+def test_what_nccl_needs_for_infiniband() -> None:
+    def found(device: Device = Device.cuda, **other: Any) -> list[Check]:
+        ports = [["mlx5_0:1", True, 400.0], ["mlx5_1:1", False, 10.0]]
+        facts = {"ports": ports, "library": True, "devices": True, "locked_bytes": None} | other
+        return [*host_checks.infiniband(device, answer(of={"infiniband": facts}))]
+
+    has(found(), CheckState.ok, "1 of 2 ports active (mlx5_0:1 400 Gbit/s)", "libibverbs")
+    assert found(Device.cpu) == [*host_checks.infiniband(Device.cuda, answer())] == []
+    has(found(library=False), CheckState.warning, "no libibverbs.so.1", "TCP", "apt-get install libibverbs1")
+    has(found(devices=False), CheckState.warning, "/dev/infiniband/uverbs", "--device=/dev/infiniband")
+    has(found(locked_bytes=8 * 2**20), CheckState.warning, "8 MiB", "--ulimit memlock=-1", "LimitMEMLOCK")
+    has(found(ports=[["mlx5_0:1", False, 10.0]]), CheckState.warning, "0 of 1 ports active", "ibstat")
+
+
+def test_a_link_that_is_much_slower_than_its_ports() -> None:
+    def across(gbit: float, workers: int = 1) -> Check:
+        facts = {"ports": [["mlx5_0:1", True, 400.0], ["mlx5_1:1", True, 400.0]]}
+        one = measured(2 * workers, samples=samples(1e-5, gbit * 1e9 / 8, 2, 2, workers, gloo=False))
+        host = one | {"of": {"infiniband": facts}}
+        return host_checks.links(two(host, host), "cuda", hosts=2)[-1]
+
+    has(across(360), CheckState.ok, "all-reduce 360", "its ports have 400 Gbit/s")
+    has(across(40), CheckState.warning, "all-reduce 40", "slower than its ports", "NET/IB", "NET/Socket")
+    has(across(360, workers=2), CheckState.ok, "its ports have 800 Gbit/s")
+    has(across(200, workers=2), CheckState.warning, "its ports have 800 Gbit/s")
+
+
 def test_limits() -> None:
     shm, files = host_checks.limits(answer())
     has(shm, CheckState.ok, "8.0 GB")
     has(files, CheckState.ok, "65,536")
     shm, files = host_checks.limits(answer(of={"shm_bytes": 64 * 2**20, "open_files": 256}))
-    has(shm, CheckState.warning, "0.1 GB", "--shm-size", "train.loader_workers=0")
+    has(shm, CheckState.warning, "0.1 GB free", "--shm-size", "NCCL")
     has(files, CheckState.warning, "256", "ulimit -n 4096")
     shm, files = host_checks.limits(answer(of={"shm_bytes": None, "open_files": -1}))
     has(shm, CheckState.warning, "no /dev/shm")
@@ -227,12 +317,14 @@ def measured(world: int, **fields: Any) -> dict[str, Any]:
     return {"bandwidth": {"world": world, "gpus": 0, "samples": [], **fields}}
 
 
-def samples(latency_s: float, bytes_per_s: float, ranks: int, hosts: int, groups: int = 1) -> list[dict[str, Any]]:
+def samples(
+    latency_s: float, bytes_per_s: float, ranks: int, hosts: int, groups: int = 1, *, gloo: bool = True
+) -> list[dict[str, Any]]:
     """Return what workers measure on links with this latency and bandwidth."""
     found: list[dict[str, Any]] = []
     for kind, size in itertools.product(KINDS, (2**10, 2**16, 2**22)):
         fields = {"payload_bytes": size, "ranks": ranks, "hosts": hosts, "groups": groups}
-        steps, moved = Sample(kind=kind, seconds=0.0, **fields).work(gloo=True)
+        steps, moved = Sample(kind=kind, seconds=0.0, **fields).work(gloo=gloo)
         found.append({"kind": kind.value, "seconds": steps * latency_s + moved / bytes_per_s, **fields})
     return found
 
