@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import netrc
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from launcher.config.choices import WandbMode
-from launcher.config.schema import Config
+from launcher.config.schema import ClusterConfig, ClusterKind, Config
 from launcher.errors import SiteError
 from launcher.plan.callback_plan import notify_entries, require_environment, solve_callbacks
 from launcher.plan.clusters import cluster_of
@@ -24,13 +25,48 @@ def require_credentials(config: Config, *, of_script: bool = False) -> None:
     Raises:
         ConfigError, SiteError: they will not.
     """
+    env = job_environment(config.cluster, os.environ)
+    if env is None:
+        return
     if not of_script and "wandb" in config.trackers and config.wandb.mode is WandbMode.online:
-        require_wandb_key(os.environ)
+        try:
+            require_wandb_key(env)
+        except SiteError as error:
+            if "export" not in config.cluster.sbatch:
+                raise
+            remedy = "Name WANDB_API_KEY there, or add `export WANDB_API_KEY` to cluster.setup if login files set it."
+            raise SiteError(f"{error}\n  cluster.sbatch.export restricts what the job gets. {remedy}") from None
     if not cluster_of(config.cluster.kind).typed_on_each_host:  # there only the first host reports
         entries = [("notify", entry) for entry in notify_entries(config.notify)]
         own = () if of_script else solve_callbacks(config.callbacks)
         entries += [(f"callbacks[{number}]", entry) for number, entry in enumerate(own)]
-        require_environment(entries, os.environ)
+        require_environment(entries, env)
+
+
+def job_environment(cluster: ClusterConfig, env: Mapping[str, str]) -> Mapping[str, str] | None:
+    """Return the variables that the job's workers will have, as far as the submission determines them.
+
+    A variable that ``cluster.setup`` exports has the text that is written there. ``HOME`` is kept: Slurm sets it.
+
+    Args:
+        env: variables of the shell in which the job is submitted.
+
+    Returns:
+        None if ``cluster.setup`` reads commands from a file, which may export any variable.
+    """
+    if cluster.kind != ClusterKind.slurm:
+        return env
+    # as sbatch reads the option: NONE, NIL, or names with or without a value; ALL adds the shell's
+    carried = str(cluster.sbatch.get("export", "ALL")).split(",")
+    job = {name: value for name, value in env.items() if "ALL" in carried or name in (*carried, "HOME")}
+    job |= dict(word.split("=", 1) for word in carried if "=" in word)
+    for line in cluster.setup:
+        if re.search(r"(^|[;&|]|\bthen\b)\s*(source|\.|eval)\s", line):
+            return None
+        for names in re.findall(r"\bexport\s+([^;&|]*)", line):
+            exported = re.findall(r"(?:^|\s)([A-Za-z_]\w*)(?:=[\"']?([^\s\"']*))?", names)
+            job |= {name: value or job.get(name) or "set by cluster.setup" for name, value in exported}
+    return job
 
 
 def require_wandb_key(env: Mapping[str, str]) -> None:
