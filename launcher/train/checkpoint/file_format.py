@@ -234,6 +234,7 @@ class Reader(dcp.FileSystemReader):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self.fs = _RegularFiles()
+        self.refusal: WrongCheckpoint | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
         """Unpickle ``.metadata`` with only the globals that torch writes.
@@ -253,7 +254,8 @@ class Reader(dcp.FileSystemReader):
             raise
         except Exception as error:  # any object may have been pickled
             problem = str(error) if isinstance(error, Unreadable) else f"{type(error).__name__}: {error}"
-            raise WrongCheckpoint(f"{index} cannot be read: {problem}.\n  {_FROM_A_COPY}") from None
+            self.refusal = WrongCheckpoint(f"{index} cannot be read: {problem}.\n  {_FROM_A_COPY}")
+            raise self.refusal from None
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
@@ -272,9 +274,12 @@ def read_values(state: dict[str, Any], directory: Path, *, no_dist: bool = False
     Raises:
         WrongCheckpoint: on all ranks, if one of them cannot read a value.
     """
+    reader = Reader(directory)
     try:
-        dcp.load(state, storage_reader=Reader(directory), planner=Planner(), no_dist=no_dist)
+        dcp.load(state, storage_reader=reader, planner=Planner(), no_dist=no_dist)
     except dcp.CheckpointException as error:  # no subclass of Exception
+        if reader.refusal is not None:  # torch 2.11 replaces it by "metadata is None"
+            raise reader.refusal from None
         failures = [failure for failure, _ in error.failures.values()]
         causes = dict.fromkeys(f"{type(each).__name__}: {str(each).partition(chr(10))[0]}" for each in failures)
         raise WrongCheckpoint(f"{directory} cannot be read: {'; '.join(causes)}\n  {_FROM_A_COPY}") from None

@@ -124,7 +124,8 @@ def test_samples_of_other_ranks_are_refused_on_all_ranks(seen: dict[str, Any]) -
         first, second = seen[case]
         assert first == second
         assert first.startswith("CollectiveInLoss: The loss of a micro-batch depends on what other ranks have")
-        assert text in first, (case, first)
+        # torch 2.11 names some operations in other letters, AllGatherIntoTensor
+        assert text.replace("_", "").lower() in first.replace("_", "").lower(), (case, first)
         assert "a window has 2 micro-batches" in first
 
 
