@@ -40,6 +40,9 @@ AGENT_PID = "LAUNCHER_AGENT_PID"
 RUN_ID = "LAUNCHER_RUN_ID"
 # Environment variable: the run's directory, for a script of `launch run`.
 RUN_DIR = "LAUNCHER_RUN_DIR"
+# Environment variable with the number of cells of a sweep that may run at the same time on this machine, for their
+# processes.
+CELLS_AT_ONCE = "LAUNCHER_CELLS_AT_ONCE"
 
 
 # Environment variable: set if `launch` is to end as with Ctrl-C when its standard input ends.
@@ -301,6 +304,12 @@ def raise_open_files() -> int:
     except (OSError, ValueError):  # the system has a limit below its hard one
         return soft
     return wanted
+
+
+def cells_at_once() -> int:
+    """Return the number of cells of a sweep that may run at the same time on this machine, if this process belongs to
+    one of them; else 1."""
+    return first_number(os.environ, CELLS_AT_ONCE) or 1
 
 
 SRUN = "srun"

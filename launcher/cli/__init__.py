@@ -159,8 +159,13 @@ def main() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one `launch` command and return its exit status."""
+    return status_or_error(lambda: _dispatch(list(arguments)))
+
+
+def status_or_error(act: Callable[[], int]) -> int:
+    """Return the result of ``act``, or print its error and return the exit status of that."""
     try:
-        return _dispatch(list(arguments))
+        return act()
     except LauncherError as error:
         return print_error(error)
     except Unreadable as error:

@@ -128,17 +128,17 @@ def _start(plan: LaunchPlan, yaml: str, config: Config, console: Console, *, wai
     if here and (note := allocation_note(os.environ, sys.argv[1:])):
         print(note, file=sys.stderr, flush=True)
     cluster, create = cluster_of(plan.cluster.kind), partial(local.create, config_yaml=yaml)
-    return _run_here(*cluster.start(plan, create, config.run.name, _plain(console)), console)
+    return run_here(*cluster.start(plan, create, config.run.name, _plain(console)), console)
 
 
 def restart(plan: LaunchPlan, console: Console, *, wait: bool) -> int:
     """Run or resubmit a job in its existing directory."""
     if plan.cluster.slurm is not None:
         return _show_submitted(plan, control.resubmit(plan), console, wait=wait)
-    return _run_here(plan, Peers(), console)
+    return run_here(plan, Peers(), console)
 
 
-def _run_here(plan: LaunchPlan, peers: Peers, console: Console) -> int:
+def run_here(plan: LaunchPlan, peers: Peers, console: Console) -> int:
     """Run a job on this host in its existing directory, and show its plan and its results."""
     first = plan.node == 0
     if first and isinstance(plan, RunPlan):
@@ -264,7 +264,7 @@ def restart_cells(
     wait: bool,
 ) -> int:
     """Restart runs of a sweep and show the result; see ``launcher.sweeps.reuse.restart_runs``."""
-    restarted = restart_runs(paths, choose, planned, _cell_runner(console))
+    restarted = restart_runs(paths, choose, planned, _cell_runner(console), _state_printer(console), _plain(console))
     for problem in restarted.refused:
         print(f"launch: {problem}", file=sys.stderr)
     statuses = restarted.statuses
@@ -275,7 +275,7 @@ def restart_cells(
 
 
 def _cell_runner(console: Console) -> Callable[[LaunchPlan], int]:
-    return lambda plan: _run_here(plan, Peers(), console)
+    return lambda plan: run_here(plan, Peers(), console)
 
 
 def _state_printer(console: Console) -> Callable[[Sequence[Run]], None]:

@@ -405,8 +405,9 @@ class SweepConfig:
     name: str | None = key(None, NAME, resume=_NEW, affects="")
     """Name of its directory, and W&B group. Default: the task's name and a digest of the command, so that the same
     command continues the same sweep."""
-    at_once: int | None = key(None, at_least(1), only="cluster=slurm", resume=_NEW, affects="")
-    """slurm: cells of one array that run at the same time. Default: no limit."""
+    at_once: int | None = key(None, at_least(1), only="cluster=local|slurm", resume=_NEW, affects="")
+    """Cells that run at the same time: of one array (slurm; default: no limit), or on this machine, each with an equal
+    share of its GPUs or cores (local; default: 1)."""
     objective: str | None = key(None, resume=_NEW, affects="")
     """Result that a sweeper which learns from results, such as Optuna's, receives for a cell: a number in its
     summary.json, such as eval/accuracy; or best, the best value of checkpoint.best. Default: eval/loss if there is

@@ -23,7 +23,7 @@ from launcher.plan.callback_plan import may_report, notify_entries
 from launcher.plan.clusters import Peers, Regrouping
 from launcher.plan.launch_plan import LaunchPlan, RunInfo
 from launcher.plan.run_plan import RunPlan
-from launcher.process import RUN_ID, STOP_SIGNALS, inherited_environment, signal_handler
+from launcher.process import RUN_ID, STOP_SIGNALS, inherited_environment, signal_handler, unblock_stop_signals
 from launcher.quantities import count
 from launcher.rundir import history
 from launcher.rundir.fencing import Fence, Incarnation
@@ -131,6 +131,7 @@ def run_job(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
     submission = history.add_submission(plan.paths, Submission.now().by_this_process()) if _writes(plan) else 0
     fence = Fence(plan.paths, Incarnation(submission))
     with signal_handler(STOP_SIGNALS, stop), closing(display):
+        unblock_stop_signals()  # a cell beside others starts with them blocked
         if _writes(plan):
             attempt = open_attempt(fence, ranks=plan.cluster.world_size)
             if submission:

@@ -201,6 +201,8 @@ def _before_inspection(config: Config, once: Once, *, starts: bool) -> _Ready:
     if not starts:
         config = _not_at_hand(config)
     site = once(site_of, config.cluster) if starts else _site_if_known(config.cluster, once, notes)
+    if config.cluster.kind == ClusterKind.local and config.sweep.at_once is not None:
+        site = site.share(config.sweep.at_once, config.cluster.device)
     run = new_run(config.run, task_stem(config), site.cwd)
     require_credentials(config)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import os
 import platform
 import re
@@ -18,7 +19,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from launcher.config.schema import Device, PrecisionKind
-from launcher.errors import SiteError, without_credentials
+from launcher.errors import ConfigError, SiteError, without_credentials
+from launcher.process import cells_at_once
 from launcher.quantities import count
 
 # last parts of config keys whose texts no output shows, and of those that are addresses whose path may be a secret
@@ -111,6 +113,7 @@ class Site:
         partition: Slurm partition that the machine is a node of.
         bf16: whether the workers' device computes bf16 natively; None if unknown before they start.
         no_gpu: why the workers cannot use a GPU although one was to be expected; otherwise empty.
+        shared_by: number of cells of a sweep that run at the same time; all but this is then the part of each.
     """
 
     gpus: int
@@ -119,6 +122,25 @@ class Site:
     partition: Partition | None = None
     bf16: bool | None = None
     no_gpu: str = ""
+    shared_by: int = 1
+
+    def share(self, at_once: int, device: Device) -> Site:
+        """Return the part of this machine that each of ``at_once`` cells of a sweep has.
+
+        Raises:
+            ConfigError: the cells are to use GPUs, and there are fewer than cells.
+        """
+        cores, gpus = max(1, self.cores // at_once), self.gpus
+        if not shares_gpus():
+            every = len(gpu_names(os.environ))
+            gpus = min(gpus, every // at_once)
+            if self.gpus and not gpus and device is not Device.cpu:
+                raise ConfigError(
+                    "sweep.at_once", at_once,
+                    f"this machine has {count(every, 'usable GPU')}, and each cell needs one.",
+                    f"Use sweep.at_once={every} or less, or cluster.device=cpu.",
+                )  # fmt: skip
+        return replace(self, cores=cores, gpus=gpus, shared_by=at_once)
 
     @classmethod
     def here(cls) -> Site:
@@ -176,25 +198,35 @@ def visible_gpus(env: Mapping[str, str], dev: Path = Path("/dev"), torch_version
     Raises:
         SiteError: torch is not installed.
     """
+    names = gpu_names(env, dev, torch_version)
+    return 1 if names and names[0].startswith(_MIG) else len(names)  # CUDA uses one slice, however many are listed
+
+
+_MIG = "MIG-"
+
+
+def gpu_names(env: Mapping[str, str], dev: Path = Path("/dev"), torch_version: str | None = None) -> tuple[str, ...]:
+    """Return the values of CUDA_VISIBLE_DEVICES for each of the GPUs that ``visible_gpus`` counts; if it lists slices
+    of MIG, all of them, as each process can have one."""
     if not torch_has_cuda(torch_version):
-        return 0
+        return ()
     present = sum(1 for node in dev.glob("nvidia[0-9]*") if node.name.removeprefix("nvidia").isdecimal())
-    if not present and any((dev / name).exists() for name in ("dxg", "kfd")):
-        return _gpus_of_torch(tuple(env.items()))
     listed = env.get("CUDA_VISIBLE_DEVICES")
-    if listed is None:
-        return present
-    names = [name.strip() for name in listed.split(",")]
-    if names[0].startswith("MIG-"):  # CUDA uses one slice, however many are listed
-        return 1
-    usable = 0
+    of_torch = not present and any((dev / name).exists() for name in ("dxg", "kfd"))
+    seen = _gpus_of_torch(tuple(env.items())) if of_torch else present
+    names = [*map(str, range(seen))] if listed is None else [name.strip() for name in listed.split(",")]
+    if of_torch:
+        return tuple(names[:seen])
+    if names and names[0].startswith(_MIG):
+        return tuple(dict.fromkeys(itertools.takewhile(lambda name: name.startswith(_MIG), names)))
     if len(set(names)) < len(names):  # CUDA has no device then
-        return 0
-    for name in names:  # CUDA ignores everything after the first name it does not know
-        if not (name.isdecimal() and int(name) < present) and not re.fullmatch(r"GPU-[0-9a-fA-F-]+", name):
-            break
-        usable += 1
-    return min(usable, present)
+        return ()
+
+    def known(name: str) -> bool:
+        return (name.isdecimal() and int(name) < present) or re.fullmatch(r"GPU-[0-9a-fA-F-]+", name) is not None
+
+    # CUDA ignores everything after the first name it does not know
+    return tuple(itertools.takewhile(known, names))[:present]
 
 
 @cache
@@ -361,6 +393,15 @@ def device_model(device: Device, proc: Path = Path("/proc")) -> str:
             cores = "" if device is Device.cuda else f", {len(os.sched_getaffinity(0))} cores"
             return found[1].strip() + cores
     return ""
+
+
+def measured_device(model: str) -> str:
+    """Return the device of measurements: its model, and that other cells of a sweep may have run beside this one.
+
+    Such measurements are comparable with none that were taken alone.
+    """
+    others = cells_at_once() - 1
+    return f"{model}, beside {count(others, 'other cell')}" if others else model
 
 
 @cache

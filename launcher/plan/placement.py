@@ -84,11 +84,14 @@ def solve_cluster(
     if device is Device.cuda and workers > most and started is None and _gpus_are_known(config, site, most):
         reason = f": {site.no_gpu}" if site.no_gpu else ""
         where = f"a node of partition {site.partition.name}" if site.partition else "this machine"
+        if site.shared_by > 1:
+            where = f"each of {site.shared_by} cells at a time (sweep.at_once) on this machine"
         raise ConfigError(
             "cluster.workers_per_node",
             workers,
             f"{where} has {most} usable GPUs, and each worker needs one{reason}.",
-            f"Use {'cluster.workers_per_node=' + str(most) + ', or ' if most else ''}cluster.device=cpu.",
+            f"Use {'cluster.workers_per_node=' + str(most) + ', or ' if most else ''}"
+            f"{'fewer cells at a time, or ' if site.shared_by > 1 else ''}cluster.device=cpu.",
         )
     if asked is not None and (workers or 0) > asked[1] and not shares_gpus():
         raise ConfigError(

@@ -151,6 +151,8 @@ class RunData:
         resumed_after: step after which the run was resumed with settings that change a step's time or traffic; 0:
             never. Figures of steps cover the steps after it.
         damaged_lines: lines of the record that could not be parsed.
+        cells_at_once: cells of a sweep that may have run at the same time on the machine. If there are several, the
+            times are not comparable with those of other runs.
     """
 
     figures: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(FIGURES))
@@ -162,6 +164,7 @@ class RunData:
     problem: str = ""
     resumed_after: int = 0
     damaged_lines: int = 0
+    cells_at_once: int = 1
 
     @property
     def curves(self) -> dict[str, Columns]:
@@ -410,6 +413,7 @@ def _measured(metrics: Path, planned: RunData) -> RunData:
         | {name: record.seen[name] for name in ("best/step", "best/value") if name in record.seen},
         resumed_after=record.resumed_after,
         damaged_lines=record.damaged_lines,
+        cells_at_once=int(record.last.get("sweep/at_once", 1)),
     )
 
 

@@ -6,10 +6,11 @@ import dataclasses
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from launcher.config.multirun import RequestedCell, Result, override_key
-from launcher.config.schema import ClusterKind, groups_without_effect
+from launcher.config.schema import ClusterKind, Config, groups_without_effect
 from launcher.errors import EXIT_DONE, EXIT_USER, ConfigError, RunError, UserError
 from launcher.launch import local
 from launcher.launch.planner import Once, plan_jobs, task_stem
@@ -25,8 +26,9 @@ from launcher.rundir.paths import RunPaths, SweepPaths, is_run
 from launcher.runs import control
 from launcher.runs.status import ACTIVE, Run, RunState, statuses_of
 from launcher.sweeps import manifest
+from launcher.sweeps.beside import run_cells
 from launcher.sweeps.manifest import Cell, Sweep, content_of, digest
-from launcher.sweeps.reuse import recognise, run_name
+from launcher.sweeps.reuse import look_at_sweeps, recognise, run_name
 
 _SHOWN_REFUSALS = 4
 
@@ -55,6 +57,19 @@ def require_one_sweep(requested: Sequence[RequestedCell]) -> None:
             value = getattr(getattr(config, group), name)
             if value != getattr(getattr(first, group), name):
                 raise ConfigError(key, value, "must be the same for all cells of a sweep.", "Do not vary it.")
+
+
+_TIMES = ("time/", "throughput/")
+
+
+def _require_comparable_results(config: Config) -> None:
+    """Raise ConfigError for a result that cells side by side change."""
+    objective, at_once = config.sweep.objective or "", config.sweep.at_once or 1
+    if config.cluster.kind == ClusterKind.local and at_once > 1 and objective.startswith(_TIMES):
+        raise ConfigError(
+            "sweep.objective", objective, f"is not comparable between cells that run side by side (sweep.at_once="
+            f"{at_once}).", "Leave sweep.at_once out.",
+        )  # fmt: skip
 
 
 def require_a_possible_one(requested: Sequence[RequestedCell], wrong: Sequence[UserError | None]) -> None:
@@ -110,7 +125,7 @@ class Conductor:
     Args:
         arguments: command line, from which the sweep's name is derived.
         run_here: runs a plan on this machine in its existing directory and returns the exit status.
-        watch: called periodically with the state of Slurm jobs while waiting for them.
+        watch: called periodically with the states of Slurm jobs, or of cells side by side, while waiting for them.
         say: called with messages to the user before cells start.
         wait: whether to wait for Slurm jobs.
         confirmed: whether finished cells may start again because the code has changed.
@@ -156,6 +171,7 @@ class Conductor:
                     "hydra/sweeper: this sweeper needs the cells' results, and with cluster=slurm the command does not "
                     "wait for them.\n  Add --wait."
                 )
+        _require_comparable_results(requested[0].config)
         self.paths = paths = self._sweep_paths(requested[0])
         requested = self._as_listed(requested, paths)
         if on_slurm:
@@ -228,7 +244,8 @@ class Conductor:
                 refused = self._submit(paths, sweep, of_slurm)
                 statuses += [EXIT_USER] * len(refused)
                 sweep.with_cells(tuple(_refused(cell, refused) for cell in sweep.cells)).save(paths)
-            statuses += self._run([cell for cell in new.values() if cell.plan.cluster.kind != ClusterKind.slurm])
+            here = [cell for cell in new.values() if cell.plan.cluster.kind != ClusterKind.slurm]
+            statuses += self._run(paths, here, sweep.at_once)
         return [run for run in run_of.values() if is_run(run.root)], statuses
 
     def _opened(self, paths: SweepPaths, requested: Sequence[RequestedCell]) -> Sweep:
@@ -320,16 +337,22 @@ class Conductor:
                 self.submitted.append(answer)
         return refused
 
-    def _run(self, new: Sequence[_Planned]) -> list[int]:
-        """Run the cells one after the other; a failed cell does not prevent the others."""
-        statuses: list[int] = []
-        for cell in new:
+    def _run(self, paths: SweepPaths, new: Sequence[_Planned], at_once: int | None) -> list[int]:
+        """Run the cells one after the other or side by side; a failed cell does not prevent the others."""
+
+        def start(cell: _Planned) -> RunPlan:
             if not cell.resumes:
                 local.create(cell.plan, cell.request.yaml)
-            statuses.append(self._run_here(cell.plan))
-            if statuses[-1] in STOPS:  # stopped by the user or preempted
-                self.status = statuses[-1]
-                raise KeyboardInterrupt
+            return cell.plan
+
+        def watch() -> None:
+            self._watch(look_at_sweeps([paths])[str(paths.root)])
+
+        starts = [partial(start, cell) for cell in new]
+        statuses = run_cells(starts, at_once or 1, self._run_here, watch, self._say)
+        if stopped := {*statuses} & {*STOPS}:
+            self.status = max(stopped)
+            raise KeyboardInterrupt
         return statuses
 
 

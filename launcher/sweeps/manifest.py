@@ -52,7 +52,7 @@ class Sweep:
 
     Attributes:
         fixed: key=value that all cells share, as typed.
-        at_once: limit on concurrently running cells of an array; None: no limit.
+        at_once: limit on concurrently running cells; None: no limit in an array, and 1 on one machine.
     """
 
     format: int
@@ -174,7 +174,8 @@ def content_of(plan: RunPlan, code: str) -> str:
         code: digest of the user's files.
     """
     content = part(plan, *AFFECTED) | {"data": _without(dataclasses.asdict(plan.task), ("flops_per_sample",))}
-    content |= {"environment": dataclasses.asdict(plan.env), "initial": plan.initial and plan.initial.digest}
+    # the defaults follow from cores and workers; cells side by side have fewer threads, and the same results
+    content |= {"environment": plan.env.set, "initial": plan.initial and plan.initial.digest}
     slurm = plan.cluster.slurm
     if slurm is None:
         content["machine"] = socket.gethostname()  # different machines may share a home directory

@@ -7,15 +7,16 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from launcher.errors import EXIT_USER, UserError
 from launcher.launch.slurm import submit
 from launcher.plan.launch_plan import LaunchPlan
-from launcher.rundir.job_end import STOPS
 from launcher.rundir.paths import RunPaths, SweepPaths, find_sweeps, is_run
 from launcher.runs.status import ACTIVE, Run, RunState, statuses_of
 from launcher.sweeps import manifest
+from launcher.sweeps.beside import run_cells
 from launcher.sweeps.manifest import Cell
 from launcher.tracebacks import in_one_line
 
@@ -146,6 +147,8 @@ def restart_runs(
     choose: Callable[[], Sequence[Run]],
     planned: Callable[[Run], LaunchPlan],
     run_here: Callable[[LaunchPlan], int],
+    watch: Callable[[Sequence[Run]], object],
+    say: Callable[[str], object],
 ) -> Restarted:
     """Restart runs of a sweep; runs with equal Slurm requests become one array again.
 
@@ -153,22 +156,29 @@ def restart_runs(
         choose: returns the runs to restart; called while the sweep is locked.
         planned: returns the plan of a run's next start, in its own directory or a new one.
         run_here: runs a plan on this machine and returns its exit status.
+        watch: called periodically with the states of the cells, if they run side by side.
+        say: shows a message to the user.
     """
     restarted = Restarted()
+
+    def start(run: Run) -> LaunchPlan:
+        plan = planned(run)
+        _note(paths, run, plan)
+        restarted.runs.append(plan.paths)
+        return plan
+
     with manifest.alone(paths):
         runs = choose()
         of_slurm = [run for run in runs if run.job is not None]
         if of_slurm:
             _submit(paths, of_slurm, planned, restarted)
-        for run in runs:
-            if run.job is not None:
-                continue
-            plan = planned(run)
-            _note(paths, run, plan)
-            restarted.runs.append(plan.paths)
-            restarted.statuses.append(run_here(plan))
-            if restarted.statuses[-1] in STOPS:  # stopped by the user or preempted
-                break
+        restarted.statuses += run_cells(
+            [partial(start, run) for run in runs if run.job is None],
+            manifest.load_sweep(paths).at_once or 1,
+            run_here,
+            lambda: watch(look_at_sweeps([paths])[str(paths.root)]),
+            say,
+        )
     return restarted
 
 

@@ -18,6 +18,7 @@ from launcher.heartbeat import HEARTBEAT, Phase, Wait
 from launcher.loss import Loss, as_losses
 from launcher.plan.run_plan import RunPlan, is_due, predicted_metrics
 from launcher.plan.sync_policy import SHARDED
+from launcher.process import cells_at_once
 from launcher.rundir.fencing import Fence
 from launcher.rundir.files import write_json
 from launcher.task import Task, is_mapped, is_ready
@@ -99,6 +100,7 @@ class TrainingLoop:
         # one record states the prediction: the first of the run, and the first after a change of what is predicted
         self.prediction_due = restored is None or not restored.comparable
         self.straggler_lines = 0
+        self.cells_at_once = cells_at_once()
         self.smaller_windows = False  # whether they were reported
         own: Callable[[], float] | None = getattr(task, "flops_per_sample", None)
         self.flops_per_sample = plan.task.flops_per_sample if own is None else own()
@@ -278,6 +280,8 @@ class TrainingLoop:
         values |= totals.best.metrics()
         if totals.since:
             values["progress/measured_since"] = totals.since
+        if self.cells_at_once > 1:
+            values["sweep/at_once"] = self.cells_at_once
         if engine.precision.scales:
             values["amp/skipped_steps"] = engine.skipped_steps
         if totals.calibration_due or result.last:

@@ -121,9 +121,15 @@ def test_what_is_under_way_is_not_replaced(machine: Machine) -> None:
     assert len(machine.ran) == 1
 
 
-def test_a_setting_without_effect_is_refused(machine: Machine) -> None:
-    with pytest.raises(ConfigError, match=r"sweep.at_once=2: has no effect with cluster=local"):
-        begin(machine, "sweep.at_once=2", seeds=(1,))
+def test_settings_that_cannot_be_are_refused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("own", "launcher.plan.clusters:Cluster", clusters.GROUP)
+    monkeypatch.setattr(clusters, "_added", lambda: {"own": point})
+    with pytest.raises(ConfigError, match=r"sweep.at_once=2: has no effect with cluster=own"):
+        begin(machine, "sweep.at_once=2", "cluster.kind=own", seeds=(1,))
+    with pytest.raises(
+        ConfigError, match=r"sweep.objective=time/step_s: is not comparable between cells that run side"
+    ):
+        begin(machine, "sweep.at_once=2", "sweep.objective=time/step_s", seeds=(1, 2), results=True)
     assert not machine.ran
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +14,13 @@ from typing import Any
 
 import pytest
 
-from launcher.rundir.paths import SweepPaths
+from launcher.rundir import history
+from launcher.rundir.paths import RunPaths, SweepPaths
+from launcher.runs.status import Run, RunState
 from launcher.sweeps import manifest
+from launcher.sweeps.reuse import look_at_sweeps
 from tests.helpers import ROOT, launch, launch_command, patience
+from tests.infra import warm
 from tests.infra.runs import MY_SETUP, OWN, export_canary, files_with_canary, records, wait_for
 from tests.infra.slurm import Cluster, cluster, needs_slurm
 
@@ -193,6 +200,48 @@ def test_on_one_machine_cells_run_one_after_the_other_on_frozen_code(project: Pa
         assert copy.is_relative_to(runs / "code")
         remarked = "# another remark" in (copy / "speech" / "tasks.py").read_text()
         assert remarked is (run.parent.name not in first)
+
+
+def test_eight_cells_four_at_a_time_on_one_machine(project: Path) -> None:
+    """One is killed and leaves the others; Ctrl-C ends all that run; the same command then runs what is missing."""
+    sweep = (
+        "train", "-m", "train.seed=1,2,3,4,5,6,7,8", *CELL, "train.steps=2", "cluster.workers_per_node=1",
+        "task.trouble=held at the start", "cluster.grace_s=1", "sweep.at_once=4", "sweep.name=beside",
+    )  # fmt: skip
+    (project / "hold").touch()
+    job = warm.Popen(launch_command(*sweep), cwd=project, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    paths = SweepPaths(project / "runs" / "beside")
+
+    def cells() -> list[Run]:
+        return look_at_sweeps([paths])[str(paths.root)] if paths.manifest.exists() else []
+
+    def running() -> set[int | None]:
+        runs = [RunPaths(Path(cell.dir)) for cell in cells() if cell.state is RunState.running]
+        return {history.submissions(run)[-1].pid for run in runs if (run.logs / "rank0.log").exists()}
+
+    wait_for(lambda: len(running()) == 4, "four cells to run")
+    first = running()
+    assert sum(cell.state is RunState.pending for cell in cells()) == 4
+    killed = min(pid for pid in first if pid is not None)
+    os.kill(killed, signal.SIGKILL)
+    wait_for(lambda: len(running() - first) == 1, "another cell to run in its place")
+    assert running() > first - {killed}
+    job.send_signal(signal.SIGINT)
+    said, _ = job.communicate(timeout=patience(120))
+    assert job.returncode == 130, said
+    assert "Stopping all cells" in said
+    states = [cell.state for cell in cells()]  # the agent of the killed one may have found the time to say so
+    assert states.count(RunState.pending) == 3, said
+    assert states.count(RunState.stopped) in (4, 5), said
+
+    (project / "hold").unlink()
+    done = launch(*sweep, "--quiet", cwd=project)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {cell.state for cell in cells()} == {RunState.done}
+    runs = [Path(cell.dir) for cell in cells()]
+    assert len({*runs}) == 8
+    assert {line["sweep/at_once"] for run in runs for line in records(run)} == {4}
+    assert all("beside 3 other cells" in json.loads((run / "summary.json").read_text())["device"] for run in runs)
 
 
 @pytest.mark.root

@@ -40,10 +40,11 @@ def findings(group: TaskGroup) -> list[Finding]:
     done = [row for row in group.rows if row.done]
     if not done:
         return [Finding("No answer yet", "no run has finished.")]
-    settings = compare.repeats(done)
+    timed = [row for row in done if row.ran_alone]
+    settings, of_times = compare.repeats(done), compare.repeats(timed)
     found = [
-        _fastest(group, settings), *_cheapest(group, settings), _best_loss(group, settings), _scaling(group, done),
-        _accumulation(group, done), _policy(group, done), _outer_steps(group, settings),
+        _fastest(group, of_times), *_cheapest(group, of_times), _best_loss(group, settings), _scaling(group, timed),
+        _accumulation(group, timed), _policy(group, done), _outer_steps(group, of_times),
         _limits(group, settings),
     ]  # fmt: skip
     return [finding for finding in found if finding is not None]
@@ -341,6 +342,7 @@ def _limits(group: TaskGroup, settings: Sequence[Sequence[Row]]) -> Finding:
         "held-out loss": all(row["eval/loss"] is None for row in rows),
         f"other numbers of {group.worker}s": len({row["batch/world_size"] for row in rows}) == 1,
         "exposed communication": bool(several) and all(row["comm/exposed_s"] is None for row in several),
+        "speed of cells alone on the machine": not any(row.ran_alone for row in rows),
     }
     names = [name for name, absent in missing.items() if absent]
     devices = ", ".join(sorted({row["device"] for row in rows}))

@@ -80,9 +80,14 @@ class Row:
         """Return whether the row is part of plots and comparisons."""
         return self["step"] is not None and not self.same_as
 
+    @property
+    def ran_alone(self) -> bool:
+        """Return whether the run's times may be compared: no other cell of its sweep ran beside it."""
+        return self.data.cells_at_once == 1
+
     @cached_property
     def speedup(self) -> Interval | None:
-        return Interval.of_record(self.figures, "comm/speedup")
+        return Interval.of_record(self.figures, "comm/speedup") if self.ran_alone else None
 
     @property
     def claimed_speedup(self) -> float | None:
@@ -222,7 +227,8 @@ def set_efficiencies(rows: Sequence[Row]) -> None:
     Args:
         rows: runs of one task.
     """
-    for line in lines_over_workers([row for row in rows if row["throughput/samples_per_s"] is not None]).values():
+    timed = [row for row in rows if row.ran_alone and row["throughput/samples_per_s"] is not None]
+    for line in lines_over_workers(timed).values():
         done = [row for row in line if row.done]
         if not done or len({row["batch/world_size"] for row in line}) == 1:
             continue
@@ -394,6 +400,11 @@ def _notes(rows: Sequence[Row], groups: Sequence[TaskGroup]) -> list[str]:
         (
             "the calibration measured more exposed communication than a step takes, so compute is unknown",
             [row for row in timed if row["comm/exposed_s"] is not None and row["time/compute_s"] is None],
+        ),
+        (
+            "ran beside other cells on one machine (sweep.at_once), so times, speeds and hours are not comparable, and "
+            "nothing is concluded from them",
+            [row for row in counted_rows if not row.ran_alone],
         ),
         (
             "damaged lines of metrics.jsonl were skipped",

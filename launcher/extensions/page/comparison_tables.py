@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # figure -> how it is computed from metrics.jsonl
 DEFINITIONS = {
+    "sweep/at_once": "cells of the sweep that may have run at the same time on the machine; if there are several, "
+    "times, speeds and hours are not comparable with those of other runs",
     "own_windows": "full windows: records with batch/samples = batch/global_size, of the largest global batch",
     "time/step_s": "median of time/step_s over full windows; seconds",
     "time/step_low_s": "lower end of the 95% interval of that median (order statistics); time/step_high_s: the upper "
@@ -189,6 +191,7 @@ def page_line(row: Row) -> dict[str, Any]:
         f"in {entry.elsewhere}" if entry.elsewhere else "",
         row.data.problem,
         "the same run as an earlier row" if row.same_as else "",
+        "" if row.ran_alone else "ran beside other cells: its times are not comparable",
     ]
     links = [] if entry.dir is None else [
         (name, where)
@@ -210,6 +213,7 @@ def _records(comparison: RunComparison) -> list[dict[str, Any]]:
             "elsewhere": row.entry.elsewhere or None,
             "same_as": row.same_as or None,
             "problem": row.data.problem or None,
+            "sweep/at_once": row.data.cells_at_once,
             **row.figures,
         }
         for row in comparison.rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher.extensions.page import compare
@@ -31,9 +31,9 @@ _AXES = {"smoothed": "training loss, smoothed"}
 
 
 def plots(group: TaskGroup) -> list[Plot]:
-    style = _Style(group.rows)
-    lines = [*_over_workers(group, style), *_over_accumulation(group, style)]
-    return [*_step_split(group), *lines, _loss(group, style), *_cost(group, style)]
+    style, timed = _Style(group.rows), replace(group, rows=tuple(row for row in group.rows if row.ran_alone))
+    lines = [*_over_workers(timed, style), *_over_accumulation(group, style)]
+    return [*_step_split(timed), *lines, _loss(group, style), *_cost(timed, style)]
 
 
 class _Style:
@@ -116,7 +116,7 @@ def _step_split(group: TaskGroup) -> list[Plot]:
 
 
 def _cost(group: TaskGroup, style: _Style) -> list[Plot]:
-    if group.loss is None:
+    if group.loss is None or not group.rows:
         return []
     unit, factor = group.time_unit
     costs = {row: None if row["loss/hours"] is None else row["loss/hours"] * factor for row in group.rows}
@@ -164,11 +164,11 @@ class _Lines:
     def hint(self) -> str:
         return "" if len(self.lines) <= _MAX_LINES else " Hover for the names."
 
-    def traces(self, y: str, hover: str, factor: float = 1, needs: str = "") -> list[dict[str, Any]]:
-        """Return one trace per line of the runs that have the figures ``y`` and ``needs``; hollow: unfinished."""
+    def traces(self, y: str, hover: str, factor: float = 1) -> list[dict[str, Any]]:
+        """Return one trace per line of the runs that have the figure ``y``; hollow: unfinished."""
         data: list[dict[str, Any]] = []
         for number, (key, line) in enumerate(self.lines.items()):
-            rows = [row for row in line if row[y] is not None and row[needs or y] is not None]
+            rows = [row for row in line if row[y] is not None]
             rows.sort(key=lambda row: (row[self.x], row[y]))
             if not rows:
                 continue
@@ -212,7 +212,8 @@ def _over_accumulation(group: TaskGroup, style: _Style) -> list[Plot]:
         group=group, style=style, lines=compare.lines_over_accumulation(rows), x="batch/accumulation",
         axis="accumulation (micro-batches per worker and step)", neutral=True,
     )  # fmt: skip
-    return [_wire(lines), *([_speedup(lines)] if any(row.speedup for row in rows) else [])]
+    measured = {key: [row for row in line if row.speedup is not None] for key, line in lines.lines.items()}
+    return [_wire(lines), *([_speedup(replace(lines, lines=measured))] if any(measured.values()) else [])]
 
 
 def _wire(lines: _Lines) -> Plot:
@@ -239,7 +240,7 @@ def _wire(lines: _Lines) -> Plot:
 
 
 def _speedup(lines: _Lines) -> Plot:
-    data = lines.traces("comm/speedup", "%{y:.3f}× as fast", needs="comm/speedup_low")
+    data = lines.traces("comm/speedup", "%{y:.3f}× as fast")
     if len(data) == 1:
         data[0]["name"] = "measured speed-up"
     return Plot(

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from launcher.plan.host import device_model
+from launcher.plan.host import device_model, measured_device
 from launcher.plan.run_plan import predicted_metrics
 from launcher.plan.sync_policy import Collective
 from launcher.plan.windows import WARM_UP_WINDOWS
@@ -178,7 +178,7 @@ class RunTotals:
             **({"commits": self.commits} if self.commits else {}),
             "steps": engine.steps,
             "precision": engine.plan.precision.kind.value,
-            "device": device_model(engine.plan.cluster.device),
+            "device": measured_device(device_model(engine.plan.cluster.device)),
             **({} if self.loss is None else {"train/loss": self.loss}),
             **self.metrics,
             **self.evaluation,

@@ -27,7 +27,7 @@ from launcher.config.schema import Device, StrategyKind, Sync
 from launcher.errors import EngineMisuse, OutOfMemory, SyncPolicyViolated
 from launcher.heartbeat import HEARTBEAT, Phase
 from launcher.loss import Loss
-from launcher.plan.host import device_model
+from launcher.plan.host import device_model, measured_device
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import transfers_per_window
 from launcher.quantities import Interval, count, interval
@@ -109,7 +109,7 @@ def hardware_of(world: World, device: torch.device) -> dict[str, int]:
         name = torch.cuda.get_device_name(device)
     else:
         name = f"{device_model(Device.cpu) or 'CPU'}, {count(torch.get_num_threads(), 'thread')}"
-    return dict(sorted(Counter(world.of_all(name)).items()))
+    return dict(sorted(Counter(world.of_all(measured_device(name))).items()))
 
 
 class WindowSync(Enum):

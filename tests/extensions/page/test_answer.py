@@ -12,6 +12,8 @@ import pytest
 
 from launcher.extensions.page import compare
 from launcher.extensions.page.answer import findings
+from launcher.extensions.page.comparison_tables import as_json
+from launcher.extensions.page.plots import plots
 from launcher.extensions.page.report_command import compare_runs
 from launcher.quantities import interval
 from launcher.rundir.paths import RunPaths, find
@@ -54,6 +56,29 @@ def test_what_is_fastest_cheapest_and_saved(tmp_path: Path) -> None:
     assert "a1w1" in found["Lowest loss"]
     assert "Too few runs or steps per setting" in found["Lowest loss"]
     assert found["Basis"].startswith("4 of 4 runs finished, on cpu. Not measured: how much a second start")
+
+
+def test_cells_that_ran_beside_others_are_in_no_statement_on_time(tmp_path: Path) -> None:
+    """The fastest is one of them."""
+    grid = ((1, 1, 0.4), (4, 1, 0.4), (1, 2, 0.3), (4, 2, 0.2), (8, 2, 0.01))
+    for accumulation, number, step_s in grid:
+        make_run(
+            tmp_path, f"a{accumulation}w{number}", f"batch.accumulation={accumulation}", workers(number), step_s=step_s,
+            loss=3 - number - accumulation / 10, **({"sweep/at_once": 4} if accumulation == 8 else {}),
+        )  # fmt: skip
+    found = answer(tmp_path)
+    assert " on 2 workers: a4w2 (" in found["Fastest"]
+    assert found["Scaling"].startswith("1.33 to 2.00 times")
+    assert "8 micro-batches" not in found["Accumulation"]
+    assert "a8w2" in found["Lowest loss"]
+    comparison = compare_runs(find(tmp_path), title="runs")
+    (note,) = [note for note in comparison.notes if "side by side" in note or "beside other cells" in note]
+    assert note.startswith("a8w2: ran beside other cells on one machine (sweep.at_once)")
+    (group,) = comparison.groups
+    assert all(
+        "a8w2" not in str(plot) for plot in plots(group) if "Speed" in plot.title or "time of a step" in plot.title
+    )
+    assert json.loads(as_json(comparison))["runs"][-1]["sweep/at_once"] == 4
 
 
 def test_losses_after_different_numbers_of_steps_are_said_to_be_so_in_the_terminal(tmp_path: Path) -> None:
