@@ -128,17 +128,13 @@ def interval(differences: Sequence[float]) -> Interval:
 
 
 @lru_cache(1000)
-def sign_place(n: int, outside_share: float = 0.05) -> int:
-    """Return the index of the order statistic, from 0, at which the interval of the median of ``n`` values begins.
-
-    Args:
-        outside_share: probability that the true median is outside of the interval.
-    """
+def sign_place(n: int) -> int:
+    """Return the index, from 0, of the order statistic that begins the 95% interval of the median of ``n`` values."""
     if n > _MANY_ROUNDS:  # normal approximation of the binomial distribution, whose sums would take seconds
-        quantile = statistics.NormalDist().inv_cdf(1 - outside_share / 2)
+        quantile = statistics.NormalDist().inv_cdf(0.975)
         return math.floor((n - 1 - quantile * math.sqrt(n)) / 2)
     outside, place = 1, 0  # of 2^n equally likely signs, those with at most `place` of one kind
-    while 2 * (outside + math.comb(n, place + 1)) <= outside_share * 2**n:
+    while 2 * (outside + math.comb(n, place + 1)) <= 0.05 * 2**n:
         place += 1
         outside += math.comb(n, place)
     return place

@@ -313,11 +313,10 @@ class _Read:
         ended = listed.state if listed is not None else ""
         if ended == "CANCELLED" or (self.last is not None and self.last.cancelled):
             return RunState.cancelled, ""
-        if self.verdict == "failed":
-            return RunState.failed, _first_line(self.summary)
-        if self.verdict in ("stopped", "killed") or ended == "PREEMPTED":
-            unsaved = ", before it could save" if self.verdict == "killed" else ""
-            return RunState.stopped, f"by {self.summary.get('stopped_by', 'Slurm')}{unsaved}"
+        if (found := self._of_verdict("Slurm")) is not None:
+            return found
+        if ended == "PREEMPTED":
+            return RunState.stopped, "by Slurm"
         if ended:
             began = "" if self.has_started else f" before its first line: {self._reason_without_start()}"
             begin = self.newest_incarnation.get("output_from", 0) if self.has_started else 0
@@ -359,22 +358,26 @@ class _Read:
             return RunState.unknown, f"only {self.last.host} can tell: run the command there" if self.last else ""
         if self.last is not None and self.last.cancelled and self.verdict != "done":
             return RunState.cancelled, ""
+        return self._of_verdict() or (RunState.lost, "its `launch` is gone, and it left no verdict")
+
+    def _of_verdict(self, by: str = "") -> tuple[RunState, str] | None:
+        """Return state and detail of a run that is over; None without a verdict.
+
+        Args:
+            by: what stopped it, if the summary does not say; empty: unknown.
+        """
+        by = self.summary.get("stopped_by", by)
         match self.verdict:
             case "done":
                 return RunState.done, history.early_end(self.summary)
-            case "stopped":
-                return RunState.stopped, f"by {self.summary.get('stopped_by', 'a signal')}"
             case "failed":
-                return RunState.failed, _first_line(self.summary)
-            case "killed" if "stopped_by" in self.summary:
-                return (
-                    RunState.stopped,
-                    f"by {self.summary['stopped_by']}, before it could save",
-                )
+                return RunState.failed, error_of(self.summary.get("failure") or {}).partition("\n")[0]
+            case "stopped":
+                return RunState.stopped, f"by {by or 'a signal'}"
             case "killed":
-                return RunState.failed, "killed"
+                return (RunState.stopped, f"by {by}, before it could save") if by else (RunState.failed, "killed")
             case _:
-                return RunState.lost, "its `launch` is gone, and it left no verdict"
+                return None
 
 
 def _object(path: Path) -> dict[str, Any]:
@@ -404,7 +407,3 @@ def _last_records(metrics: Path) -> tuple[list[dict[str, Any]], float | None]:
     records = [record for line in lines[-_TIMED:] if (record := object_from_json(line)) is not None]
     evaluated = next((line for line in reversed(lines) if '"eval/loss"' in line), "")
     return records, (object_from_json(evaluated) or {}).get("eval/loss")
-
-
-def _first_line(summary: dict[str, Any]) -> str:
-    return error_of(summary.get("failure") or {}).partition("\n")[0]
