@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -79,11 +80,14 @@ def worker_of(run: Path, rank: int) -> psutil.Process:
     raise KeyError(rank)
 
 
-def wait_for(condition: Any, what: str, seconds: float = 60, every_s: float = 0.05) -> None:
+def wait_for(condition: Callable[[], object], what: str, seconds: float = 60, every_s: float = 0.05) -> None:
+    """Wait until ``condition`` holds, on a fifth of a core at most: what is waited for needs the cores."""
     end = time.monotonic() + patience(seconds)
+    began = time.thread_time()
     while not condition():
         assert time.monotonic() < end, f"waited {patience(seconds):.0f} s for {what}"
-        time.sleep(every_s)
+        time.sleep(max(every_s, 4 * (time.thread_time() - began)))
+        began = time.thread_time()
 
 
 def wait_for_steps(run: Path, steps: int, seconds: float = 60) -> None:

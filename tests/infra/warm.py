@@ -51,7 +51,8 @@ PRELOADED = (
     "torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
     "torch.distributed.launcher.api", "torch.distributed.run", "torch.utils.data", "launcher.api",
     "launcher.cli.train", "launcher.launch.agent", "launcher.launch.planner", "launcher.train.trainer",
-    "launcher.extensions.forecast.memory_forecast", "launcher.train.inspection.task_probe",
+    "launcher.extensions.forecast.memory_forecast", "launcher.train.inspection.task_probe", "wandb",
+    "wandb.sdk.launch.inputs.internal",
 )  # fmt: skip
 COMMAND_LINE = "from launcher.cli import main; main()"
 XDIST = "import sys;exec(eval(sys.stdin.readline()))"  # by which execnet starts a process of pytest-xdist
@@ -156,7 +157,7 @@ def _end_with_stacks(process: Popen) -> None:
     for each in workers:
         with suppress(psutil.NoSuchProcess):
             each.send_signal(signal.SIGABRT)
-            limit = time.monotonic() + 5
+            limit = time.monotonic() + 60
             while each.status() != psutil.STATUS_ZOMBIE and time.monotonic() < limit:
                 time.sleep(0.02)
     for each in everyone:

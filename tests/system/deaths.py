@@ -29,7 +29,7 @@ STEPS_PER_DEATH = 12  # including those that pass until the death is noticed
 WAIT_S = patience(300)
 JOB = (
     f"task.corpus={sysconfig.get_path('stdlib')}/asyncio", "task.width=32", "task.depth=2", "task.heads=2",
-    "task.seq_len=64", "task.eval_samples=16", "batch.global_size=32", "batch.micro_size=4", "train.deterministic=true",
+    "task.seq_len=64", "task.eval_samples=16", "batch.global_size=32", "batch.micro_size=8", "train.deterministic=true",
     "train.eval_every=40", f"checkpoint.every={EVERY}", "checkpoint.keep=3", "cluster.device=cpu",
     "cluster.workers_per_node=2", "cluster.max_restarts=1000", "cluster.grace_s=20", "wandb.mode=offline",
 )  # fmt: skip
@@ -105,7 +105,7 @@ class Chaos:
             return next((process.pid for process in self.processes() if module in process.cmdline()), None)
         return None
 
-    def wait(self, condition: Callable[[], Any], what: str) -> bool:
+    def wait(self, condition: Callable[[], Any], what: str, every_s: float = 0.1) -> bool:
         """Return True if ``condition`` became true before the run ended. Raises TimeoutError if the run hangs."""
         end = time.monotonic() + WAIT_S
         while not condition():
@@ -113,7 +113,7 @@ class Chaos:
                 return bool(condition())
             if time.monotonic() > end:
                 raise TimeoutError(f"waited {WAIT_S} s for {what}, at step {self.step}")
-            time.sleep(0.01)
+            time.sleep(every_s)
         return True
 
     @property
@@ -171,7 +171,7 @@ class Chaos:
         return any(writing.fullmatch(path.name) for path in checkpoints)
 
     def while_saving(self) -> str:
-        if not self.wait(self.saving, "a save"):
+        if not self.wait(self.saving, "a save", 0.01):
             return ""
         time.sleep(self.rng.uniform(0, 0.03))
         return self.rng.choice([self.tree, lambda: self.kill(self.worker), lambda: self.kill(self.agent)])()
