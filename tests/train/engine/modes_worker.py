@@ -18,7 +18,7 @@ from launcher.train.data.randomness import Permutation
 from launcher.train.world import World
 from tests.infra.workers import leave_group, print_on_rank_0
 
-SAMPLES, BATCH, WIDTH, STEPS, HELD_OUT = 32, 16, 6, 6, 12
+SAMPLES, BATCH, WIDTH, STEPS, HELD_OUT = 32, 16, 6, 4, 12
 
 
 class NormEval(nn.Module):
@@ -167,7 +167,7 @@ def in_eval_mode(model: nn.Module) -> list[str]:
 
 def train(part: str, *settings: str) -> dict[str, Any]:
     plan = make_plan(
-        ["precision=fp32", f"batch.global_size={BATCH}", "batch.micro_size=2", f"train.steps={STEPS}",
+        ["precision=fp32", f"batch.global_size={BATCH}", "batch.accumulation=2", f"train.steps={STEPS}",
          "run.calibrate_s=0", "schedule=constant", "schedule.warmup_steps=0", "train.clip_norm=null",
          "train.loader_workers=0", "cluster.device=cpu", *settings],
         samples=SAMPLES,

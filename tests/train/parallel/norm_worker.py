@@ -76,7 +76,7 @@ def build(dropout: float = 0.0) -> Net:
 
 def compare(data: Any, overrides: list[str]) -> dict[str, Any]:
     plan = make_plan(
-        ["precision=fp32", "train.clip_norm=null", "train.epochs=3", "run.calibrate_s=1", "train.loader_workers=0",
+        ["precision=fp32", "train.clip_norm=null", "train.epochs=2", "run.calibrate_s=1", "train.loader_workers=0",
          "batch.global_size=12", "schedule=constant", *overrides],
         samples=len(data),
     )  # fmt: skip
