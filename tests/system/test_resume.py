@@ -29,7 +29,7 @@ def commit(project: Path) -> str:
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 def test_a_scheduler_around_it_finds_a_run_that_goes_on(project: Path, launch: Launch, number: int) -> None:
-    job = start(project, "task.trouble=slow", "train.steps=12", "train.eval_every=1")
+    job = start(project, "task.trouble=slow", "train.steps=100000", "train.eval_every=1")
     run = project / "runs" / "own"
     wait_for_steps(run, 3)
     assert "is running" in launch("resume", "own").stderr
@@ -39,9 +39,10 @@ def test_a_scheduler_around_it_finds_a_run_that_goes_on(project: Path, launch: L
     assert summary(run)["verdict"] == "stopped"
     (shown,) = json.loads(launch("runs", "--json").stdout)
     assert (shown["state"], shown["step"]) == ("stopped", records(run)[-1]["step"])
-    done = launch("resume", "own")
+    steps = shown["step"] + 3
+    done = launch("resume", "own", f"train.steps={steps}")
     assert done.returncode == 0, done.stderr
-    assert [record["step"] for record in records(run)] == list(range(1, 13))
+    assert [record["step"] for record in records(run)] == list(range(1, steps + 1))
     assert summary(run)["verdict"] == "done"
     assert processes_of(run) == []
     refused = launch("resume", "own")
@@ -49,7 +50,7 @@ def test_a_scheduler_around_it_finds_a_run_that_goes_on(project: Path, launch: L
     assert "own: is done. `launch retry own` starts it again" in refused.stderr
     again = launch("retry", "own")
     assert again.returncode == 0, again.stderr
-    assert_same_tensors(*(place / "checkpoints" / "step_000012" for place in (run, run.with_name("own.retry1"))))
+    assert_same_tensors(*(place / "checkpoints" / f"step_{steps:06d}" for place in (run, run.with_name("own.retry1"))))
     one, other = ([(r["step"], r["eval/loss"]) for r in records(p)] for p in (run, run.with_name("own.retry1")))
     assert one == other, "an evaluation that a stop left out is made up for"
     assert "Run own.retry1: done" in launch("status", "own.retry1").stdout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -114,7 +113,7 @@ def test_sigterm_to_a_worker_stops_the_job_like_any_stop_from_outside(project: P
 def test_a_second_ctrl_c_kills_at_once(project: Path) -> None:
     job = start(project, "task.trouble=hang", "train.steps=100000", "cluster.grace_s=1000")
     run = project / "runs" / "own"
-    wait_for_steps(run, 2)
+    wait_for((project / "hangs").exists, "rank 1 to hang")
     job.send_signal(signal.SIGINT)
     assert job.stdout is not None
     assert any("Stopping at the end of this window" in line for line in job.stdout), "the first one was not answered"
@@ -141,8 +140,7 @@ def test_ctrl_c_before_the_first_step(project: Path, launch: Launch) -> None:
 def test_a_hanging_worker_does_not_outlive_ctrl_c(project: Path) -> None:
     job = start(project, "task.trouble=hang", "train.steps=100000", "cluster.grace_s=1")
     run = project / "runs" / "own"
-    wait_for_steps(run, 2)
-    time.sleep(1)  # rank 1 hangs now, and rank 0 waits for it in a collective
+    wait_for((project / "hangs").exists, "rank 1 to hang")
     job.send_signal(signal.SIGINT)
     out, _ = job.communicate(timeout=patience(60))
     assert job.returncode == 130, out

@@ -112,6 +112,7 @@ class Tagger:
         if self.trouble == "peer asleep":
             time.sleep(10_000)
         if self.trouble == "hang":
+            Path("hangs").touch()
             time.sleep(10_000)
         if self.trouble == "slow then hang once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             hold_the_interpreter()
