@@ -72,9 +72,10 @@ def slowness() -> float:
 def patience(seconds: float) -> float:
     """Return the limit in seconds for a wait that takes ``seconds`` at most on a quiet machine.
 
-    Waits end by what they wait for. The limit only ends a test whose condition never comes true, so it is generous.
+    Waits end by what they wait for. The limit only ends a test whose condition never comes true, so it is generous, and
+    at least a minute: a busy machine takes that long for what an idle one does at once.
     """
-    return 4 * seconds * slowness()
+    return max(60, 4 * seconds) * slowness()
 
 
 def launch_command(*arguments: str) -> list[str]:

@@ -17,7 +17,7 @@ from tests import helpers
 from tests.conftest import WAITING
 from tests.helpers import ROOT, launch_command, patience, torchrun
 from tests.infra import composition, warm
-from tests.infra.runs import processes_of
+from tests.infra.runs import processes_of, wait_for
 
 TESTS = Path(__file__).parent
 
@@ -130,11 +130,30 @@ def test_a_config_from_the_cache_is_hydras(words: list[str], monkeypatch: pytest
     assert cached == compose_with_yaml(words)
 
 
+HANG = """
+import os, time
+print("output", flush=True)
+
+def wait():
+    open(f"hangs{os.environ['RANK']}", "w").close(), time.sleep(9999)
+
+wait()
+"""
+
+
 @pytest.mark.slow
 def test_a_run_that_hangs_shows_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "hang.py"
-    script.write_text("import time\nprint('output', flush=True)\n\ndef wait():\n    time.sleep(9999)\n\nwait()\n")
+    script.write_text(HANG)
+
+    def communicate(process: warm.Popen, timeout: float | None = None) -> tuple[str, str]:
+        if timeout is not None:
+            wait_for(lambda: len([*tmp_path.glob("hangs?")]) == 2, "both ranks to hang")
+            raise subprocess.TimeoutExpired(process.args, timeout)
+        return subprocess.Popen.communicate(process)
+
+    monkeypatch.setattr(warm.Popen, "communicate", communicate)
     monkeypatch.setattr(helpers, "patience", lambda seconds: seconds)
-    with pytest.raises(AssertionError, match=r"No end within 15 s(.|\n)*output(.|\n)*line 5 in wait"):
+    with pytest.raises(AssertionError, match=r"No end within 15 s(.|\n)*output(.|\n)*line 6 in wait"):
         torchrun(script, [], 2, tmp_path, timeout=15)
     assert processes_of(tmp_path) == []

@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeVar
 
 import pytest
 
+from tests.helpers import patience
 from tests.infra import slurm_conf, slurm_warm, warm
 from tests.infra.hosts import NET, Hosts, hosts, ip
 from tests.infra.netns import can_make_namespaces
@@ -32,6 +33,7 @@ from tests.infra.slurm_login import Done, Login, run
 from tests.infra.slurm_node import Node
 
 SBIN = "/usr/sbin:/sbin"
+LIMIT_S = patience(60)  # of one command
 
 
 @dataclass
@@ -71,7 +73,7 @@ class Cluster:
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
         check: bool = True,
-        timeout: float = 60,
+        timeout: float = LIMIT_S,
     ) -> Done:
         """Run a command on the login host. Python's programs are those of ``python``."""
         if warm.COMMAND_LINE in argv:
@@ -87,7 +89,7 @@ class Cluster:
         self.network.processes.append(process)  # ended and closed with the hosts
         return process
 
-    def on_node(self, node: str, *argv: str, check: bool = True, timeout: float = 60) -> Done:
+    def on_node(self, node: str, *argv: str, check: bool = True, timeout: float = LIMIT_S) -> Done:
         """Run a command inside a node."""
         return run(self.members[node].inside(*argv), self.gate.environment(), None, check, timeout)
 

@@ -80,12 +80,12 @@ class Node:
                 start_new_session=True,  # a Ctrl-C is not for the cluster
             )
 
-    def wait(self, seconds: float = 10) -> None:
+    def wait(self) -> None:
         """Until it has booted."""
         assert self.holder is not None
         assert self.holder.stdout is not None
         with self.holder.stdout as output:
-            said = output.readline() if select.select([output], [], [], seconds)[0] else "nothing"
+            said = output.readline() if select.select([output], [], [], patience(10))[0] else "nothing"
         assert said == "ready\n", f"{self.name} does not boot: {said!r}"
         self.init = next(pid for pid in pids_in(self.namespace) if status(pid).get("PPid") == str(self.holder.pid))
 
@@ -99,7 +99,13 @@ class Node:
         command = self.inside("setsid", "--fork", "slurmd", "-D", "-N", self.name)
         with self.log.open("a") as log:
             subprocess.run(
-                command, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True, timeout=10
+                command,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                check=True,
+                timeout=patience(10),
             )
 
     def processes(self) -> list[int]:

@@ -18,7 +18,7 @@ from launcher.launch.hang_verdict import Hang, Stacks
 from launcher.launch.rendezvous import ALONE, AgentStore
 from launcher.launch.watchdog import HangWatch
 from launcher.rundir import history
-from tests.helpers import make_plan
+from tests.helpers import make_plan, patience
 
 STUCK = Stacks('Thread 0x1 (most recent call first):\n  File "/me/my.py", line 7 in loss')
 Ask = Mapping[int, tuple[int, Path]]
@@ -57,7 +57,7 @@ class Watched:
     def killed(self) -> bool:
         if self.watch.hang_of(self.process.pid) is None:
             return False
-        return self.process.wait(60) == -9
+        return self.process.wait(patience(60)) == -9
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_a_look_that_fails_is_not_the_last_one(
     monkeypatch.setattr(watched.watch, "_check", look)
     watched.watch._every_s = 0.01
     with watched.watch as watch:
-        watch.join(60)
+        watch.join(patience(60))
     assert len(looks) == 3
     assert "Too many open files" in capsys.readouterr().err
 

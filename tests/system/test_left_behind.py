@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import launch_command
+from tests.helpers import launch_command, patience
 from tests.infra import warm
 from tests.infra.runs import wait_for
 
@@ -107,7 +107,7 @@ def test_no_helper_outlives_the_launcher(number: signal.Signals, tmp_path: Path)
 
             wait_for(helps, f"the helpers of {name}", 240)
             job.send_signal(number)
-            job.wait(240)
+            job.wait(patience(240))
             wait_for(lambda value=values[name]: not marked(value), f"the helpers of {name} to end", 120)
             if number is signal.SIGTERM:
                 left = [path.name for path in (cwd / "tmp").iterdir() if path.name.startswith("launch-")]

@@ -16,7 +16,7 @@ from launcher.report.tables import summary_table
 from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import write_text
 from tests.conftest import Launch
-from tests.helpers import make_plan
+from tests.helpers import make_plan, patience
 from tests.infra import warm
 from tests.infra.mirrored import in_wandb, wandb_records
 from tests.infra.runs import wait_for
@@ -136,7 +136,7 @@ def test_a_mirror_whose_run_goes_on_elsewhere_goes_without_a_word(tmp_path: Path
     newer = json.dumps({"dir": "the newer one's"})
     write_text(plan.paths.tracker_status("wandb"), newer)
     write_text(plan.paths.summary, json.dumps({"verdict": "done"}))
-    assert old.wait(30) == 0, "it need not be told"
+    assert old.wait(patience(30)) == 0, "it need not be told"
     old.communicate()
     assert plan.paths.tracker_status("wandb").read_text() == newer
     _, history, summary, _ = read_back(tmp_path)

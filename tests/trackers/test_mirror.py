@@ -15,7 +15,7 @@ from launcher.report.tables import tracker_lines
 from launcher.rundir.fencing import Fence, Incarnation
 from launcher.trackers import mirror as trackers
 from launcher.trackers.tracker import StepEntry, entries_of, settings_of
-from tests.helpers import make_plan
+from tests.helpers import make_plan, patience
 from tests.infra.mirrored import (
     Growing,
     differences,
@@ -91,7 +91,7 @@ def test_a_newer_attempt_owns_the_tracker(tmp_path: Path) -> None:
     wait_for(lambda: len(in_tensorboard(tmp_path / "tensorboard")) == 3, "three steps")
     Fence(plan.paths, Incarnation(0, 1)).claim()
     growing.add(3)
-    assert old.wait(30) == 0
+    assert old.wait(patience(30)) == 0
     old.communicate()
     assert len(in_tensorboard(tmp_path / "tensorboard")) == 3
     assert mirror_to_the_end(plan, "tensorboard", "0.1") == 0

@@ -31,7 +31,7 @@ from launcher.plan.callback_plan import (
 )
 from launcher.plan.host import without_path
 from tests.conftest import Launch
-from tests.helpers import ROOT, make_plan, patience
+from tests.helpers import ROOT, make_plan, slowness
 from tests.infra.runs import OWN
 
 OUTCOME = Outcome(
@@ -208,7 +208,7 @@ def test_a_message_that_hangs_delays_no_other(
         plan = dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, cwd=str(tmp_path)))
         plan.save()
         # the attempt that hangs is given up only after the deadline
-        report_outcome(plan, {"verdict": "done"}, within_s=patience(4))
+        report_outcome(plan, {"verdict": "done"}, within_s=20 * slowness())
     assert [body["verdict"] for body in received] == ["done"]
     assert "did not report that the run is done" in capfd.readouterr().err
 

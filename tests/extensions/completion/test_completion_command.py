@@ -14,6 +14,7 @@ from launcher.cli import flags, run
 from launcher.cli.overrides import _HYDRA_FLAGS, _OWN_FLAGS
 from launcher.extensions.completion.completion_command import script
 from tests.conftest import Launch
+from tests.helpers import patience
 
 # `make test` installs the others, if it can
 SHELLS = ["bash", *filter(shutil.which, ("zsh", "fish"))]
@@ -57,7 +58,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def offered(shell: str, scripts: Path, cwd: Path, line: str) -> list[str]:
     """Return the candidates that begin with the last word of ``line``, as full words."""
     command = [shell, *(["-f"] if shell == "zsh" else []), str(scripts / f"{shell}.driver"), str(scripts / shell), line]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=patience(60))
     assert done.stderr == "", done.stderr
     words = [word.removeprefix("[").removesuffix("]") for word in done.stdout.splitlines()]
     last = line.rpartition(" ")[2]

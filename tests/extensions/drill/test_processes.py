@@ -24,7 +24,7 @@ from launcher.launch import local
 from launcher.process import AGENT_PID, RUN_ID
 from launcher.rundir.fencing import Incarnation
 from launcher.trackers.tracker_processes import TrackerProcesses
-from tests.helpers import make_plan
+from tests.helpers import make_plan, patience
 from tests.infra.runs import wait_for
 
 MINE = f"mine-{os.getpid()}"  # the tests may run more than once at the same time
@@ -61,8 +61,8 @@ def test_a_kill_reaches_all_processes_of_the_run_and_no_reader_of_its_log(tmp_pa
             wait_for(lambda: len(processes_of(MINE)) == 5, "rank 1 to die")
             assert not kill_rank(MINE, 1), "it has ended"
             assert kill_all(MINE) == (5, [])
-            assert agent.wait(10) == -signal.SIGKILL
-            assert orphan.wait(10) == -signal.SIGKILL
+            assert agent.wait(patience(10)) == -signal.SIGKILL
+            assert orphan.wait(patience(10)) == -signal.SIGKILL
             assert main(MINE, "all") == 1, "nothing was left to kill"
             assert [one.poll() for one in (tail, foreign)] == [None] * 2
 
@@ -105,7 +105,7 @@ def test_what_outlives_the_workers_is_found(tmp_path: Path, monkeypatch: pytest.
         pids = {process.pid for process in sleepers}
         wait_for(lambda: {process.pid for process in processes_of(plan.run.id)} == pids, "agent, mirror and `launch`")
         assert kill_all(plan.run.id) == (3, [])
-        assert [process.wait(10) for process in sleepers] == [-signal.SIGKILL] * 3
+        assert [process.wait(patience(10)) for process in sleepers] == [-signal.SIGKILL] * 3
     finally:
         for process in sleepers:
             process.kill()

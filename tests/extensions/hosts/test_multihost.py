@@ -21,7 +21,7 @@ from launcher.launch.network import Route
 from launcher.plan.run_plan import RunPlan
 from tests.conftest import Launch
 from tests.extensions.hosts.meeting import LO, TWO, free_port, wait_until
-from tests.helpers import make_plan
+from tests.helpers import make_plan, patience
 
 
 class Member(threading.Thread):
@@ -46,7 +46,7 @@ class Member(threading.Thread):
             self.result = error
 
     def wait(self) -> Any:
-        self.join(30)
+        self.join(patience(30))
         assert not self.is_alive(), "the meeting never ended"
         return self.result
 
