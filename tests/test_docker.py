@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import tomllib
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,11 @@ def test_only_the_login_runs_as_an_ordinary_user_and_it_has_no_key() -> None:
     assert not [volume for volume in services["login"]["volumes"] if volume.startswith("munge:")]
     everybody = [name for name, service in services.items() if "home:/home" in service["volumes"]]
     assert set(everybody) == set(services) - {"controller"}, "runs lie where the nodes see them"
+
+
+def test_the_smoke_command_names_installed_distributions() -> None:
+    (names,) = re.findall(r"for name in (\(.*?\))", (DOCKER / "smoke").read_text())
+    assert all(metadata.version(name) for name in ast.literal_eval(names))
 
 
 def test_no_key_of_munges_stays_in_a_layer() -> None:

@@ -1,4 +1,4 @@
-"""Check: one line of a report, with its state, the finding, and the remedy. Used by the doctor and the report."""
+"""Check: one line of a report, with its state, the finding, and the remedy."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ FLAGS = ("--json", "--help", "--cfg", "--config-dir", "--config-name")
 _HELP = """\
 launch doctor [key=value ...] [--json]: checks that this machine, or with cluster=slurm the cluster, is fit to run jobs.
 
-Takes the keys of the groups cluster and run. Exit status: 0 no check failed; 1 a check failed; 2 the input is wrong.
+Takes the keys of the groups cluster and run, and train.compile.
+Exit status: 0 no check failed; 1 a check failed; 2 the input is wrong.
 """
 
 
