@@ -39,7 +39,12 @@ from launcher.sweeps.reuse import look_at_sweeps
 from launcher.trackers.installed import require_trackers
 
 
-def make_plan(overrides: Sequence[str] | Config = (), *, samples: int | EllipsisType | None = ...) -> RunPlan:
+def make_plan(
+    overrides: Sequence[str] | Config = (),
+    *,
+    samples: int | EllipsisType | None = ...,
+    tokens_per_sample: int | None = None,
+) -> RunPlan:
     """Return the plan for a training loop of your own; call it in each worker of torchrun, or in a process alone.
 
     The model is not inspected here: strategy.sync=auto selects the policy that sends the fewest bytes, regardless of
@@ -50,6 +55,7 @@ def make_plan(overrides: Sequence[str] | Config = (), *, samples: int | Ellipsis
     Args:
         overrides: as on the command line, or a Config; the task group is not used.
         samples: the length of your dataset; None for a stream. It must be given.
+        tokens_per_sample: tokens of each sample, for batch.global_tokens.
 
     Raises:
         ConfigError: ``samples`` is left out; impossible values, alone or in combination.
@@ -72,7 +78,7 @@ def make_plan(overrides: Sequence[str] | Config = (), *, samples: int | Ellipsis
         if device is Device.auto:
             device = Device.cuda if site.gpus else Device.cpu
         site = dataclasses.replace(site, bf16=host.computes(PrecisionKind.bf16, device, os.environ))
-    plan = solve(config, site, TaskPlan.unknown(samples), run, started)
+    plan = solve(config, site, TaskPlan.unknown(samples, tokens_per_sample), run, started)
     require_trackers(config, os.environ)
     before = RunPlan.load(plan.paths.loop_plan) if plan.paths.loop_plan.exists() else None
     if before is not None and before.initial is not None and before.checkpoint.init_from == config.checkpoint.init_from:

@@ -35,9 +35,9 @@ _SEEDS = {
 }  # fmt: skip
 REQUIRED_METHODS = ("model", "train_data", "loss")
 OPTIONAL_METHODS = (
-    "eval_data", "collate", "order", "lengths", "length", "items", "flops_per_sample", "shard_units", "compile_units",
-    "optimizer", "schedule", "eval_metrics", "sample", "export", "export_config", "fixed_arguments",
-    "state_dict", "load_state_dict",
+    "eval_data", "collate", "order", "lengths", "length", "items", "flops_per_sample", "tokens_per_sample",
+    "shard_units", "compile_units", "optimizer", "schedule", "eval_metrics", "sample", "export", "export_config",
+    "fixed_arguments", "state_dict", "load_state_dict",
 )  # fmt: skip
 
 
@@ -54,6 +54,7 @@ class Task(Protocol):
             default they are counted by forward passes.
         ``flops_per_sample() -> float``: model FLOPs of one sample, forward and backward, for throughput/flops_per_s
             and throughput/mfu; by default they are counted.
+        ``tokens_per_sample() -> int``: tokens of each sample, if all have equally many, for batch.global_tokens.
         ``shard_units(model) -> list[nn.Module]``: modules that FSDP and HSDP gather together; by default, the repeated
             blocks of the model.
         ``compile_units(model) -> list[nn.Module]``: modules that train.compile compiles one by one; by default, the

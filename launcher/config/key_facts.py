@@ -85,6 +85,16 @@ def steps_or_epoch(low: int) -> Bound:
     return Bound(holds, f"must be a number of optimizer steps, at least {low}, or {EPOCH}.")
 
 
+def tokens_in(value: int | str) -> int | None:
+    """Return the number of tokens that ``value`` stands for, such as 4194304, 64K (1,024 each) or 4M (1,048,576 each);
+    None if it stands for none."""
+    found = re.fullmatch(r"([1-9]\d*)([KM]?)", str(value), re.IGNORECASE)
+    return None if found is None else int(found[1]) * {"": 1, "K": 1024, "M": 1024**2}[found[2].upper()]
+
+
+TOKENS = Bound(tokens_in, "must be a number of tokens, such as 65536, 64K (K: 1,024) or 4M (M: 1,048,576).")
+
+
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 

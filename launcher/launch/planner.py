@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import launcher
+from launcher.config.key_facts import tokens_in
 from launcher.config.schema import (
     ClusterConfig,
     ClusterKind,
@@ -29,7 +30,7 @@ from launcher.config.schema import (
 from launcher.errors import ConfigError, UserError
 from launcher.launch.credentials import require_credentials
 from launcher.plan import host
-from launcher.plan.batch import with_any_global_size
+from launcher.plan.batch import before_tokens, with_any_global_size
 from launcher.plan.float_format import float_format
 from launcher.plan.gpus import find_gpu
 from launcher.plan.host import Partition, Site
@@ -124,11 +125,13 @@ def _plan_strategy(
 
 
 def global_sizes(configs: Iterable[Config], once: Once) -> list[int]:
-    """Return the global batch of each config that may have a plan for showing. No task is inspected."""
+    """Return the global batch, in samples or tokens, of each config that may have a plan for showing. It inspects no
+    task."""
     sizes: list[int] = []
     for config in configs:
         with suppress(UserError):  # the plan says it again
-            sizes.append(_before_inspection(config, once, starts=False).window)
+            window = _before_inspection(config, once, starts=False).window
+            sizes.append(window or tokens_in(config.batch.global_tokens or 0) or 0)
     return sizes
 
 
@@ -187,7 +190,7 @@ class _Ready:
     run: RunInfo
     initial: InitialWeights | None
     request: InspectionRequest
-    window: int
+    window: int  # 0: in tokens, of which a sample has a number that is not known
     notes: list[str]
 
 
@@ -222,7 +225,8 @@ def _before_inspection(config: Config, once: Once, *, starts: bool) -> _Ready:
         site = dataclasses.replace(site, bf16=once(_computes, PrecisionKind.bf16, cluster.device))
     initial = once(initial_weights, config, site.cwd)
     request = InspectionRequest.of(config, site.cwd, initial)
-    return _Ready(config, site, run, initial, request, unknown.batch.global_size, notes)
+    window = unknown.batch.global_size if config.batch.global_tokens is None else 0
+    return _Ready(config, site, run, initial, request, window, notes)
 
 
 def _not_at_hand(config: Config) -> Config:
@@ -257,7 +261,8 @@ def _with_a_window(task: TaskPlan, global_size: int, notes: list[str]) -> TaskPl
 
 def _solve_any_task(config: Config, site: Site, run: RunInfo) -> RunPlan:
     """Return the plan of a task that is not inspected."""
-    of_streams = dataclasses.replace(config, train=dataclasses.replace(config.train, data_shards=None))
+    train, batch = dataclasses.replace(config.train, data_shards=None), before_tokens(config.batch)
+    of_streams = dataclasses.replace(config, train=train, batch=batch)
     return solve(of_streams, site, TaskPlan.unknown(ANY_NUMBER), run)
 
 

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from launcher.config.key_facts import TOKENS, tokens_in
 from launcher.config.schema import Balance, BatchConfig, Norm, OnOom, ShortWindow
 from launcher.errors import ConfigError
 from launcher.quantities import count
@@ -160,6 +161,51 @@ class Batch:
                 return stage.global_size
             index -= stage.windows
         return self.global_size
+
+
+def in_samples(config: BatchConfig, tokens: int | None) -> BatchConfig:
+    """Return ``config`` with global_size in place of global_tokens.
+
+    Args:
+        tokens: of each sample; None if they are not known.
+
+    Raises:
+        ConfigError: they are not known, the sizes contradict each other, or a sample would be divided.
+    """
+    if (value := config.global_tokens) is None:
+        return config
+    key, total = "batch.global_tokens", tokens_in(value)
+    if total is None:
+        raise ConfigError(key, value, TOKENS.problem)
+    if tokens is None:
+        raise ConfigError(
+            key, value, "the tokens of a sample are not known.",
+            "If all samples have equally many, give the task a method tokens_per_sample(); a loop of your own gives "
+            "the number to make_plan(tokens_per_sample=...). Otherwise use batch.global_size, in samples.",
+        )  # fmt: skip
+    size, rest = divmod(total, tokens)
+    if rest:
+        raise ConfigError(
+            key, value, f"{total:,} tokens are no whole number of samples, which have {tokens:,} each.",
+            f"Nearest choices: {key}={_listed(_nearest_multiples(total, tokens))}.",
+        )  # fmt: skip
+    if config.global_size not in (None, size):
+        raise ConfigError(
+            key, value, f"is {count(size, 'sample')} of {tokens:,} tokens, and batch.global_size={config.global_size}.",
+            "Leave one of the two out (=null).",
+        )  # fmt: skip
+    return dataclasses.replace(config, global_size=size, global_tokens=None)
+
+
+def before_tokens(config: BatchConfig) -> BatchConfig:
+    """Return ``config`` with a global batch that all ranks can share, if it is set in tokens, before the tokens of a
+    sample are known."""
+    if config.global_tokens is None:
+        return config
+    micro = config.micro_size if isinstance(config.micro_size, int) else 1
+    return dataclasses.replace(
+        config, global_size=None, global_tokens=None, micro_size=micro, accumulation=config.accumulation or 1, ramp=[]
+    )
 
 
 def solve_batch(config: BatchConfig, world_size: int, *, ready: bool = False) -> Batch:

@@ -165,6 +165,7 @@ class TaskPlan:
         lengths: samples have known lengths; None if that is not known.
         window_loss: the loss is a function of all samples of a window, ``window_loss`` of what ``outputs`` returns.
         stream: shards of the training data, or its ready batches; None if it is map-style, or is not known.
+        tokens_per_sample: tokens of each sample, by the task's own statement; None without one.
     """
 
     target: str
@@ -193,11 +194,15 @@ class TaskPlan:
     lengths: bool | None = None
     window_loss: bool = False
     stream: StreamInfo | None = None
+    tokens_per_sample: int | None = None
 
     @classmethod
-    def unknown(cls, samples: int | None) -> Self:
+    def unknown(cls, samples: int | None, tokens_per_sample: int | None = None) -> Self:
         """Return the plan for a user's own training loop, whose model is not inspected."""
-        return cls(target="", params={}, samples=samples, parameters=None, gradient_bytes=None, unit_parameters=None)
+        return cls(
+            target="", params={}, samples=samples, parameters=None, gradient_bytes=None, unit_parameters=None,
+            tokens_per_sample=tokens_per_sample,
+        )  # fmt: skip
 
     def trained_bytes(self, formats: Parameters) -> int | None:
         """Return the bytes of the trained parameters, and of their gradients, in the job; None if they are unknown."""

@@ -33,6 +33,7 @@ from launcher.plan.batch import (
     EXACT_NORMS,
     Batch,
     batch_notes,
+    in_samples,
     norm_of_window_loss,
     require_short_batches,
     solve_batch,
@@ -153,6 +154,18 @@ def solve(
     Raises:
         ConfigError: impossible values, alone or in combination, in any of the world sizes that the job may have.
     """
+    if (tokens := config.batch.global_tokens) is not None:
+        size = in_samples(config.batch, task.tokens_per_sample)
+        try:
+            return solve(dataclasses.replace(config, batch=size), site, task, run, started, rebatch)
+        except ConfigError as error:
+            if not error.key.startswith("batch.global_size"):
+                raise
+            problem, _, remedy = str(error).partition("\n  ")
+            each = f"{task.tokens_per_sample:,} tokens"
+            remedy += f" In tokens that is {task.tokens_per_sample} times as many; or leave batch.global_tokens out."
+            problem = f"is {count(size.global_size or 0, 'sample')} of {each}. {problem}"
+            raise ConfigError("batch.global_tokens", tokens, problem, remedy) from None
     if config.strategy.kind is StrategyKind.auto:
         plan = solve(with_strategy(config, StrategyKind.ddp), site, task, run, started, rebatch)
         if plan.cluster.world_size > 1 or not plan.cluster.range.fixed:

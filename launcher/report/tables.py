@@ -94,7 +94,9 @@ def _main_lines(plan: RunPlan, forecast: Iterable[tuple[str, str]]) -> list[tupl
         lines.append(("python", f"{sys.executable}, on every node"))
     for world in plan.worlds():
         where = "" if cluster.range.fixed else f"on {count(world.cluster.nodes, 'host')}: "
-        lines.append(("global batch" if world.batch is plan.batch else "", f"{where}{world.batch.text}"))
+        tokens = world.batch.global_size * (plan.task.tokens_per_sample or 0)
+        size = f"{count(tokens, 'token')} = {world.batch.text}" if tokens else world.batch.text
+        lines.append(("global batch" if world.batch is plan.batch else "", f"{where}{size}"))
     lines += [("precision", precision_text(plan)), ("strategy", _strategy(plan.strategy))]
     if plan.sites is not None:
         lines.append(("sites", plan.sites.text))

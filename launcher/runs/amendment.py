@@ -15,7 +15,7 @@ from launcher.errors import ConfigError, UserError
 from launcher.launch.credentials import require_credentials
 from launcher.launch.planner import emulation_notes, site_of, with_predictions
 from launcher.plan import windows
-from launcher.plan.batch import Batch
+from launcher.plan.batch import Batch, in_samples
 from launcher.plan.float_format import float_format
 from launcher.plan.gpus import require_at_hand
 from launcher.plan.host import Site
@@ -82,6 +82,7 @@ def replan(paths: RunPaths, old: RunPlan, overrides: Sequence[str], *, force: bo
     before, (config, yaml) = recompose(kept, ())[0], recompose(kept, overrides)
     require_at_hand(config.cluster)
     for each in (before, config):  # solved at the first start, and the contract since then
+        each.batch = in_samples(each.batch, old.task.tokens_per_sample)
         each.batch = dataclasses.replace(each.batch, global_size=each.batch.global_size or old.batch.global_size)
         each.train = dataclasses.replace(each.train, data_shards=each.train.data_shards or old.train.data_shards)
     changed = changes(as_typed(before), as_typed(config))
@@ -129,7 +130,8 @@ def replan(paths: RunPaths, old: RunPlan, overrides: Sequence[str], *, force: bo
         forced=tuple(dict.fromkeys([*old.forced, *forced])),
         initial=old.initial,  # checkpoint.init_from cannot change
     )
-    solved = {name: getattr(config.batch, name) for name in ("global_size", "micro_size", "accumulation", "uneven")}
+    derived = ("global_size", "global_tokens", "micro_size", "accumulation", "uneven")
+    solved = {name: getattr(config.batch, name) for name in derived}
     return Replanned(plan, amended(yaml, "batch", solved), tuple(changed))
 
 

@@ -88,6 +88,9 @@ class BytesGPT:
             )
         return train, held_out
 
+    def tokens_per_sample(self) -> int:
+        return self.seq_len
+
     def facts(self) -> dict[str, int]:
         """Return numbers of samples and parameters by arithmetic; a test compares them to ``model`` and
         ``train_data``."""
@@ -100,6 +103,7 @@ class BytesGPT:
             "unit_parameters": self.depth * block,
             "vector_parameters": self.depth * (4 * d + 4 * d + d) + 2 * d,
             "batch_norms": 0,
+            "tokens_per_sample": self.seq_len,
             "matmul_parameters": self.depth * (block - 4 * d) + VOCABULARY * d,
             "unit_matmul_parameters": self.depth * (block - 4 * d),
         }

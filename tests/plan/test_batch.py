@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from launcher.config.schema import BatchConfig
 from launcher.errors import ConfigError
-from launcher.plan.batch import Batch, RampStage, solve_batch
+from launcher.plan.batch import Batch, RampStage, in_samples, solve_batch
 from launcher.plan.windows import Span, Windows, count_windows, share_of_window
 
 sizes = st.integers(1, 64)
@@ -46,6 +46,21 @@ def test_a_solution_is_exact_or_an_error_whose_choices_work(
         assert solved.micro_size * solved.accumulation * world == total == solved.global_size
         assert micro in (None, solved.micro_size)
         assert accumulation in (None, solved.accumulation)
+
+
+def test_a_batch_in_tokens() -> None:
+    for tokens in ("4M", "4096k", 2**22):
+        assert in_samples(BatchConfig(global_tokens=tokens), 2048) == BatchConfig(global_size=2048)
+    assert in_samples(BatchConfig(global_tokens="4M", global_size=2048), 2048).global_size == 2048
+    refused = {
+        "8,192 tokens are no whole number of samples, which have 3,000 .*\n.*global_tokens=6000 or 9000": ("8K", 3000),
+        "the tokens of a sample are not known.\n.* tokens_per_sample": ("8K", None),
+        "8Q: must be a number of tokens": ("8Q", 1),
+        "is 8192 samples of 1 tokens, and batch.global_size=64": ("8K", 1),
+    }
+    for message, (tokens, each) in refused.items():
+        with pytest.raises(ConfigError, match=f"batch.global_tokens=.*{message}"):
+            in_samples(BatchConfig(global_tokens=tokens, global_size=64 if each == 1 else None), each)
 
 
 def test_the_documented_message() -> None:

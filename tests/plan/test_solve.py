@@ -25,8 +25,9 @@ from launcher.plan.launch_plan import RunInfo
 from launcher.plan.run_plan import RunPlan, SchedulePlan, TaskPlan
 from launcher.plan.solve import solve, solve_best_mode, what_norms_do
 from launcher.plan.windows import StreamInfo
+from launcher.report.tables import plan_table
 from launcher.train.optimizers import build_optimizer
-from tests.helpers import make_plan
+from tests.helpers import make_plan, shown
 
 BASE = make_plan()
 
@@ -44,6 +45,19 @@ def planned_of_batches(size: int | None, *overrides: str) -> RunPlan:
     stream = StreamInfo(ready=True, batch_size=size)
     config = compose(["cluster.workers_per_node=2", "batch.global_size=24", *overrides])
     return solve(config, Site(gpus=0, cores=2, cwd="/"), replace(BASE.task, samples=100, stream=stream), BASE.run)
+
+
+def test_a_batch_in_tokens_is_refused_in_both_units() -> None:
+    task = replace(BASE.task, tokens_per_sample=128)
+    assert "8,192 tokens = 64 samples = " in shown(plan_table(make_plan("batch.global_tokens=8K", task=task)))
+    with pytest.raises(ConfigError) as refused:
+        make_plan("batch.global_tokens=8K", "batch.micro_size=3", "strategy=auto", task=task)
+    assert str(refused.value) == (
+        "batch.global_tokens=8K: is 64 samples of 128 tokens. batch.global_size=64 batch.micro_size=3: 64 samples "
+        "cannot be shared by 2 ranks in units of 3.\n"
+        "  Nearest choices: batch.global_size=60 or 66; or batch.micro_size=2 or 4; or unequal shares "
+        "(batch.uneven=true). In tokens that is 128 times as many; or leave batch.global_tokens out."
+    )
 
 
 def test_ready_batches_are_the_micro_batches() -> None:

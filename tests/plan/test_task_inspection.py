@@ -237,6 +237,7 @@ def test_a_later_description_of_a_task_says_and_shows_what_the_first_one_did(
         "    def train_data(self): return [torch.ones(4)] * 64\n"
         "    def eval_data(self): return None\n"
         "    def flops_per_sample(self): return 1.0\n"
+        "    def tokens_per_sample(self): return 4\n"
         "    def loss(self, model, batch):\n"
         "        print('loss')\n"
         "        return Loss(model(batch).sum(), len(batch))\n"
@@ -252,6 +253,7 @@ def test_a_later_description_of_a_task_says_and_shows_what_the_first_one_did(
         assert task_inspection.weigh_memory(job, inspection, choose=True).strategy.forecasts[0].peak_bytes
         second = task_inspection.describe_task(sharded, inspection)
     assert first.in_eval_mode == second.in_eval_mode == ("",)
+    assert first.tokens_per_sample == 4
     assert capfd.readouterr().err.split() == ["units"], "a trace is silent, and nothing after it"
 
 

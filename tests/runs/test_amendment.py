@@ -203,6 +203,17 @@ def test_with_force_the_contract_changes_where_the_run_stands(sent: list[RunPlan
     assert (sent[1].batch, sent[1].forced) == (plan.batch, plan.forced), "and it stays so"
 
 
+def test_a_batch_in_tokens_changes_in_either_unit(sent: list[RunPlan], capsys: pytest.CaptureFixture[str]) -> None:
+    started_run("batch.global_size=null", "batch.global_tokens=3K")  # 24 samples of 128
+    resumes = [[], ["batch.global_tokens=6K", "batch.global_size=null"], ["batch.global_size=72"]]
+    for words in resumes:
+        assert cli.run(["resume", "own", *words, *["--force"] * bool(words), "--quiet"]) == 0
+    assert [plan.batch.global_size for plan in sent] == [24, 48, 72]
+    assert [stage.global_size for stage in sent[1].batch.ramp] == [24]
+    assert cli.run(["resume", "own", "batch.global_tokens=6K", "--quiet"]) == 2
+    assert "is 48 samples of 128 tokens, and batch.global_size=72." in capsys.readouterr().err
+
+
 def test_a_run_that_is_done_needs_more_to_do(sent: list[RunPlan], capsys: pytest.CaptureFixture[str]) -> None:
     started_run(verdict="done", steps=20)
     for overrides in ([], ["train.log_every=5"], ["train.steps=20"]):

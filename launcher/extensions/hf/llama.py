@@ -243,6 +243,10 @@ class Llama(CausalLM):
             rows, held_out = rows.part(0, len(rows) - count), rows.part(len(rows) - count, len(rows))
         return rows, None if held_out is None else held_out.spread(self._eval_samples)
 
+    def tokens_per_sample(self) -> int | None:
+        """Return the tokens of a row; None for texts of any length."""
+        return self._seq_len if self._tokenizer is None else None
+
     def train_data(self) -> Any:
         return self._token_rows[0] if self._tokenizer is None else super().train_data()
 

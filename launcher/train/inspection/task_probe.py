@@ -16,6 +16,7 @@ import os
 import re
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import partial
@@ -93,6 +94,7 @@ def probe(request: InspectionRequest, built: BuiltTask | None = None) -> dict[st
         "data_notes": tuple(notes),  # of all the checks above
         "compiles": _compiled_part(model),
         "flops_per_sample": built.flops_per_sample,
+        "tokens_per_sample": _tokens_per_sample(task),
         "one_value_norm": _one_value_norm(task, model, data),
     }
 
@@ -105,6 +107,19 @@ def _compiled_part(model: nn.Module) -> str:
         if getattr(getattr(module, "config", None), "_attn_implementation", "") == "flex_attention":
             return f"flex attention ({type(module).__name__})"
     return ""
+
+
+def _tokens_per_sample(task: Task) -> int | None:
+    """Return what the task's method of that name returns; None without it.
+
+    Raises:
+        TaskError: it returns no number of tokens.
+    """
+    own: Callable[[], Any] | None = getattr(task, "tokens_per_sample", None)
+    tokens = None if own is None else own()
+    if tokens is not None and (not isinstance(tokens, int) or tokens < 1):
+        raise TaskError(f"tokens_per_sample() returned {tokens!r}.\n  Return a whole number of at least 1, or None.")
+    return tokens
 
 
 def _sizes(model: nn.Module, task: Task, *, shards: bool) -> dict[str, int]:
