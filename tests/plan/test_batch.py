@@ -56,7 +56,7 @@ def test_a_batch_in_tokens() -> None:
         "8,192 tokens are no whole number of samples, which have 3,000 .*\n.*global_tokens=6000 or 9000": ("8K", 3000),
         "the tokens of a sample are not known.\n.* tokens_per_sample": ("8K", None),
         "8Q: must be a number of tokens": ("8Q", 1),
-        "is 8192 samples of 1 tokens, and batch.global_size=64": ("8K", 1),
+        "is 8,192 samples of 1 tokens, and batch.global_size=64": ("8K", 1),
     }
     for message, (tokens, each) in refused.items():
         with pytest.raises(ConfigError, match=f"batch.global_tokens=.*{message}"):
