@@ -55,7 +55,7 @@ def test_a_loop_that_is_killed_and_stopped_resumes_bit_by_bit(
     assert "rank 0 resumes at 0 with None" in whole.stdout
     run = tmp_path / "runs" / "mine"
     killed = launch("run", "run.name=mine", "cluster.max_restarts=1", "--", str(SCRIPT), *options, "kill=7", "stop=13")
-    assert killed.returncode == 130, "it was restarted after the kill, and then stopped"
+    assert killed.returncode == 75, "it was restarted after the kill, and then stopped"
     if "checkpoint.async_save=false" in options:  # otherwise the first one may be under way when the rank is killed
         assert "rank 0 resumes at 5 with {'total':" in killed.stdout
     assert summary(run)["verdict"] == "stopped"
