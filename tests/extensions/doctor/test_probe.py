@@ -73,6 +73,7 @@ def leave(status):
     os.write(1, b"NCCL INFO destroyed\\n")
     os._exit(status)
 
+bandwidth.inspect_torch = lambda worker: {{}}
 bandwidth._samples, bandwidth.exit_without_teardown = samples, leave
 bandwidth.main(*sys.argv[-2:])
 """
@@ -96,6 +97,7 @@ from launcher.extensions.doctor import bandwidth
 def samples(worker):
     raise RuntimeError("NCCL error")
 
+bandwidth.inspect_torch = lambda worker: {{"gpus": 2, "tried": [worker.local]}}
 bandwidth._samples = samples
 bandwidth.main(*sys.argv[-2:])
 """
@@ -106,9 +108,9 @@ def test_what_a_worker_has_found_is_kept_if_a_collective_fails(tmp_path: Path, m
     script.write_text(FAILING_WORKER.format(python=sys.executable))
     script.chmod(0o755)
     monkeypatch.setattr(bandwidth.sys, "executable", str(script))
-    found = bandwidth.measure([Worker(0, 2, 0, 1, "", "cpu", os.getpid())], dict(os.environ))
-    assert found["error"] == "RuntimeError: NCCL error"
-    assert (found["gpus"], found["tried"]) == (torch.cuda.device_count(), [])
+    workers = [Worker(rank, 2, rank, 2, "", "cuda", os.getpid()) for rank in range(2)]
+    found = bandwidth.measure(workers, dict(os.environ))
+    assert found == {"error": "RuntimeError: NCCL error", "gpus": 2, "tried": [0, 1]}
 
 
 def test_a_gpu_is_tried_by_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
