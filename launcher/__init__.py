@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from launcher.train.data.packing import document_mask_mod as document_mask_mod
     from launcher.train.data.sample_order import ArrangedData as ArrangedData
     from launcher.train.engine.window_totals import StepResult as StepResult
+    from launcher.train.opened_run import OpenedRun as OpenedRun
+    from launcher.train.opened_run import open_run as open_run
     from launcher.train.run_engine import RunEngine
 
     Engine = RunEngine
@@ -40,6 +42,7 @@ _HOMES = {
     "Engine": "launcher.train.run_engine",
     "Job": "launcher.api",
     "Loss": "launcher.loss",
+    "OpenedRun": "launcher.train.opened_run",
     "Packing": "launcher.train.data.packing",
     "ReadyBatches": "launcher.task",
     "RunPlan": "launcher.plan.run_plan",
@@ -51,6 +54,7 @@ _HOMES = {
     "document_mask": "launcher.train.data.packing",
     "document_mask_mod": "launcher.train.data.packing",
     "make_plan": "launcher.api",
+    "open_run": "launcher.train.opened_run",
     "plan_job": "launcher.launch.planner",
     "submit": "launcher.api",
     "sweep": "launcher.api",

@@ -42,7 +42,7 @@ LAYERS = (
         "train.eval_metrics", "train.measure", "train.data", "train.parallel", "train.callback_set",
         "train.sites", "train.engine",
         "train.metrics", "train.checkpoint", "train.evaluation", "train.training_loop", "train.trainer",
-        "train.inspection", "train.worker", "train.run_engine",
+        "train.inspection", "train.worker", "train.run_engine", "train.opened_run",
     ),
     ("tasks",),
     ("runs",),
@@ -70,7 +70,7 @@ TRAIN = (
     ("train.checkpoint",),
     ("train.evaluation",),
     ("train.training_loop",),
-    ("train.trainer", "train.run_engine"),
+    ("train.trainer", "train.run_engine", "train.opened_run"),
     ("train.inspection", "train.worker"),
 )
 # (importing module, imported module): what breaks the order. Keep it empty. The root's own __init__, which names the

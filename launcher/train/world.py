@@ -144,6 +144,9 @@ class World:
         return values[0]
 
 
+ALONE = World(rank=0, size=1, local_rank=0)
+
+
 def _number(env: Mapping[str, str], name: str, *, low: int = 0, high: int | None = None) -> int:
     text = env.get(name)
     if text is None:

@@ -34,7 +34,7 @@ from launcher.quantities import bytes_text
 from launcher.rundir.files import sync_directory, value_from_json
 from launcher.task import Task, build_model, load_task
 from launcher.tracebacks import users_frames
-from launcher.train.checkpoint import file_format
+from launcher.train.checkpoint.file_format import require_intact
 from launcher.train.checkpoint.initial import model_state, overflows, plain_name
 from launcher.train.checkpoint.weights import CheckpointWeights
 from launcher.train.inspection.built_task import build_inspected
@@ -51,7 +51,7 @@ def export(request: ExportRequest) -> dict[str, Any]:
         ExportFailed, OSError: a file could not be written.
     """
     checkpoint, directory = Path(request.checkpoint), Path(request.directory)
-    _require_intact(checkpoint)
+    require_intact(checkpoint)
     task = load_task(request.target, request.params, request.import_from, request.seed) if request.target else None
     model = None if task is None else _model_of(task, request)
     tensors = _Tensors(request, CheckpointWeights(checkpoint), model)
@@ -84,17 +84,6 @@ def export(request: ExportRequest) -> dict[str, Any]:
 
 def _model_of(task: Task, request: ExportRequest) -> ExportedModel:
     return ExportedModel(build_inspected(task, request.target, request.seed), merge_lora=request.merge_lora)
-
-
-def _require_intact(checkpoint: Path) -> None:
-    """Raise UserError if a file of the checkpoint is missing or has changed since it was written."""
-    files = file_format.read_manifest(checkpoint)
-    problems = [files] if isinstance(files, str) else file_format.problems(checkpoint, files)
-    if problems:
-        raise UserError(
-            f"{checkpoint} is damaged: {'; '.join(problems)}.\n  Export another checkpoint: --step N; or restore it "
-            "from a copy."
-        )
 
 
 def _require_room(directory: Path, needed: int) -> None:

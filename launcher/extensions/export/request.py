@@ -10,7 +10,6 @@ import secrets
 import shutil
 import signal
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,9 @@ from launcher.plan.run_plan import RunPlan
 from launcher.plan.task_inspection import run_probe
 from launcher.process import signal_handler
 from launcher.quantities import first_names
-from launcher.rundir.files import read_json, sync_directory
-from launcher.rundir.paths import STATE, RunPaths
+from launcher.rundir.checkpoints import choose_checkpoint
+from launcher.rundir.files import sync_directory
+from launcher.rundir.paths import RunPaths
 
 DTYPES = ("fp32", "bf16", "fp16")
 DEFAULT_SHARD = "5GB"
@@ -149,42 +149,6 @@ def _plan_of_model(paths: RunPaths) -> RunPlan:
     if plan is None:
         raise UserError(f"{paths.root.name}: is a script of `launch run` without checkpoints of the engine.")
     return plan
-
-
-def choose_checkpoint(paths: RunPaths, *, step: int | None, best: bool) -> Path:
-    """Return one of a run's checkpoints: that of ``step``, of the best evaluation, or the newest.
-
-    Raises:
-        UserError: there is no such checkpoint.
-    """
-    name, checkpoints = paths.root.name, paths.committed_checkpoints()
-    if not checkpoints:
-        raise UserError(f"{name}: has no checkpoint yet.\n  `launch status {name}` shows the run's state.")
-    if best:
-        step = _best_step(paths, checkpoints)
-    if step is None:
-        return checkpoints[0]
-    chosen = paths.checkpoint(step)
-    if chosen not in checkpoints:
-        steps = [each.name.removeprefix("step_").lstrip("0") or "0" for each in reversed(checkpoints)]
-        option = "--best" if best else f"--step {step}"
-        raise UserError(
-            f"{option}: {name} has no checkpoint of step {step}.\n  It has those of steps {first_names(steps, 20)}."
-        )
-    return chosen
-
-
-def _best_step(paths: RunPaths, newest_first: list[Path]) -> int:
-    """Return the step of the best evaluation, from the summary or the newest readable checkpoint."""
-    with suppress(OSError, ValueError, LookupError, TypeError):
-        return int((read_json(paths.summary) or {})["best"]["step"])
-    for checkpoint in newest_first:
-        with suppress(OSError, ValueError, LookupError, TypeError):
-            return int((read_json(checkpoint / STATE) or {})["run"]["account"]["best"]["step"])
-    raise UserError(
-        f"--best: {paths.root.name} has no best checkpoint: it was trained without checkpoint.best, or has not been "
-        "evaluated yet.\n  Leave --best out, or name a step: --step N."
-    )
 
 
 def _name_of_averages(plan: RunPlan) -> str:

@@ -47,24 +47,36 @@ def checkpoint_tensors(
         for member in members_of(engine.optimizer):
             _init_optim_state(member)
     module, training = engine.parallel.module, dict[str, Tensor]()
-    model = get_model_state_dict(module)
-    _require_text_keys(model)
+    evaluated = evaluated_tensors(engine, changing_buffers)
     if has_modes(engine.optimizer):  # the checkpoint is used for evaluation and export, and to resume
         training = {name: p.detach() for name, p in named_parameters(module) if p.requires_grad}
         with evaluation_values(engine.optimizer):
-            model = {name: value.clone() if isinstance(value, Tensor) else value for name, value in model.items()}
-    buffers = dict(engine.parallel.module.named_buffers())
-    callbacks, _ = engine.callbacks.state_dict()
+            evaluated["model"] = {
+                name: value.clone() if isinstance(value, Tensor) else value
+                for name, value in evaluated["model"].items()
+            }
     return {
-        **({"callbacks": callbacks} if callbacks else {}),
+        **evaluated,
         **({"training": training} if training else {}),
-        "model": model,
         "optimizer": optimizer_state(engine),
-        # buffers that training changes and the model's state_dict leaves out (persistent=False)
-        "buffers": {name: buffers[name] for name in changing_buffers if name not in model},
         random_key(engine): random_state(engine.device),
         strategy_key(engine): engine.parallel.state_dict(),
         stream_key(engine.world.rank): engine.stream.state_dict(),
+    }
+
+
+def evaluated_tensors(engine: Engine, changing_buffers: list[str]) -> dict[str, Any]:
+    """Return those of ``checkpoint_tensors`` that an evaluation needs: model, buffers and state of callbacks."""
+    module = engine.parallel.module
+    model = get_model_state_dict(module)
+    _require_text_keys(model)
+    buffers = dict(module.named_buffers())
+    callbacks, _ = engine.callbacks.state_dict()
+    return {
+        **({"callbacks": callbacks} if callbacks else {}),
+        "model": model,
+        # buffers that training changes and the model's state_dict leaves out (persistent=False)
+        "buffers": {name: buffers[name] for name in changing_buffers if name not in model},
     }
 
 

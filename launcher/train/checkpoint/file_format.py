@@ -27,10 +27,10 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
 
 import launcher
-from launcher.errors import TaskError, WrongCheckpoint
+from launcher.errors import TaskError, UserError, WrongCheckpoint
 from launcher.rundir.files import Unreadable, open_file, read_json, write_json
 from launcher.rundir.paths import MANIFEST, STATE
-from launcher.train.world import World
+from launcher.train.world import ALONE, World
 
 # start of the key of a rank's state of the stream
 STREAM_KEY = "stream_rank"
@@ -403,6 +403,15 @@ def damages(world: World, directory: Path) -> list[str]:
             raise result
     problems = list(dict.fromkeys(problem for result in results if isinstance(result, list) for problem in result))
     return [f"{len(problems)} files are not as they were written", *problems] if len(problems) > 1 else problems
+
+
+def require_intact(directory: Path) -> None:
+    """Raise UserError if a file of the checkpoint is missing or has changed since it was written."""
+    if found := damages(ALONE, directory):
+        raise UserError(
+            f"{directory} is damaged: {'; '.join(found)}.\n  Use another checkpoint, of --step N; or restore it from a "
+            "copy."
+        )
 
 
 def _problems_of_share(world: World, directory: Path) -> list[str] | WrongCheckpoint:

@@ -13,8 +13,9 @@ With the same world size, every rank's state is restored bit by bit. With anothe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -224,24 +225,11 @@ def load(engine: Engine, directory: Path) -> Restored:
     Raises:
         WrongCheckpoint: it is of another model, or of a plan whose training result would differ.
     """
-    state = read_json(directory / STATE)
-    assert state is not None
-    stored = Reader(directory).read_metadata()
+    state, stored = _read_state(directory), Reader(directory).read_metadata()
     origin, saved, plan = state["origin"], state["engine"], engine.plan
     require_same_run(directory, origin, saved["place"]["index"], plan)
-    _fit_buffers(engine, saved, stored)
-    buffers = dict(engine.parallel.module.named_buffers())
-    changing = [name for name in saved["changing_buffers"] if name in buffers]
-    tensors = contents.checkpoint_tensors(engine, changing, create_optimizer_state=True)
-    unknown = [name for name in saved["changing_buffers"] if name not in buffers]
-    require_same_model(directory, tensors["model"], stored, unknown)
-    model = tensors["model"]  # a new one may have other parts of a module's extra state
-    model |= empty_values(stored, "model", but={name for name, value in model.items() if isinstance(value, Tensor)})
-
-    tensors["callbacks"] = load_tensors(
-        engine.callbacks,
-        {path[0]: (entry.size, entry.properties.dtype) for path, entry in entries_under(stored, "callbacks")},
-    )
+    tensors_of = partial(contents.checkpoint_tensors, create_optimizer_state=True)
+    tensors = _tensors_to_read(engine, directory, saved, stored, tensors_of)
     ranks = _ranks_in(stored)
     same_ranks = ranks == engine.world.size
     compresses = plan.strategy.compress.keeps_residue and engine.world.size > 1
@@ -259,8 +247,7 @@ def load(engine: Engine, directory: Path) -> Restored:
     tensors["optimizer"] = state_to_load(engine, directory, stored, state["optimizers"])
     read_values(tensors, directory)
     options.require_same_groups(tensors["optimizer"]["param_groups"])
-    with contents.any_signature(engine.parallel.module) as module:  # strict=False: the names were compared
-        set_model_state_dict(module, tensors["model"], options=StateDictOptions(strict=False))
+    _load_model(engine, tensors["model"])
     load_optimizers(engine, tensors["optimizer"])
     contents.take_training_values(engine, tensors["training"])
     measured_before, measured_as = saved["measured_as"], engine.measured_as()
@@ -287,6 +274,64 @@ def load(engine: Engine, directory: Path) -> Restored:
     if random:
         restore_random_state(random, engine.device)
     return Restored(directory, state["run"], origin, ranks, comparable, hardware_before, hardware)
+
+
+def load_for_evaluation(engine: Engine, directory: Path) -> dict[str, Any]:
+    """Restore what an evaluation needs: the model, the callbacks and the task, and the position in the run. All ranks
+    call it, with a fresh engine, which may have another optimizer and fewer callbacks than the run.
+
+    Returns:
+        The checkpoint's values that are not tensors.
+
+    Raises:
+        WrongCheckpoint: it is of another model.
+    """
+    state, stored = _read_state(directory), Reader(directory).read_metadata()
+    tensors = _tensors_to_read(engine, directory, state["engine"], stored, contents.evaluated_tensors)
+    read_values(tensors, directory)
+    _load_model(engine, tensors["model"])
+    engine.load_progress(state["engine"])
+    engine.callbacks.load_state_dict(tensors["callbacks"], state["callbacks"])
+    return state
+
+
+def _read_state(directory: Path) -> dict[str, Any]:
+    """Return the values of a checkpoint that are not tensors."""
+    state = read_json(directory / STATE)
+    assert state is not None
+    return state
+
+
+def _tensors_to_read(
+    engine: Engine,
+    directory: Path,
+    saved: Mapping[str, Any],
+    stored: Metadata,
+    tensors_of: Callable[[Engine, list[str]], dict[str, Any]],
+) -> dict[str, Any]:
+    """Return the engine's tensors by ``tensors_of``, with the changing buffers, extra state and callbacks' state that
+    the checkpoint has.
+
+    Raises:
+        WrongCheckpoint: it is of another model.
+    """
+    _fit_buffers(engine, saved, stored)
+    buffers = dict(engine.parallel.module.named_buffers())
+    tensors = tensors_of(engine, [name for name in saved["changing_buffers"] if name in buffers])
+    unknown = [name for name in saved["changing_buffers"] if name not in buffers]
+    require_same_model(directory, tensors["model"], stored, unknown)
+    model = tensors["model"]  # a new one may have other parts of a module's extra state
+    model |= empty_values(stored, "model", but={name for name, value in model.items() if isinstance(value, Tensor)})
+    tensors["callbacks"] = load_tensors(
+        engine.callbacks,
+        {path[0]: (entry.size, entry.properties.dtype) for path, entry in entries_under(stored, "callbacks")},
+    )
+    return tensors
+
+
+def _load_model(engine: Engine, values: dict[str, Any]) -> None:
+    with contents.any_signature(engine.parallel.module) as module:  # strict=False: the names were compared
+        set_model_state_dict(module, values, options=StateDictOptions(strict=False))
 
 
 def _fit_buffers(engine: Engine, saved: Mapping[str, Any], stored: Metadata) -> None:

@@ -136,5 +136,5 @@ def require_same_model(directory: Path, model: Mapping[str, Any], stored: Metada
     problems += first_lines([f"{name} is not in the model" for name in gone], _MAX_SHOWN)
     if problems:
         head = f"{directory} was saved from another model, whose parameters and buffers differ:"
-        remedy = "Resume with the model that the run had, or start a new run: launch train."
+        remedy = "Use the model that the run had, or start a new run: launch train."
         raise WrongCheckpoint("\n  ".join([head, *problems, remedy]))

@@ -29,9 +29,8 @@ from launcher.train.parallel.model_check import require_trainable
 from launcher.train.parallel.replicas import require_same_structure, share_model
 from launcher.train.parallel.shard_units import find_units
 from launcher.train.precision import Precision, parameters_to_fp32
-from launcher.train.world import World
+from launcher.train.world import ALONE, World
 
-ALONE = World(rank=0, size=1, local_rank=0)
 ModelFrom = nn.Module | Callable[[], nn.Module]
 
 

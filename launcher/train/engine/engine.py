@@ -622,8 +622,7 @@ class Engine:
             same_order: whether gradients are summed over as many ranks, so that the order of the sums can be kept.
         """
         self._optimizer_step.load_state_dict(state)
-        self.lacks_values = False
-        self.position = WindowPosition(**state["place"])
+        self.load_progress(state)
         if alike:
             self._calibration.result = Calibrated.restored(state["calibration"], self.plan)
             self.parallel.meter.gathered_by_every = state["gathered_by_every"]
@@ -634,3 +633,8 @@ class Engine:
         self._trained.restore(state["frozen"])
         if same_order:
             self.parallel.take_gradient_order(state["gradient_order"])
+
+    def load_progress(self, state: dict[str, Any]) -> None:
+        """Restore the counters and the position in ``state``, and nothing of the optimizer."""
+        self._optimizer_step.counters = Counters(**state["progress"])
+        self.position, self.lacks_values = WindowPosition(**state["place"]), False

@@ -267,7 +267,6 @@ class OptimizerStep:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.counters = Counters(**state["progress"])
         restore_schedule(self.schedule, state["schedule"])
         require_length(self.schedule, self._plan.schedule_steps)
         self.follows_plan = state["follows_plan"]

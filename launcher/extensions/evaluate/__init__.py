@@ -1,0 +1,1 @@
+"""Evaluation of a run's checkpoint (`launch eval`)."""
