@@ -117,9 +117,13 @@ def open_run(
     plan = dataclasses.replace(plan, run=dataclasses.replace(plan.run, dir=str(paths.root)))  # it may have been moved
     checkpoint = choose_checkpoint(paths, step=step, best=best)
     require_intact(checkpoint)
-    plan, device = _for_one_process(oom.apply_stored_micro_size(_changed(plan, overrides), ALONE))
+    plan, trained = _changed(plan, overrides), plan.task.params
+    plan, device = _for_one_process(oom.apply_stored_micro_size(plan, ALONE))
     with _as_in_the_run(plan, device):
-        return _build(plan, overrides, checkpoint)
+        opened, state = _build(plan, overrides, checkpoint)
+        if plan.task.params == trained:
+            _warn_of_other_data(opened, state["run"]["account"]["data"])
+    return opened
 
 
 def _find(place: Path) -> RunPaths:
@@ -182,8 +186,9 @@ def _for_one_process(plan: RunPlan) -> tuple[RunPlan, torch.device]:
     return alone, device
 
 
-def _build(plan: RunPlan, overrides: Sequence[str], checkpoint: Path) -> OpenedRun:
-    """Build task, model and data in the order of the trainer, because a task may keep in one what another one uses."""
+def _build(plan: RunPlan, overrides: Sequence[str], checkpoint: Path) -> tuple[OpenedRun, dict[str, Any]]:
+    """Build task, model and data in the order of the trainer, because a task may keep in one what another one uses.
+    Return the run, and the checkpoint's values that are not tensors."""
     seed = plan.train.seed
     task = load_task(plan.task.target, plan.task.params, plan.cluster.import_from, seed)
     seed_everything(seed)
@@ -198,9 +203,7 @@ def _build(plan: RunPlan, overrides: Sequence[str], checkpoint: Path) -> OpenedR
     state = load_for_evaluation(engine, checkpoint)
     engine.callbacks.start(engine)
     engine.parallel.set_mode(engine.model, False)
-    if not any(word.startswith("task.") for word in overrides):
-        _warn_of_other_data(opened, state["run"]["account"]["data"])
-    return opened
+    return opened, state
 
 
 def _warn_of_other_data(opened: OpenedRun, before: dict[str, Any]) -> None:
@@ -214,7 +217,7 @@ def _warn_of_other_data(opened: OpenedRun, before: dict[str, Any]) -> None:
     for name, sample in other_data(before, now, datasets, plan, device):
         warnings.warn(
             f"{name} is not that of the run: sample {sample} is another one than in training. Restore the data and the "
-            "code that the run had.", stacklevel=4,
+            "code that the run had.", stacklevel=3,
         )  # fmt: skip
 
 
@@ -228,11 +231,13 @@ def _as_in_the_run(plan: RunPlan, device: torch.device) -> Iterator[None]:
     with _kept_random_state(), chdir(plan.cluster.cwd) if Path(plan.cluster.cwd).is_dir() else nullcontext():
         if alone:
             join(ALONE, device, None)
-        torch.use_deterministic_algorithms(plan.train.deterministic)
+        if changes_mode := deterministic != plan.train.deterministic:  # torch imports its compiler for it
+            torch.use_deterministic_algorithms(plan.train.deterministic)
         try:
             yield
         finally:
-            torch.use_deterministic_algorithms(deterministic)
+            if changes_mode:
+                torch.use_deterministic_algorithms(deterministic)
             if alone:
                 dist.destroy_process_group()
 

@@ -138,7 +138,7 @@ def test_samples_and_figures_are_those_of_the_training(run: Path) -> None:
 
 def test_an_earlier_checkpoint_and_other_data(run: Path) -> None:
     assert open_run(run, step=2).evaluate() == recorded(run, 2) != recorded(run, 4)
-    other = open_run(run, ["task.shift=2.0", "train.eval_samples=5"])
+    other = open_run(run, ["++task.shift=2.0", "train.eval_samples=5"])
     values = other.evaluate()
     assert values["eval/held/loss"] != recorded(run, 4)["eval/held/loss"]
     assert (other.config.train.eval_samples, other.plan.task.params) == (5, {"shift": 2.0})
