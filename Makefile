@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: train test test-all coverage lint docs docs-reference bench bench-balance bench-sync bench-speedup bench-peers bench-outer gpu gpu-wheels clean
+.PHONY: train test test-all coverage lint docs docs-reference bench bench-balance bench-sync bench-speedup bench-peers bench-outer gpu gpu-node gpu-wheels clean
 
 train: $(VENV)/.installed
 	$(BIN)/launch train $(ARGS)
@@ -113,15 +113,22 @@ browser:
 	command -v chromium >/dev/null || apt-get install -y -qq --no-install-recommends chromium >/dev/null
 	mkdir -p build && npm install --silent --no-save --prefix build axe-core@4
 
-# Every CUDA path that one GPU allows, on a machine that has torch and needs no network: a table of checks and figures.
+# Every CUDA path that one GPU allows, on a machine that has torch and needs no network: a table of checks, bounds and figures.
+# In three parts of at most 8 minutes: make gpu PART=1, then 2 and 3. GPU_DEVICE=cpu runs what a CPU can.
 # make gpu-wheels, on a connected machine, makes the folder that `make gpu` installs from: carry it along with the tree.
+# make gpu-node, on a host with 8 GPUs, starts what one GPU cannot: jobs of 1 to 8 ranks over NCCL, and drills.
 GPU_WHEELS ?= build/gpu-wheels
 GPU_PYTHON ?= 3.12
 GPU_DEVICE ?= cuda
 GPU_ARGS ?=
+PART ?=
+GPU_RUN = $(PYTHON) jobs/gpu/wheels.py install $(GPU_WHEELS) build/gpu-site && \
+	PYTHONPATH=$(CURDIR):$(CURDIR)/build/gpu-site $(PYTHON) -m jobs.gpu.acceptance --device $(GPU_DEVICE)
 gpu:
-	$(PYTHON) jobs/gpu/wheels.py install $(GPU_WHEELS) build/gpu-site
-	PYTHONPATH=$(CURDIR):$(CURDIR)/build/gpu-site $(PYTHON) -m jobs.gpu.acceptance --device $(GPU_DEVICE) $(GPU_ARGS)
+	$(GPU_RUN) $(if $(PART),--part $(PART)) $(GPU_ARGS)
+
+gpu-node:
+	$(GPU_RUN) --part node $(GPU_ARGS)
 
 gpu-wheels: $(VENV)/.installed-dev
 	$(BIN)/python -m jobs.gpu.wheels make $(GPU_WHEELS) --python $(GPU_PYTHON)

@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from jobs.gpu import checks, direct, engine_checks, llama, memory  # noqa: F401 (they register what they have)
+from jobs.gpu import checks, direct, engine_checks, llama, node  # noqa: F401 (they register what they have)
 from jobs.gpu.registry import CHECKS, Environment, Skip
 
 

@@ -1,7 +1,8 @@
 """Checks of the GPU acceptance that call the strategies directly, for code that no one-rank job reaches.
 
 A world of one rank trains without DDP, and torch's FSDP2 skips its collectives there. NCCL refuses two ranks on one
-GPU. Therefore the collectives, DDP's hook and the timing events run here, on an NCCL group of one rank.
+GPU. Therefore the collectives, DDP's hook and the timing events run here, on an NCCL group of one rank. Before each
+collective a kernel sleeps: what does not wait for the collective computes with values that are not there yet.
 """
 
 from __future__ import annotations
@@ -10,29 +11,40 @@ import dataclasses
 import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, cast
+from unittest import mock
 
 from jobs.gpu.registry import Environment, Skip, check, need_cuda
+
+# about a millisecond at 2 GHz
+_SLEEP_CYCLES = 2_000_000
 
 
 def joined(environment: Environment, *overrides: str, samples: int = 240) -> tuple[Any, Any]:
     """Return the plan of a world of one rank and its device, with the process group started."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    rank_variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    os.environ.update(rank_variables, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-
     from launcher import make_plan
     from launcher.train.world import World, device_of, join
 
     job = ("batch.global_size=16", "batch.micro_size=4", "train.steps=3", "train.loader_workers=0", "precision=fp32")
     plan = make_plan([*job, f"cluster.device={environment.device}", *overrides], samples=samples)
+    if "RANK" not in os.environ:
+        _rendezvous()
     world = World.here()
     device = device_of(world, plan.cluster.device)
     join(world, device, plan.train.hang_timeout)
     return plan, device
+
+
+def _rendezvous() -> None:
+    """Set the variables of a world of one rank, as torchrun does."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    rank_variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    os.environ.update(rank_variables, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 
 def _assert_close(actual: Any, expected: Any, within: float, name: str) -> None:
@@ -41,8 +53,9 @@ def _assert_close(actual: Any, expected: Any, within: float, name: str) -> None:
         raise AssertionError(f"{name}: relative distance {distance:.2g}, more than {within:g}")
 
 
-@check("collectives of FSDP and of a window, NCCL")
-def collectives(environment: Environment) -> str:
+@check("flags of a window", "as sent")
+def flags_of_a_window(environment: Environment) -> str:
+    """Check the all-reduce at a window's end as ranks of a larger world send it: loss, items, flags and observers."""
     import torch
     import torch.distributed as dist
 
@@ -50,34 +63,12 @@ def collectives(environment: Environment) -> str:
     from launcher.loss import Loss
     from launcher.plan.sync_policy import Layout
     from launcher.train.engine.window_totals import WindowLoss, WindowTotals
-    from launcher.train.measure.comm_meter import Meter, _union_s
+    from launcher.train.measure.comm_meter import Meter
     from launcher.train.measure.noise_scale import LocalGradNorm, NoiseScale
-    from launcher.train.parallel.collectives import Gather, Scatter
     from launcher.train.world import World
 
     _, device = joined(environment)
     meter = Meter(StrategyKind.fsdp, Layout.replicated(0, 1), device)
-    exchanges = not environment.on_gpu
-    gather, scatter = Gather(meter, exchanges=exchanges), Scatter(meter, LocalGradNorm(), exchanges=exchanges)
-    source, group = torch.randn(2**22, device=device), dist.group.WORLD
-    assert group is not None
-    start = time.perf_counter()
-    for async_op in (False, True):
-        output = torch.empty_like(source)
-        work = gather(output, source, group, async_op)
-        if work is not None:
-            work.wait()
-        _assert_close(output, source, 0, "all-gather")
-    output = torch.empty_like(source)
-    scatter(output, source, group, dist.ReduceOp.SUM)
-    scatter.finish()
-    _assert_close(output, source, 0, "reduce-scatter")
-    if environment.on_gpu:
-        torch.cuda.synchronize()
-    elapsed_s, in_flight_s = time.perf_counter() - start, _union_s(meter._timers)
-    if len(meter._timers) != 3 or not 0 < in_flight_s <= elapsed_s:
-        raise AssertionError(f"{len(meter._timers)} collectives took {in_flight_s} s of {elapsed_s} s")
-
     noise = NoiseScale(2, device, LocalGradNorm())
     noise.own = torch.tensor(0.25, device=device)
     world = World(0, 2, 0)  # as if of two ranks, so that the flags are sent
@@ -96,13 +87,42 @@ def collectives(environment: Environment) -> str:
     received = (agreed.items, agreed.loss_sum, agreed.samples, *flags, *sent)
     if received != (7, 3.5, 4, True, False, True, 0.25) or agreed.grad_norm != 2.0:
         raise AssertionError(f"the window's flags came back as {agreed}")
-    dist.barrier()
-    backend = dist.get_backend()
     dist.destroy_process_group()
-    return f"{backend}, torch {torch.__version__}; 3 collectives of 16 MiB in {1e3 * in_flight_s:.2f} ms"
+    return f"{agreed}"[:100]
 
 
-@check("DDP's hook and events, NCCL")
+@contextmanager
+def delayed(environment: Environment) -> Iterator[list[str]]:
+    """Queue a sleeping kernel before each collective, and list the collectives."""
+    import torch
+    import torch.distributed as dist
+
+    from launcher.train.parallel import collectives
+
+    ran = list[str]()
+
+    def slowly(name: str, function: Any) -> Any:
+        def run(*arguments: Any, **options: Any) -> Any:
+            ran.append(name)
+            if environment.on_gpu:
+                torch.cuda._sleep(_SLEEP_CYCLES)
+            options = {name: getattr(value, "whole", value) for name, value in options.items()}  # see Unskipped
+            return function(*arguments, **options)
+
+        return run
+
+    with ExitStack() as patches:
+        for name, place, attribute in (
+            ("all-gather", collectives, "_all_gather"),
+            ("reduce-scatter", collectives, "_reduce_scatter"),
+            ("all-reduce", dist, "all_reduce"),
+        ):
+            function = slowly(name, getattr(place, attribute))
+            patches.enter_context(mock.patch.object(place, attribute, function))
+        yield ran
+
+
+@check("DDP's hook, delayed", "gradients bit by bit")
 def ddp(environment: Environment) -> str:
     """Compare gradients of two micro-batches through Ddp with one synchronisation against autograd alone."""
     import torch
@@ -121,19 +141,21 @@ def ddp(environment: Environment) -> str:
     parallel.meter.layout = dataclasses.replace(parallel.meter.layout, replicas=2)  # so that it expects an all-reduce
     for window in range(3):
         parallel.meter.open_window()
-        for first in (0, 4):
-            batch = task.collate([data[8 * window + first + n] for n in range(4)]).to(device)
-            with parallel.micro_batch(Sync.boundary, first=first == 0, last=first == 4):
-                loss = task.loss(parallel.module, batch).total
-                with parallel.backward(loss):
-                    loss.backward()
-            task.loss(alone, batch).total.backward()
-        gradients = parallel.gradients()
+        with delayed(environment) as ran:
+            for first in (0, 4):
+                batch = task.collate([data[8 * window + first + n] for n in range(4)]).to(device)
+                with parallel.micro_batch(Sync.boundary, first=first == 0, last=first == 4):
+                    loss = task.loss(parallel.module, batch).total
+                    with parallel.backward(loss):
+                        loss.backward()
+                task.loss(alone, batch).total.backward()
+            gradients = parallel.gradients()
+            copies = [gradient.clone() for gradient in gradients]  # on the stream of the optimizer
         if environment.on_gpu:
             torch.cuda.synchronize()
         comm = parallel.meter.close_window(2, Sync.boundary)
-        expected = torch.cat([parameter.grad.flatten() for parameter in alone.parameters()])
-        _assert_close(torch.cat([gradient.flatten() for gradient in gradients]), expected, 1e-5, "gradients")
+        if not ran or not all(torch.equal(a, p.grad) for a, p in zip(copies, alone.parameters(), strict=True)):
+            raise AssertionError(f"window {window}: other gradients after {ran}")
         if not comm.collectives or not comm.time_s > 0:
             raise AssertionError(f"window {window}: {comm}")
         parallel.zero_grad()
@@ -142,52 +164,151 @@ def ddp(environment: Environment) -> str:
     return f"{comm.collectives} all-reduce of {comm.payload_bytes} bytes, {1e3 * comm.time_s:.3f} ms"
 
 
-@check("HSDP's streams, NCCL")
-def hsdp(environment: Environment) -> str:
-    """Check a shard group of one rank in one replica: torch's all-reduce between replicas runs, then the hook."""
+class One(int):
+    """Size of a group of one rank that torch's FSDP2 does not take for one: it skips the collectives of a group whose
+    size is 1 or not above 1. In arithmetic it is 1."""
+
+    def __new__(cls) -> Self:
+        return super().__new__(cls, 1)
+
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return False
+
+    def __gt__(self, other: int) -> bool:
+        return other <= 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Unskipped:
+    """Process group of one rank with the size One. ``whole``: the group itself, which ``delayed`` hands to torch."""
+
+    whole: Any
+
+    def size(self) -> int:
+        return One()
+
+    def rank(self) -> int:
+        return 0
+
+
+def _compare_shards(environment: Environment, *, replicated: bool) -> list[str]:
+    """Train three windows in shards with delayed collectives and compare the parameters with a plain loop's.
+
+    Returns the collectives of a window.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    from jobs.gpu.tasks import Words
+    from launcher import Engine
+    from launcher.config.schema import StrategyKind, Sync
+    from launcher.train.parallel import fsdp
+
+    plan, device = joined(environment, "strategy=fsdp", "strategy.sync=every", "train.clip_norm=null")
+    task, patches = Words(), ExitStack()
+    if replicated:
+        hsdp = {"kind": StrategyKind.hsdp, "sync": Sync.replicas_at_boundary, "shard_size": 1}
+        strategy = dataclasses.replace(plan.strategy, **hsdp)
+        plan = dataclasses.replace(plan, strategy=strategy)
+        mesh = init_device_mesh(device.type, (1, 1), mesh_dim_names=("replicate", "shard"))
+        patches.enter_context(mock.patch.object(fsdp, "mesh_of", return_value=mesh))
+    torch.manual_seed(0)
+    alone = task.model().to(device)
+    torch.manual_seed(0)
+    with patches:
+        engine = Engine(task.model, lambda p: torch.optim.SGD(p, 0.1), plan, shard_units=task.shard_units)
+        parallel = cast("fsdp.Fsdp", engine.parallel)
+        parallel._gather._exchanger = parallel._scatter._exchanger = None  # the process group's own, on CPUs too
+        for name in ("_all_gather_process_group", "_reduce_scatter_process_group"):
+            group = property(lambda _: Unskipped(dist.group.WORLD))
+            patches.enter_context(mock.patch.object(FSDPParamGroup, name, group))
+        # which expects no collective of a group of one rank
+        patches.enter_context(mock.patch.object(parallel.meter, "check"))
+        optimizer, ran = torch.optim.SGD(alone.parameters(), 0.1), list[str]()
+        for window in engine.windows(task.train_data(), task.collate):
+            items = 0
+            with delayed(environment) as started:
+                for batch in window:
+                    loss = task.loss(engine.model, batch)
+                    engine.backward(loss.total, loss.items)
+                    other = task.loss(alone, batch)
+                    other.total.backward()
+                    items += int(other.items)
+                result = engine.step()
+            ran = started
+            for parameter in alone.parameters():
+                parameter.grad /= items
+            for group in optimizer.param_groups:
+                group["lr"] = result.lr
+            optimizer.step()
+            optimizer.zero_grad()
+        whole = torch.cat([p.full_tensor().detach().flatten() for p in parallel.module.parameters()])
+    _assert_close(whole, torch.cat([p.detach().flatten() for p in alone.parameters()]), 1e-5, "parameters")
+    dist.destroy_process_group()
+    return ran
+
+
+def _text(ran: list[str], wanted: tuple[str, ...]) -> str:
+    missing = [name for name in wanted if name not in ran]
+    if missing:
+        raise AssertionError(f"no {missing[0]} has run: {ran}")
+    return ", ".join(f"{ran.count(name)} {name}" for name in wanted) + " in the last window"
+
+
+@check("FSDP's collectives, delayed", "parameters within 1e-5")
+def fsdp_delayed(environment: Environment) -> str:
+    return _text(_compare_shards(environment, replicated=False), ("all-gather", "reduce-scatter"))
+
+
+@check("HSDP on a (1, 1) mesh, delayed", "parameters within 1e-5")
+def hsdp_delayed(environment: Environment) -> str:
+    ran = _compare_shards(environment, replicated=True)
+    return _text(ran, ("all-gather", "reduce-scatter", "all-reduce"))
+
+
+@check("own process group", "collectives of tensors on the GPU only")
+def own_group(environment: Environment) -> str:
+    """Check the norm of offloaded gradients and an evaluation, as ranks of a larger world compute them, in a process
+    group that a script has made for one backend."""
     import torch
     import torch.distributed as dist
 
     from jobs.gpu.tasks import Words
     from launcher import Engine
-    from launcher.config.schema import StrategyKind
+    from launcher.train.data.loader import MicroBatch
+    from launcher.train.evaluation import _in_step
+    from launcher.train.world import World
 
-    plan, device = joined(environment, "strategy=fsdp", "strategy.sync=boundary", "train.clip_norm=null")
-    plan = dataclasses.replace(plan, strategy=dataclasses.replace(plan.strategy, kind=StrategyKind.hsdp, shard_size=1))
+    if environment.on_gpu:
+        torch.cuda.set_device(0)
+    _rendezvous()
+    dist.init_process_group("nccl" if environment.on_gpu else "gloo")
+    offload = f"strategy.cpu_offload={str(environment.on_gpu).lower()}"
+    plan, _ = joined(environment, "strategy=fsdp", "strategy.sync=every", offload)
     task = Words()
-    torch.manual_seed(0)
-    alone = task.model().to(device)
-    torch.manual_seed(0)
     engine = Engine(task.model, lambda p: torch.optim.SGD(p, 0.1), plan, shard_units=task.shard_units)
-    meter = engine.parallel.meter
-    meter.layout = dataclasses.replace(meter.layout, replicas=2)
-    optimizer, sent = torch.optim.SGD(alone.parameters(), 0.1), list[int]()
-    for window in engine.windows(task.train_data(), task.collate):
-        items = 0
-        for batch in window:
-            loss = task.loss(engine.model, batch)
-            engine.backward(loss.total, loss.items)
-            other = task.loss(alone, batch)
-            other.total.backward()
-            items += int(other.items)
-        result = engine.step()
-        sent.append(result.comm.payload_bytes)
-        for parameter in alone.parameters():
-            parameter.grad /= items
-        for group in optimizer.param_groups:
-            group["lr"] = result.lr
-        optimizer.step()
-        optimizer.zero_grad()
-    whole = (p.full_tensor() for p in engine.parallel.module.parameters())
-    parameters = torch.cat([p.detach().flatten() for p in whole])
-    _assert_close(parameters, torch.cat([p.detach().flatten() for p in alone.parameters()]), 1e-5, "parameters")
-    if not all(sent):
-        raise AssertionError(f"bytes of all-reduce in each window: {sent}")
+    windows = iter(engine.windows(task.train_data(), task.collate))
+    for batch in next(windows):
+        loss = task.loss(engine.model, batch)
+        engine.backward(loss.total, loss.items)
+    with delayed(environment) as ran:
+        with mock.patch.object(engine.parallel, "_shard_size", 2):  # so that the norms of the shards are summed
+            engine.step()
+        batches = [MicroBatch(number, 4) for number in range(3)]
+        if [*_in_step(iter(batches), World(0, 2, 0), 4)] != batches:
+            raise AssertionError("other batches in an evaluation of several ranks")
+    if not ran:
+        raise AssertionError("no all-reduce has run")
+    backend = dist.get_backend_config()
     dist.destroy_process_group()
-    return f"{sent[-1]} bytes between replicas a window"
+    return f"{ran.count('all-reduce')} all-reduce in a group of {backend}"
 
 
-@check("page-locked copies", alone=True)
+@check("page-locked copies", "1.1 times the bytes", alone=True)
 def staging(environment: Environment) -> str:
     """Check a tensor just over a power of two, for which torch's own page-locked memory would take twice as much."""
     import torch
@@ -224,36 +345,7 @@ def staging(environment: Environment) -> str:
     return f"{taken / 2**20:.0f} MiB for {tensor.nbytes / 2**20:.0f} MiB, {rate / 1e9:.1f} GB/s"
 
 
-@check("random numbers")
-def randomness(environment: Environment) -> str:
-    import torch
-
-    from launcher.task import seed_everything
-    from launcher.train.data.randomness import random_state, restore_random_state
-
-    device = torch.device(environment.device, 0) if environment.on_gpu else torch.device("cpu")
-    seed_everything(5)
-    torch.rand(3, device=device)
-    state = random_state(device)
-    first = torch.nn.functional.dropout(torch.ones(1000, device=device), 0.5)
-    restore_random_state(state, device)
-    if not torch.equal(first, torch.nn.functional.dropout(torch.ones(1000, device=device), 0.5)):
-        raise AssertionError("other numbers after the state was restored")
-    return f"saved and restored: {', '.join(sorted(state))}"
-
-
-@check("native bf16 and memory of the device")
-def device_facts(environment: Environment) -> str:
-    import torch
-
-    need_cuda(environment)
-    name, memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
-    native = torch.cuda.is_bf16_supported(including_emulation=False)
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    return f"{name}, {memory / 2**30:.0f} GiB, bf16 {'native' if native else 'emulated'}, NCCL {nccl}"
-
-
-@check("float8 layers", seconds=180)
+@check("float8 layers", "2^-7 of operands rounded by hand", seconds=180)
 def float8(environment: Environment) -> str:
     """Compare a linear layer in float8, forward and backward, with products of operands rounded by hand, in fp64."""
     from importlib.util import find_spec

@@ -57,10 +57,10 @@ class Environment:
             raise AssertionError(f"exit status {done.returncode}, not {status}: {last_line(done.stdout)}")
         return done.stdout
 
-    def train(self, *overrides: str, workers: int = 1, status: int = 0, **env: str) -> str:
-        """Run `launch train` of JOB; several workers share the GPU."""
+    def train(self, *overrides: str, workers: int = 1, status: int = 0, share: bool = True, **env: str) -> str:
+        """Run `launch train` of JOB. ``share``: several workers share one GPU."""
         fixed = (f"run.dir={self.folder / 'runs'}", f"cluster.device={self.device}")
-        if workers > 1 and self.on_gpu:
+        if workers > 1 and self.on_gpu and share:
             env["LAUNCHER_SHARE_GPU"] = "1"
         keys = {override.partition("=")[0] for override in overrides}
         job = [override for override in JOB if override.partition("=")[0] not in keys]
@@ -90,12 +90,14 @@ class Check:
     """Check of the acceptance: ``function`` returns the figure, and raises if the check fails.
 
     Attributes:
+        bound: limit on the figure, for the table.
         seconds: time limit.
         alone: whether it measures time or memory, and therefore runs alone.
         selftest: whether it verifies that failures are reported; such a check runs only if --only names it.
     """
 
     function: Callable[[Environment], str]
+    bound: str
     seconds: float
     alone: bool
     selftest: bool
@@ -105,29 +107,29 @@ CHECKS: dict[str, Check] = {}
 
 
 def check(
-    name: str, *, seconds: float = 90, alone: bool = False, selftest: bool = False
+    name: str, bound: str, *, seconds: float = 90, alone: bool = False, selftest: bool = False
 ) -> Callable[[Callable[[Environment], str]], Callable[[Environment], str]]:
     """Register a check under ``name``; the other arguments are those of ``Check``."""
 
     def register(function: Callable[[Environment], str]) -> Callable[[Environment], str]:
-        CHECKS[name] = Check(function, seconds, alone, selftest)
+        CHECKS[name] = Check(function, bound, seconds, alone, selftest)
         return function
 
     return register
 
 
-@check("selftest fails", selftest=True)
+@check("selftest fails", "fails", selftest=True)
 def fails(environment: Environment) -> str:
     environment.launch("train", "no.such.key=1")
     return "unreachable"
 
 
-@check("selftest sleeps", seconds=0.5, selftest=True)
+@check("selftest sleeps", "fails", seconds=0.5, selftest=True)
 def sleeps(environment: Environment) -> str:  # noqa: ARG001
     subprocess.run(["sleep", "3600"], check=False)
     return "unreachable"
 
 
-@check("selftest dies", selftest=True)
+@check("selftest dies", "fails", selftest=True)
 def dies(environment: Environment) -> str:  # noqa: ARG001
     os.abort()

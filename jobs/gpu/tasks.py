@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
+import sys
 from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from torch.nn import functional
 
 from jobs.gpu import shared_gpu
 from launcher import Loss
+from launcher.extensions.hf.llama import Llama
 from launcher.plan.host import shares_gpus
 from launcher.train.parallel import collectives
 
@@ -70,23 +73,31 @@ class Words:
     """Next-word prediction; an item is a target word, counted on the device.
 
     Args:
-        trouble: in training, from this rank's ``after``-th loss on: "stuck" starts a kernel that does not end; "dies"
-            ends the process, once in the run that ``marks`` belongs to; "raises" has rank 0 raise with a kernel in
-            flight, while the other ranks are stuck.
+        trouble: in training, from this rank's ``after``-th loss on: "stuck" starts a kernel that does not end, and more
+            kernels than the launch queue takes; "dies" ends the process, once in the run that ``marks`` belongs to;
+            "raises" has rank 0 raise with a kernel in flight, while the other ranks are stuck; "stops" has rank 1 stop
+            as by kill -STOP.
         marks: directory in which a death or an error is recorded.
         megabytes: additional memory that each sample of a micro-batch needs.
-        room: limit on the process's memory.
+        room: limit on the process's memory, in MiB.
+        room_rank: the rank that has the limit; None: each.
     """
 
     def __init__(
         self, width: int = 32, depth: int = 2, samples: int = 240, length: int = 24, dropout: float = 0.0,
         trouble: str = "", after: int = 7, marks: str = "", megabytes: int = 0, room: int = 0,
+        room_rank: int | None = None,
     ) -> None:  # fmt: skip
         self.width, self.depth, self.samples, self.length, self.dropout = width, depth, samples, length, dropout
         self.trouble, self.after, self.marks, self.megabytes, self.room = trouble, after, marks, megabytes, room
-        self._losses = 0
+        self.room_rank, self._losses = room_rank, 0
 
     def model(self) -> nn.Module:
+        rank = os.environ.get("RANK")
+        if self.room and rank is not None and self.room_rank in (None, int(rank)):
+            own = torch.cuda.current_device()
+            whole = torch.cuda.get_device_properties(own).total_memory
+            torch.cuda.set_per_process_memory_fraction(self.room * 2**20 / whole, own)
         return Reader(self.width, self.depth, self.dropout)
 
     def train_data(self) -> Sentences:
@@ -115,9 +126,6 @@ class Words:
         return Loss(total=total, items=(targets != 0).sum())
 
     def _misbehave(self, total: Tensor, batch: Tensor) -> Tensor:
-        if self.room:
-            whole = torch.cuda.get_device_properties(total.device).total_memory
-            torch.cuda.set_per_process_memory_fraction(self.room * 2**20 / whole, total.device)
         if self.megabytes:
             total = total + 0 * torch.ones(len(batch) * self.megabytes * 2**18, device=total.device).sum()
         if self._losses >= self.after and (
@@ -126,7 +134,8 @@ class Words:
             if total.is_cuda:
                 for _ in range(100):
                     torch.cuda._sleep(2**40)
-                torch.cuda.synchronize()
+                for _ in range(5000):
+                    torch.zeros(1, device=total.device)
             else:
                 hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # blocked in C, where no signal handler runs
         if self._losses >= self.after and self.trouble == "raises":
@@ -134,6 +143,8 @@ class Words:
             if total.is_cuda:
                 torch.cuda._sleep(2**32)
             raise ValueError("the trouble of this check")
+        if self._losses == self.after and self.trouble == "stops" and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGSTOP)
         mark = Path(self.marks, "died")
         if self._losses >= self.after and self.trouble == "dies" and not mark.exists():
             mark.touch()
@@ -196,6 +207,24 @@ class Nested(Words):
         return super().loss(model, batch["words"])
 
 
+class Reported(Words):
+    """Task that writes to ``report``, in each training loss, the bytes in use on the device and the number of compiled
+    frames."""
+
+    def __init__(self, report: str = "", **others: Any) -> None:
+        super().__init__(**others)
+        self.report = report
+
+    def loss(self, model: Any, batch: Tensor) -> Loss:
+        loss = super().loss(model, batch)
+        if "RANK" in os.environ and torch.is_grad_enabled():
+            free, total = torch.cuda.mem_get_info() if batch.is_cuda else (0, 0)
+            frames = torch._dynamo.utils.counters["frames"]["ok"] if "torch._dynamo" in sys.modules else 0
+            with Path(self.report).open("a") as report:
+                report.write(f"{total - free} {frames}\n")
+        return loss
+
+
 class Arithmetic(Words):
     """Task that writes the relative errors of a matrix product and of a convolution in fp32 to ``report``."""
 
@@ -240,12 +269,12 @@ class Normalised(Words):
         return Loss(total=total, items=len(batch))
 
 
-class MeanOfMeans(Words):
-    """Task that is wrong under accumulation: the mean of each micro-batch, weighted by its samples."""
+class DrawnOnGpu(Llama):
+    """Llama whose workers draw the initial values on the GPU."""
 
-    def loss(self, model: Any, batch: Tensor) -> Loss:
-        right = super().loss(model, batch)
-        return Loss(total=right.total / right.items * len(batch), items=len(batch))
+    def model(self) -> Any:
+        with torch.device("cuda" if "RANK" in os.environ and torch.cuda.is_available() else "cpu"):
+            return super().model()
 
 
 if shares_gpus():
