@@ -35,9 +35,9 @@ _SEEDS = {
 }  # fmt: skip
 REQUIRED_METHODS = ("model", "train_data", "loss")
 OPTIONAL_METHODS = (
-    "eval_data", "collate", "order", "lengths", "length", "items", "flops_per_sample", "tokens_per_sample",
-    "shard_units", "compile_units", "optimizer", "schedule", "eval_metrics", "sample", "export", "export_config",
-    "fixed_arguments", "state_dict", "load_state_dict",
+    "eval_data", "collate", "order", "lengths", "length", "micro_batch_tokens", "items", "flops_per_sample",
+    "tokens_per_sample", "shard_units", "compile_units", "optimizer", "schedule", "eval_metrics", "sample", "export",
+    "export_config", "fixed_arguments", "state_dict", "load_state_dict",
 )  # fmt: skip
 
 
@@ -50,6 +50,8 @@ class Task(Protocol):
             All epochs have equally many. By default, train.shuffle decides.
         ``lengths(data) -> sequence``: a number for each sample of the training data, for batch.balance=length; or
             ``length(sample) -> float``, for which each sample is read once before training.
+        ``micro_batch_tokens(lengths) -> float``: tokens of a micro-batch of samples of these lengths, longest first,
+            for batch.micro_tokens; by default those of a ``collate`` that is a Packing, else padded to the longest.
         ``items(batch) -> list``: number of items of each term of a loss of several terms, as ``loss`` returns them; by
             default they are counted by forward passes.
         ``flops_per_sample() -> float``: model FLOPs of one sample, forward and backward, for throughput/flops_per_s

@@ -222,6 +222,15 @@ class BatchConfig:
     balance: Balance = key(Balance.none, affects="time memory")
     """Division of a window's samples into micro-batches. none: in the order of the data; length: by their lengths,
     so that micro-batches hold little padding and ranks finish together. The gradient is the same."""
+    micro_tokens: int | str | None = key(
+        None,
+        TOKENS,
+        only="batch.balance=length",
+        hint="Which samples fit is known by their lengths.",
+        affects="time memory",
+    )
+    """Most tokens of a micro-batch, padding included, in the unit of the samples' lengths, such as 16K; micro_size is
+    the most samples. A window of long samples then has more micro-batches. Default: no bound."""
     on_oom: OnOom = key(OnOom.stop, affects="")
     """A rank that runs out of memory. stop: end the run; shrink: all ranks halve the micro-batch, accumulate more of
     them, and repeat the window."""

@@ -53,6 +53,7 @@ class Batch:
         norm: statistics that a BatchNorm uses.
         on_oom: reaction to a rank running out of memory.
         balance: division of a window's samples into micro-batches.
+        micro_tokens: most tokens of a micro-batch; a window may then have more micro-batches than ``accumulation``.
         sites: number of sites, each of which has windows of this size at the same time (see ``SitesPlan``).
     """
 
@@ -64,6 +65,7 @@ class Batch:
     norm: Norm = Norm.leave
     on_oom: OnOom = OnOom.stop
     balance: Balance = Balance.none
+    micro_tokens: int | None = None
     sites: int = 1
 
     def of_site(self, sites: int) -> Batch:
@@ -137,7 +139,12 @@ class Batch:
     @property
     def accumulates(self) -> bool:
         """Return whether a window may have several micro-batches."""
-        return max(self.sizes) > self.unit or self.on_oom is OnOom.shrink
+        return max(self.sizes) > self.unit or self.on_oom is OnOom.shrink or self.micro_tokens is not None
+
+    @property
+    def several(self) -> bool:
+        """Return whether a full window may have several micro-batches of the planned size."""
+        return self.accumulation > 1 or self.micro_tokens is not None
 
     @property
     def random_parts(self) -> bool:
@@ -255,6 +262,7 @@ def solve_batch(config: BatchConfig, world_size: int, *, ready: bool = False) ->
     return Batch(
         global_size=total, micro_size=micro, accumulation=accumulation, world_size=world_size, ramp=ramp,
         norm=config.norm, on_oom=OnOom.shrink if config.micro_size == AUTO else config.on_oom, balance=config.balance,
+        micro_tokens=None if config.micro_tokens is None else tokens_in(config.micro_tokens),
     )  # fmt: skip
 
 

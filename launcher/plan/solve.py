@@ -73,7 +73,7 @@ def require_possible(batch: Batch, recompute: Recompute) -> None:
     Raises:
         ConfigError: passes ahead over a window with strategy.recompute.
     """
-    if batch.norm.looks_ahead and batch.accumulation > 1 and recompute is not Recompute.none:
+    if batch.norm.looks_ahead and batch.several and recompute is not Recompute.none:
         raise ConfigError(
             "batch.norm", batch.norm, f"does not work with strategy.recompute={recompute.value}.",
             "Leave strategy.recompute out, or use batch.norm=sync.",
@@ -268,7 +268,7 @@ def _on_cluster(
     own_batch = batch if sites is None else batch.of_site(sites.count)
     strategy = solve_strategy(own_strategy, own_batch, cluster, precision, task)
     require_possible(batch, strategy.recompute)
-    if task.window_loss and batch.norm.looks_ahead and batch.accumulation > 1:
+    if task.window_loss and batch.norm.looks_ahead and batch.several:
         raise norm_of_window_loss(batch.norm)
     if batch.on_oom is OnOom.shrink and batch.micro_size > 1:
         cluster = dataclasses.replace(
@@ -483,7 +483,7 @@ def _loss_notes(batch: Batch, task: TaskPlan) -> list[str]:
     if not task.window_loss:
         return []
     start = "The task's window_loss is computed from the outputs of all samples of a window"
-    if batch.accumulation == 1:
+    if not batch.several:
         return [f"{start}, which is one micro-batch."]
     return [
         f"{start}: each micro-batch runs forward once more, without gradient, about a third more time "

@@ -136,7 +136,7 @@ def solve_strategy(
         )  # fmt: skip
     shard_size = _shard_size(config, batch, cluster)
     special = next((name for name in ("static_graph", "find_unused_parameters") if getattr(config, name)), None)
-    if special and config.sync is Sync.boundary and batch.accumulation > 1:
+    if special and config.sync is Sync.boundary and batch.several:
         raise ConfigError(
             f"strategy.{special}", "true", "DDP loses gradients when this meets no_sync (sync=boundary).",
             f"Use strategy.sync=every, or strategy.{special}=false.",

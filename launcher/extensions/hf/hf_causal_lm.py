@@ -6,7 +6,7 @@ import functools
 import inspect
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -190,6 +190,9 @@ class CausalLM(HfTask):
 
     def collate(self, samples: list[Any]) -> dict[str, Any]:
         return self._packing(samples)
+
+    def micro_batch_tokens(self, lengths: Sequence[float]) -> int:
+        return self._packing.micro_batch_tokens(lengths)
 
     def model(self) -> nn.Module:
         from transformers import AutoModelForCausalLM

@@ -9,6 +9,7 @@ on Multiprocessing Timing Anomalies", 1969), because all wait for the slowest ra
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,8 @@ from launcher.train.data.randomness import SampleRandom
 from launcher.train.data.sample_order import ArrangedData, Order, checked_lengths
 from launcher.train.world import World
 
+# lengths of a micro-batch's samples, longest first -> its tokens
+TokensOf = Callable[[Sequence[float]], float]
 # samples that a loader process reads for one answer
 _AT_ONCE = 64
 
@@ -49,18 +52,28 @@ class BalancedWindow(NamedTuple):
     padding_fraction: float
 
 
-def balanced(lengths: Sequence[float], batch: Batch) -> BalancedWindow:
+def tokens_padded(lengths: Sequence[float]) -> float:
+    """Return the tokens of a micro-batch of samples of these lengths that is padded to its longest sample."""
+    return len(lengths) * max(lengths)
+
+
+def balanced(lengths: Sequence[float], batch: Batch, tokens_of: TokensOf = tokens_padded) -> BalancedWindow:
     """Divide a window into micro-batches of alike lengths, the longest first.
 
-    Every rank gets the same number of micro-batches, as few as can hold the window; their sizes differ by at most one.
+    Every rank gets the same number of micro-batches, as few as can hold the window; their sizes differ by at most one,
+    unless batch.micro_tokens bounds them.
 
     Args:
         lengths: of the window's samples.
+        tokens_of: tokens of a micro-batch by the lengths of its samples, longest first, for batch.micro_tokens.
     """
-    rounds = -(-len(lengths) // batch.unit)
     ordered = sorted(range(len(lengths)), key=lambda offset: -lengths[offset])  # stable: the same on all ranks
-    cuts = _cuts(len(lengths), rounds * batch.world_size)
-    parts = [ordered[start:stop] for start, stop in itertools.pairwise(cuts)]
+    if batch.micro_tokens is None:
+        rounds = -(-len(lengths) // batch.unit)
+        cuts = _cuts(len(lengths), rounds * batch.world_size)
+        parts = [ordered[start:stop] for start, stop in itertools.pairwise(cuts)]
+    else:
+        parts = _bounded(ordered, lengths, batch, batch.micro_tokens, tokens_of)
     padded = [len(part) * lengths[part[0]] if part else 0 for part in parts]
     loads = [0.0] * batch.world_size
     offsets: list[list[list[int]]] = [[] for _ in loads]
@@ -72,6 +85,27 @@ def balanced(lengths: Sequence[float], batch: Batch) -> BalancedWindow:
             loads[rank] += padded[number]
     total = sum(padded)
     return BalancedWindow(offsets, ordered[-1], 1 - sum(lengths) / total if total else 0.0)
+
+
+def _bounded(
+    ordered: list[int], lengths: Sequence[float], batch: Batch, bound: int, tokens_of: TokensOf
+) -> list[list[int]]:
+    """Return the sorted samples in parts of at most ``bound`` tokens, as few as possible, and equally many for each
+    rank: the largest parts are halved for ranks that would have none."""
+    parts: list[list[int]] = []
+    rest = ordered
+    while rest:
+        most = min(batch.micro_size, len(rest))
+        exceeds = [*range(2, most + 1)]
+        size = 1 + bisect.bisect_left(exceeds, 1, key=lambda n: tokens_of([lengths[o] for o in rest[:n]]) > bound)
+        parts.append(rest[:size])
+        rest = rest[size:]
+    for _ in range(-len(parts) % batch.world_size):
+        largest = max(range(len(parts)), key=lambda number: len(parts[number]))
+        half = -(-len(parts[largest]) // 2)
+        parts[largest : largest + 1] = [parts[largest][:half], parts[largest][half:]]
+    parts.sort(key=lambda part: not part)  # ranks without samples come last
+    return parts
 
 
 def _cuts(samples: int, parts: int) -> list[int]:
@@ -96,7 +130,8 @@ def arranged(data: Any, task: Task, plan: RunPlan, world: World) -> Any:
     if not is_mapped(data) or not (balance or plan.task.own_order):
         return data
     order: Order | None = getattr(task, "order") if plan.task.own_order else None  # noqa: B009
-    return ArrangedData(data, order, lengths_of(data, task, plan, world) if balance else None)
+    lengths = lengths_of(data, task, plan, world) if balance else None
+    return ArrangedData(data, order, lengths, getattr(task, "micro_batch_tokens", None))
 
 
 def lengths_of(data: Any, task: Task, plan: RunPlan, world: World) -> Sequence[float] | Tensor | None:

@@ -59,21 +59,32 @@ class Packing:
         self._tokens, self._labels = (tokens, None) if tokens else (_tokens_of, _labels_of)
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
+        pieces = [*self._pieces(samples)]
+        rows, length = self._rows([len(tokens) for tokens, _ in pieces])
+        return self._batch([[pieces[number] for number in row] for row in rows], length)
+
+    def micro_batch_tokens(self, lengths: Sequence[float]) -> int:
+        """Return the tokens of the batch of documents of these lengths, unused positions included."""
+        whole = [int(length) for length in lengths]
+        sizes = [min(self.length, size - start) for size in whole for start in range(0, size, self.length)]
+        rows, length = self._rows(sizes)
+        return len(rows) * length
+
+    def _rows(self, sizes: Sequence[int]) -> tuple[list[list[int]], int]:
+        """Return the rows of pieces of these sizes, as their indices, and the tokens in a row."""
         if self.own_rows:
-            rows = [[piece] for piece in self._pieces(samples)] or [[]]
-            return self._batch(rows, max(sum(len(tokens) for tokens, _ in row) for row in rows))
-        rows: list[list[tuple[Tensor, Tensor]]] = []
+            return [[number] for number in range(len(sizes))] or [[]], max(sizes, default=0)
+        rows: list[list[int]] = []
         room: list[int] = []
-        pieces = sorted(self._pieces(samples), key=lambda piece: -len(piece[0]))  # stable
-        for piece in pieces:
-            size = len(piece[0])
+        for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):  # stable
+            size = sizes[number]
             row = next((number for number, free in enumerate(room) if free >= size), len(rows))
             if row == len(rows):
                 rows.append([])
                 room.append(self.length)
-            rows[row].append(piece)
+            rows[row].append(number)
             room[row] -= size
-        return self._batch(rows or [[]], self.length)
+        return rows or [[]], self.length
 
     def _pieces(self, samples: Sequence[Any]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (tokens, targets) of each document, or of its pieces."""

@@ -36,15 +36,21 @@ class ArrangedData(Dataset[Any]):
             all; all epochs have equally many. ``seed`` follows from train.seed and the epoch; the global generators
             are seeded with it during the call. None: train.shuffle decides.
         lengths: number for each sample, such as its tokens, for ``batch.balance=length``.
+        micro_batch_tokens: (lengths of a micro-batch's samples, longest first) -> its tokens, for
+            ``batch.micro_tokens``. None: those of collate if that is a ``Packing``, else it pads to the longest.
 
     Raises:
         DataError: the lengths are not one finite number of at least 0 for each sample.
     """
 
     def __init__(
-        self, dataset: Any, order: Order | None = None, lengths: Sequence[float] | Tensor | None = None
+        self,
+        dataset: Any,
+        order: Order | None = None,
+        lengths: Sequence[float] | Tensor | None = None,
+        micro_batch_tokens: Callable[[Sequence[float]], float] | None = None,
     ) -> None:
-        self.dataset, self.order = dataset, order
+        self.dataset, self.order, self.micro_batch_tokens = dataset, order, micro_batch_tokens
         self.lengths = None if lengths is None else checked_lengths(lengths, len(dataset))
 
     def __len__(self) -> int:

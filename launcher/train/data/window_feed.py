@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from launcher.plan.windows import Span, Windows, share_of_window
 from launcher.quantities import count, first_names
 from launcher.task import ReadyBatches, as_ready, dataset_of, is_mapped, is_ready
 from launcher.train.data.fingerprint import Outline, require_same_data, require_same_stream
-from launcher.train.data.length_balance import BalancedWindow, balanced
+from launcher.train.data.length_balance import BalancedWindow, TokensOf, balanced, tokens_padded
 from launcher.train.data.loader import Collate, MicroBatch, prefetch, read_samples, read_tensors, reads_several
 from launcher.train.data.randomness import SampleRandom, Seed
 from launcher.train.data.ready_batches import BatchStream, require_usable, samples_in, the_batch
@@ -176,7 +177,10 @@ class MapFeed:
         if isinstance(dataset, ArrangedData):
             plain = dataset.dataset
             if plan.batch.balance is Balance.length:
-                self._balanced = functools.lru_cache(_WINDOWS_KEPT)(functools.partial(self._balance, dataset, order))
+                tokens_of = dataset.micro_batch_tokens or getattr(collate, "micro_batch_tokens", tokens_padded)
+                balance = functools.partial(self._balance, dataset, order, tokens_of)
+                self._balanced = functools.lru_cache(_WINDOWS_KEPT)(balance)
+                _require_bound(dataset, plan.batch.micro_tokens, tokens_of)
         self._source = prefetch(
             _Ordered(plain, collate, plan.train.seed, order), plan, device, plan.train.seed, order=specs
         )
@@ -202,19 +206,21 @@ class MapFeed:
         for offsets in shares:
             yield _Spec(span.epoch, span.first, span.size, offsets or [stand_in], len(offsets))
 
-    def _balance(self, dataset: ArrangedData, order: SampleOrder, index: int) -> BalancedWindow:
+    def _balance(self, dataset: ArrangedData, order: SampleOrder, tokens_of: TokensOf, index: int) -> BalancedWindow:
         assert dataset.lengths is not None
         span = self._span(index)
         indices = order.take(span.epoch, span.first, span.size)
-        return balanced(dataset.lengths[list(indices)].tolist(), self._plan.batch)
+        return balanced(dataset.lengths[list(indices)].tolist(), self._plan.batch, tokens_of)
 
     def windows(self) -> Iterator[Window]:
         unit = self._plan.batch.unit
         for index in self._indices():
             self._index = index
             span = self._span(index)
-            count = -(-span.size // unit)
-            padding = None if self._balanced is None else self._balanced(index).padding_fraction
+            count, padding = -(-span.size // unit), None
+            if self._balanced is not None:
+                window = self._balanced(index)
+                count, padding = len(window.offsets[self._rank]), window.padding_fraction
             yield Window(index, span.epoch, count, itertools.islice(self._source, count), padding)
 
     def has_next(self) -> bool:
@@ -235,6 +241,19 @@ class MapFeed:
 
     def close(self) -> None:
         self._source.close()
+
+
+def _require_bound(data: ArrangedData, bound: int | None, tokens_of: TokensOf) -> None:
+    """Raise ConfigError if a sample alone exceeds ``batch.micro_tokens``."""
+    if bound is None or data.lengths is None or not len(data.lengths):
+        return
+    longest = int(data.lengths.argmax())
+    tokens = math.ceil(tokens_of([float(data.lengths[longest])]))
+    if tokens > bound:
+        raise ConfigError(
+            "batch.micro_tokens", bound, f"sample {longest} of the training data alone takes {tokens:,} tokens.",
+            f"Use {tokens} or more, or cut or leave out longer samples.",
+        )  # fmt: skip
 
 
 class _Spec(NamedTuple):

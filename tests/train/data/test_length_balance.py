@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import launcher
 from launcher.errors import ConfigError, DataError, TaskError
 from launcher.plan.batch import Batch
 from launcher.plan.run_plan import TaskPlan
@@ -63,6 +64,57 @@ def test_a_window_is_divided_without_loss_into_parts_of_alike_lengths(
     assert all(min(one) >= max(two) for one, two in itertools.pairwise(rounds))
 
 
+@given(
+    lengths=st.lists(st.integers(0, 500), min_size=1, max_size=80), micro=st.integers(1, 9), ranks=st.integers(1, 5),
+    room=st.integers(0, 2000),
+)  # fmt: skip
+def test_a_bound_in_tokens_holds_in_every_micro_batch(lengths: list[int], micro: int, ranks: int, room: int) -> None:
+    bound = max(1, *lengths) + room
+    window = balanced(lengths, dataclasses.replace(batch_of(micro, ranks), micro_tokens=bound))
+    assert sorted(chain.from_iterable(chain.from_iterable(window.offsets))) == list(range(len(lengths)))
+    assert len({len(of_rank) for of_rank in window.offsets}) == 1
+    for part in chain.from_iterable(window.offsets):
+        assert len(part) <= micro
+        assert padded([part], lengths) <= bound
+    if len(lengths) * max(lengths) <= bound:
+        assert len(window.offsets[0]) == -(-len(lengths) // (micro * ranks)), "no more than without the bound"
+
+
+def test_a_sample_longer_than_the_bound_is_refused() -> None:
+    longest = max(LENGTHS)
+    plan = plan_for(24, 1, "batch.balance=length", f"batch.micro_tokens={longest - 1}")
+    with pytest.raises(ConfigError, match=f"sample {LENGTHS.index(longest)} .* takes {longest} tokens"):
+        open_feed(DATA, plan, World(0, 1, 0), CPU)
+    with pytest.raises(ConfigError, match=r"batch.micro_tokens=1K: has no effect with batch.balance=none"):
+        make_plan("batch.micro_tokens=1K")
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_window_with_more_micro_batches_than_planned_has_the_same_gradient() -> None:
+    values = list(torch.linspace(-1, 1, 309).reshape(103, 3))
+
+    def trained(*options: str) -> tuple[Any, list[int]]:
+        plan = launcher.make_plan(
+            [*options, "batch.global_size=16", "batch.micro_size=16", "train.steps=8", "cluster.device=cpu",
+             "precision=fp32", "train.loader_workers=0", "run.calibrate_s=0"], samples=103,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 1)
+        engine = launcher.Engine(model, torch.optim.SGD(model.parameters(), 0.1), plan)
+        counts: list[int] = []
+        for window in engine.windows(ArrangedData(values, lengths=LENGTHS)):
+            for batch in window:
+                engine.backward((engine.model(batch) - 1).square().sum(), len(batch))
+            counts.append(engine.step().micro_batches)
+        return torch.cat([*map(torch.flatten, model.parameters())]).detach(), counts
+
+    whole, planned = trained()
+    bounded, counts = trained("batch.balance=length", "batch.micro_tokens=1K")
+    assert planned == [1] * 8
+    assert min(counts) > 1
+    torch.testing.assert_close(bounded, whole)
+
+
 @given(lengths=st.lists(st.integers(1, 500), min_size=48, max_size=48))
 def test_ranks_differ_by_no_more_than_a_micro_batch(lengths: list[int]) -> None:
     """For long micro-batches on one rank, the others get those that follow in the order."""
@@ -79,6 +131,8 @@ def test_members_of_a_window_are_those_without_balance_in_every_world(loader_wor
     for micro, ranks in worlds if not loader_workers else worlds[1:2]:
         plan = plan_for(micro, ranks, *options, "batch.balance=length")
         assert read(plan, DATA) == plain
+        bounded = plan_for(micro, ranks, *options, "batch.balance=length", "batch.micro_tokens=404")
+        assert read(bounded, DATA) == plain
         # in the middle of the second epoch, also in micro-batches of half the size, as after running out of memory
         halved = dataclasses.replace(plan, batch=plan.batch.shrunk() or plan.batch)
         for resumed in (plan, halved):

@@ -56,6 +56,13 @@ def packed(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, int]:
     return total, batch["items"]
 
 
+@given(lengths=st.lists(st.integers(0, 60), max_size=12), own_rows=st.booleans())
+def test_the_tokens_of_a_batch_follow_from_the_lengths(lengths: list[int], own_rows: bool) -> None:
+    packing = Packing(ROW, split=True, own_rows=own_rows)
+    batch = packing(documents(*lengths))
+    assert packing.micro_batch_tokens([float(length) for length in lengths]) == batch["input_ids"].numel()
+
+
 @pytest.mark.parametrize("lengths", [(24, 5, 9, 1, 17, 3, 8, 2), (3,), (1,), (12, 12, 12), (0, 4, 24)])
 def test_loss_and_gradient_are_those_of_each_document_alone(lengths: tuple[int, ...]) -> None:
     torch.manual_seed(0)
