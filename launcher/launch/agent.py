@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -25,7 +26,7 @@ from launcher import errors
 from launcher.config.schema import Device
 from launcher.errors import EXIT_FAILED, Superseded, class_named
 from launcher.heartbeat import PROGRESS
-from launcher.launch import rendezvous
+from launcher.launch import flight_recorder, rendezvous
 from launcher.launch.watchdog import HangWatch, NoWatch
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
@@ -108,7 +109,7 @@ def serve(plan: LaunchPlan, plan_file: Path, own: Incarnation, shield: StopShiel
     trackers = TrackerProcesses(plan, own)
     trackers.start()
     try:
-        with environment(inherited | of_run):
+        with _flight_recorder(plan) as recorder, environment(recorder | inherited | of_run):
             watch = _watch(plan, shield)
             first = Fence(plan.paths, own).newest().get("attempt", 0)
             ended = _run_workers(plan, plan_file, first, shield, watch)
@@ -129,6 +130,17 @@ def _allocator(plan: LaunchPlan, dev: Path = Path("/dev")) -> dict[str, str]:
     if set_already or not nvidia or not isinstance(plan, RunPlan):
         return {}
     return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+@contextmanager
+def _flight_recorder(plan: LaunchPlan) -> Generator[dict[str, str]]:
+    """Yield the variables with which NCCL's traces get to the run's logs. The pipes are on this host's own disk: a
+    shared one may have none."""
+    if plan.cluster.device is not Device.cuda:
+        yield {}
+        return
+    with tempfile.TemporaryDirectory(prefix="launcher-nccl-", ignore_cleanup_errors=True) as pipes:
+        yield flight_recorder.variables(pipes, plan.paths.logs)
 
 
 def load_plan(path: Path) -> LaunchPlan:

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher.heartbeat import IMPORTS, Phase, Progress, Wait
+from launcher.launch import flight_recorder
+from launcher.launch.flight_recorder import GroupTrace
 from launcher.process import STACK_SIGNAL, children, handles, state_of
 from launcher.quantities import first_lines
 
@@ -40,6 +42,7 @@ class Stacks:
         missing_reason: reason for a missing answer.
         wait, thread: those of the rank's heartbeat.
         moved: True if the rank has made progress since it was suspected.
+        groups: NCCL's collectives of the rank; empty if they are unknown.
     """
 
     text: str
@@ -47,6 +50,7 @@ class Stacks:
     wait: Wait = Wait.io
     thread: int = 0
     moved: bool = False
+    groups: tuple[GroupTrace, ...] = ()
 
     @property
     def shown_thread(self) -> str:
@@ -194,20 +198,33 @@ def _limit_s(progress: Progress, timeout_s: float) -> float:
     return max(timeout_s, _IMPORTS_WITHIN_S) if imports else timeout_s
 
 
-def judge_hang(behind: Sequence[RankState], answers: Mapping[int, Stacks], timeout_s: float) -> Hang:
+def judge_hang(
+    behind: Sequence[RankState], answers: Mapping[int, Stacks], timeout_s: float, others: Sequence[RankState] = ()
+) -> Hang:
     """Return the verdict on ``behind``.
 
     The hanging rank is one that does not wait for others. If all ranks that answered do, it is one without an answer.
-    If all answered and wait, no rank is named, unless there is only one.
+    If all answered and wait, no rank is named, unless there is only one. Collectives of NCCL that are not completed
+    decide before the stacks do: a rank whose GPU has a full queue waits wherever it stands.
 
     Args:
         answers: stacks by rank, of the ranks whose agent answered.
+        others: ranks that are not behind.
     """
+    found = flight_recorder.compare_traces({rank: answer.groups for rank, answer in answers.items() if answer.groups})
+    awaited = [state for state in (*behind, *others) if state.rank in found.ranks]
+    known = all(answers[state.rank].groups for state in behind if state.rank in answers)
+    all_wait = bool(found.text) and known and not awaited
+    verdict = _judge(awaited or behind, answers, timeout_s, all_wait=all_wait)
+    return dataclasses.replace(verdict, text=f"{verdict.text}\n  {found.text}") if found.text else verdict
+
+
+def _judge(behind: Sequence[RankState], answers: Mapping[int, Stacks], timeout_s: float, *, all_wait: bool) -> Hang:
     states = sorted(behind, key=lambda state: state.rank)
     answered = [(state, answers[state.rank]) for state in states if state.rank in answers]
     unanswered = [state for state in states if state.rank not in answers]
     quiet = f"nothing moved for {timeout_s:g} s (train.hang_timeout)"
-    if not_waiting := [(state, answer) for state, answer in answered if not answer.waits]:
+    if not_waiting := [(state, answer) for state, answer in answered if not (all_wait or answer.waits)]:
         (state, answer), *others = not_waiting
         what = answer.missing_reason or f"at {answer.location}"
         also = f"\n  So does rank {_ranks(state for state, _ in others)}." if others else ""

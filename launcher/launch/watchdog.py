@@ -17,13 +17,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 from launcher import heartbeat
-from launcher.launch import hang_verdict
+from launcher.launch import flight_recorder, hang_verdict
 from launcher.launch.hang_verdict import Hang, RankState, Stacks, request_all_stacks
 from launcher.launch.rendezvous import AgentStore, StoreLost
 from launcher.plan.launch_plan import HostPosition
@@ -195,18 +196,20 @@ class HangWatch(threading.Thread):
         behind = hang_verdict.suspects(states, self._timeout_s)
         if not behind:
             return None
-        answers = self._request_stacks(start, behind)
-        if any(answer.moved for answer in answers.values()):
+        # what is queued on a GPU says more than how far the host is, if all ranks are compared
+        others = [state for state in states if state not in behind] if flight_recorder.PIPE in os.environ else []
+        answers = self._request_stacks(start, [*behind, *others])
+        if any(answers[state.rank].moved for state in behind if state.rank in answers):
             return None
-        return hang_verdict.judge_hang(behind, answers, self._timeout_s)
+        return hang_verdict.judge_hang(behind, answers, self._timeout_s, others)
 
-    def _request_stacks(self, start: _WorkerStart, behind: list[RankState]) -> dict[int, Stacks]:
-        """Request the stacks of ``behind`` from the nodes on which they run, and return them by rank."""
+    def _request_stacks(self, start: _WorkerStart, ranks: list[RankState]) -> dict[int, Stacks]:
+        """Request the stacks of ``ranks`` from the nodes on which they run, and return them by rank."""
         start.requests += 1
-        beats = [(state.rank, state.progress.beats) for state in behind]
+        beats = [(state.rank, state.progress.beats) for state in ranks]
         self._store.post(start.key("request"), json.dumps([start.requests, beats]))
         answers = self._answers(start, beats)
-        keys = {start.key(f"stacks {start.requests}", state.node) for state in behind if state.node}
+        keys = {start.key(f"stacks {start.requests}", state.node) for state in ranks if state.node}
         wait_until(lambda: len(self._store.read(keys)) == len(keys), _STACKS_WITHIN_S + self._every_s)
         for text in self._store.read(keys).values():
             answers |= {int(rank): value_from_json(Stacks, fields) for rank, fields in json.loads(text).items()}
@@ -233,12 +236,17 @@ class HangWatch(threading.Thread):
         """
         expected = {rank: count for rank, count in beats if rank in start.pids}
         workers = {rank: (start.pids[rank], log) for rank, log in start.ranks.values() if rank in expected}
-        stacks = request_all_stacks(workers)
+        with ThreadPoolExecutor(1) as thread:
+            traces = thread.submit(flight_recorder.request_traces, workers)
+            stacks = request_all_stacks(workers)
         for local_rank, (rank, _) in start.ranks.items():
             if rank in stacks:
                 now = heartbeat.read_progress(self._memory, local_rank)
                 moved = now.beats != expected[rank]
-                stacks[rank] = dataclasses.replace(stacks[rank], wait=now.wait, thread=now.thread, moved=moved)
+                stacks[rank] = dataclasses.replace(
+                    stacks[rank], wait=now.wait, thread=now.thread, moved=moved,
+                    groups=tuple(traces.result().get(rank, ())),
+                )  # fmt: skip
         return stacks
 
     def _end_workers(self, start: _WorkerStart, verdict: Hang) -> None:

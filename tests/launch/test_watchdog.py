@@ -13,7 +13,8 @@ import pytest
 
 from launcher import heartbeat
 from launcher.heartbeat import Heartbeat, Phase, Wait
-from launcher.launch import watchdog
+from launcher.launch import flight_recorder, watchdog
+from launcher.launch.flight_recorder import GroupTrace
 from launcher.launch.hang_verdict import Hang, Stacks
 from launcher.launch.rendezvous import ALONE, AgentStore
 from launcher.launch.watchdog import HangWatch
@@ -92,6 +93,20 @@ def test_the_one_behind_is_asked_and_ended(watched: Watched, monkeypatch: pytest
     assert watched.watch.last.rank == 1
     (event,) = history.read_events(watched.watch._plan.paths)
     assert (event["event"], event["rank"], event["phase"]) == ("hang", 1, "computing")
+
+
+def test_on_gpus_all_are_compared(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 is behind, and rank 0 has not queued what it waits for."""
+    asked = answering(monkeypatch)
+    groups = {0: [GroupTrace("0", (), 4, 4)], 1: [GroupTrace("0", (), 5, 4, "all_reduce")]}
+    monkeypatch.setenv(flight_recorder.PIPE, "/there")
+    monkeypatch.setattr(flight_recorder, "request_traces", lambda ranks: {rank: groups[rank] for rank in ranks})
+    watched.look()
+    watched.look()
+    assert asked[0].keys() == {0, 1}
+    assert watched.watch.last is not None
+    assert watched.watch.last.rank == 0
+    assert watched.watch.last.text.endswith("group 0, collective 5: rank 1 in all_reduce; not queued by rank 0")
 
 
 class Full:
@@ -175,7 +190,7 @@ def test_another_node_answers_each_question_once(watched: Watched, monkeypatch: 
     watched.look()
     assert len(asked) == 1, "although it has read the question twice"
     stuck = dataclasses.replace(STUCK, wait=Wait.collective)
-    assert answers(1) == {"1": dataclasses.asdict(stuck)}, "rank 7 is elsewhere"
+    assert answers(1) == {"1": dataclasses.asdict(stuck) | {"groups": []}}, "rank 7 is elsewhere"
     watched.beat(1, 8)
     store.post("0/request", json.dumps([2, [[1, 2]]]))
     watched.look()
