@@ -15,7 +15,7 @@ import pytest
 from tests.helpers import launch, launch_command, patience
 from tests.infra import warm
 from tests.infra.jobs_on_slurm import JOB
-from tests.infra.runs import PROJECT
+from tests.infra.runs import PROJECT, records
 from tests.infra.slurm import Cluster, cluster, needs_slurm
 from tests.infra.sshd import LoginNode, login_node, needs_sshd
 
@@ -49,7 +49,7 @@ def test_submit_look_cancel_resume_report(there: Cluster, node: LoginNode, tmp_p
     assert "cluster.partition=nope: Slurm has no such partition" in typed(
         "train", *place, *JOB, "cluster.partition=nope", status=2
     )
-    shown = typed("train", *place, *JOB, "task.trouble=slow", "cluster.workers_per_node=1")
+    shown = typed("train", *place, *JOB, "train.steps=100000", "task.trouble=slow", "cluster.workers_per_node=1")
     assert "Submitted own as Slurm job" in shown
     run = node.home / "work/runs/own"
     (laptop / "speech/tasks.py").write_text("raise SystemError('edited after submission')\n")
@@ -57,7 +57,7 @@ def test_submit_look_cancel_resume_report(there: Cluster, node: LoginNode, tmp_p
     assert json.loads(typed("status", "own", "--json"))["state"] == "running"
     typed("cancel", "own")
     assert json.loads(typed("status", "own", "--json"))["state"] == "cancelled"
-    typed("resume", "own", "train.steps=40")
+    typed("resume", "own", f"train.steps={records(run)[-1]['step'] + 20}")
     typed("logs", "own", "--follow")
     assert json.loads(typed("status", "own", "--json"))["state"] == "done", "it was followed to its end"
     assert "The page: runs/report.html" in typed("report", "own")
