@@ -109,8 +109,8 @@ def test_it_works_in_an_empty_environment(make: Callable[[Path, Path], None], wh
         return done.stdout + done.stderr
 
     job = (*SMALL, *BATCH)
-    assert "global batch" in launch("plan", *job, "strategy=fsdp")
-    launch("train", *job, "cluster.workers_per_node=2", "train.steps=2", "run.name=first", "wandb.mode=offline")
+    first = ("strategy=fsdp", "cluster.workers_per_node=2", "train.steps=2", "run.name=first", "wandb.mode=offline")
+    assert "global batch" in launch("train", *job, *first)
     assert (place / "runs/first/checkpoints/step_000002/.metadata").exists()
     resumed = launch("resume", "first", "train.steps=4", ONE)
     assert "Numpy" not in resumed

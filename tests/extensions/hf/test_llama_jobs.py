@@ -88,7 +88,7 @@ def test_a_job_trains_the_llama_of_transformers(strategy: str, tied: bool, tmp_p
         "strategy.recompute=blocks", "optimizer=sgd", f"optimizer.lr={RATE}", "optimizer.momentum=0",
         "optimizer.weight_decay=0", "schedule=constant", "schedule.warmup_steps=0", "train.clip_norm=null",
         f"train.steps={STEPS}", "precision=fp32", f"train.seed={SEED}", "wandb.mode=disabled", "run.dir=.",
-        "run.name=job", cwd=tmp_path,
+        "run.name=job", "run.calibrate_s=0", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     exported = launch("export", "job", "--to", "out", cwd=tmp_path)
@@ -113,7 +113,8 @@ def test_the_head_is_gathered_in_the_precision_of_the_products(tmp_path: Path) -
     done = launch(
         "train", "task=llama", *shape, "task.seq_len=32", "task.eval_samples=2", "strategy=fsdp", "precision=bf16",
         "cluster.workers_per_node=2", "batch.global_size=8", "batch.micro_size=2", "train.steps=3",
-        "wandb.mode=disabled", "run.dir=.", "run.name=job", "train.log_every=1", "task.size=8b", cwd=tmp_path,
+        "wandb.mode=disabled", "run.dir=.", "run.name=job", "train.log_every=1", "task.size=8b",
+        "run.calibrate_s=0", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     shown = (tmp_path / "job/logs/rank0.log").read_text() + done.stdout + done.stderr
