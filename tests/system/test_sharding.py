@@ -27,14 +27,15 @@ STRATEGIES = {
 
 @pytest.mark.parametrize(
     ("precision", "close", "calibrate_s"),
-    [("fp32", 1e-5, 5), pytest.param("bf16", 0.02, 0, marks=pytest.mark.nightly)],
+    [("fp32", 1e-5, 30), pytest.param("bf16", 0.02, 0, marks=pytest.mark.nightly)],
 )
 def test_one_curve_under_every_strategy(
     precision: str, close: float, calibrate_s: int, launch: Launch, tmp_path: Path
 ) -> None:
     curves: dict[str, list[float]] = {}
     for name, overrides in STRATEGIES.items():
-        limit = f"run.calibrate_s={calibrate_s}"
+        # of DDP: test_train.py; HSDP adds four ranks to it, and nothing that FSDP does not do
+        limit = f"run.calibrate_s={calibrate_s if name in ('fsdp', 'recompute') else 0}"
         done = launch("train", *JOB, *overrides, limit, f"precision={precision}", f"run.name={name}")
         assert done.returncode == 0, done.stdout + done.stderr
         run = tmp_path / "runs" / name
@@ -44,7 +45,7 @@ def test_one_curve_under_every_strategy(
         # the calibration has shown what is exposed, but where a policy was asked for whose memory nobody has weighed
         assert summary(run).get("comm/exposed_s") == seen[-1].get("comm/exposed_s")
         measured = "comm/not_measured" not in summary(run)
-        assert ("comm/exposed_s" in seen[-1]) == (measured and calibrate_s > 0 and name != "recompute")
+        assert ("comm/exposed_s" in seen[-1]) == (measured and calibrate_s > 0 and name == "fsdp")
         kinds = {key.split("/")[1] for key in seen[-1] if key.count("/") == 2}
         sharded = {"all_gather", "reduce_scatter"} | ({"all_reduce"} if name == "hsdp" else set())
         assert kinds == ({"all_reduce"} if name == "ddp" else sharded)
