@@ -32,6 +32,7 @@ from launcher.launch.program import no_program, require_program
 from launcher.launch.slurm import client, submit
 from launcher.plan.callback_plan import BELL
 from launcher.plan.clusters import Peers, cluster_of
+from launcher.plan.host import trial_of_wandb
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.placement import solve_script
 from launcher.plan.run_plan import RunPlan
@@ -204,6 +205,11 @@ def _plain(console: Console) -> Callable[[str], None]:
 
 def _train_sweep(arguments: list[str], console: Console, *, wait: bool, confirmed: bool) -> int:
     """Run a sweep and return the highest exit status of its cells; 2 if a cell is impossible, the others run anyway."""
+    if sweep := trial_of_wandb(os.environ):
+        raise UserError(
+            f"launch train -m: a trial of W&B sweep {sweep} is one run, and a sweep has many.\n  Leave -m out of the "
+            "sweep's command; or unset WANDB_SWEEP_ID for a sweep of your own."
+        )
     conductor = Conductor(
         arguments, _cell_runner(console), _state_printer(console), _plain(console), wait=wait, confirmed=confirmed
     )

@@ -106,7 +106,7 @@ def serve(plan: LaunchPlan, plan_file: Path, own: Incarnation, shield: StopShiel
     raise_open_files()
     inherited = plan.env.default | _allocator(plan) | inherited_environment(os.environ) | plan.env.set
     of_run = {AGENT_PID: str(os.getpid()), INCARNATION: str(own), RUN_ID: plan.run.id, RUN_DIR: plan.run.dir}
-    trackers = TrackerProcesses(plan, own)
+    trackers = TrackerProcesses(plan, own, of_agent=True)
     trackers.start()
     try:
         with _flight_recorder(plan) as recorder, environment(recorder | inherited | of_run):

@@ -33,7 +33,7 @@ from launcher.plan import host
 from launcher.plan.batch import before_tokens, with_any_global_size
 from launcher.plan.float_format import float_format
 from launcher.plan.gpus import find_gpu
-from launcher.plan.host import Partition, Site
+from launcher.plan.host import Partition, Site, trial_of_wandb
 from launcher.plan.initial_weights import InitialWeights, find_weights
 from launcher.plan.launch_plan import RunInfo, node_range
 from launcher.plan.run_plan import RunPlan, TaskPlan
@@ -374,12 +374,15 @@ def partitions_of(config: ClusterConfig) -> list[Partition]:
 
 
 def new_run(config: RunConfig, stem: str, cwd: str) -> RunInfo:
-    """Return a new run's name, id and directory. A random suffix separates runs that start in the same second."""
+    """Return a new run's name, id and directory. A random suffix separates runs that start in the same second.
+
+    A trial of `wandb agent` has the id under which its sweep knows it.
+    """
     now = datetime.now(UTC)
     name = config.name or f"{stem or 'run'}-{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     return RunInfo(
         name=name,
-        id=secrets.token_hex(4),
+        id=(trial_of_wandb(os.environ) and os.environ.get("WANDB_RUN_ID")) or secrets.token_hex(4),
         dir=str((Path(cwd) / config.dir / name).resolve()),
         created=now.isoformat(timespec="seconds"),
         version=launcher.__version__,

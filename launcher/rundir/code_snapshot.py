@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from launcher.errors import SiteError
+from launcher.errors import SiteError, without_credentials
 from launcher.rundir.files import read_bytes, write_json
 from launcher.rundir.paths import RunPaths, SweepPaths
 
@@ -166,6 +166,15 @@ def commit_of(file: Path, copies: Sequence[str]) -> str | None:
         return next(commits, None)
     installed = (Path(__file__).parents[1], *site.getsitepackages(), sysconfig.get_paths()["stdlib"])
     return None if any(_is_below(file, place) for place in installed) else _commit(file.parent)
+
+
+def remote_of(directory: Path) -> str | None:
+    """Return the address of git's remote "origin" for the work tree of ``directory``, without credentials."""
+    try:
+        address = _git(directory, "remote", "get-url", "origin", within_s=_PATIENCE_S).decode().strip()
+    except subprocess.TimeoutExpired:
+        return None
+    return without_credentials(address) or None
 
 
 def _is_below(file: Path, place: str | Path) -> bool:

@@ -13,6 +13,7 @@ owns the tracker's run, and this one exits silently.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import select
@@ -21,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,10 @@ from launcher.config.schema import PrecisionKind
 from launcher.errors import EXIT_DONE, EXIT_FAILED, Superseded, UserError, without_credentials
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir.fencing import Fence, Incarnation
-from launcher.rundir.files import Tail, read_json, write_json, write_line
+from launcher.rundir.files import Tail, open_file, read_json, write_json, write_line
 from launcher.rundir.paths import RunPaths
 from launcher.trackers.installed import described_tracker, mirrors_of, tracker_class
-from launcher.trackers.tracker import entries_of
+from launcher.trackers.tracker import Tracker, entries_of
 from launcher.trackers.tracker_processes import rest_text
 
 POLL_S = 0.5
@@ -44,6 +45,8 @@ LONGEST_PAUSE_S = 300
 # a process that lived so long, in seconds, and delivered starts counting its trials again
 WORKED_S = 120
 AT_ONCE = 100  # entries of one delivery
+LOOK_EVERY_S = 5  # for the log of another attempt
+MOST_OUTPUT = 2**18  # bytes of rank 0's output in one delivery
 MOST_LETTERS = 300  # of an error's own text in a message
 # Limit after the end of input: W&B waits for an unresponsive server without a limit, and a killed agent cannot end
 # this process. A live agent waits less long (launcher/trackers/tracker_processes.py).
@@ -143,7 +146,8 @@ class _Mirror:
         # an earlier problem is over when the first delivery succeeds, not yet
         self._status.set(**(opened if opened.get("problem") else {**opened, "problem": before.get("problem")}))
         problem = opened.get("problem")
-        tail, more = Tail(plan.paths.metrics), True
+        takes_output = type(adapter).log_output is not Tracker.log_output
+        tail, output, more = Tail(plan.paths.metrics), RankOutput(plan.paths, before.get("output")), True
         while more:
             # check for the job's end before reading, so that the last read includes everything written before it
             more = not _ended()
@@ -153,14 +157,67 @@ class _Mirror:
                 with watched(self._tracker, self._status):
                     problem = adapter.log(new[start : start + AT_ONCE]) or problem
                 self.delivered_any = True
+            while takes_output and (lines := output.lines(ended=not more)):
+                self._fence.check()
+                with watched(self._tracker, self._status):
+                    adapter.log_output(lines)
+                if more:  # a program that prints very much does not delay its steps
+                    break
             if new or not more:
                 done = new[-1].step if new else done
-                self._status.set(problem=problem)
+                self._status.set(problem=problem, **({"output": [*output.position]} if takes_output else {}))
         signal.alarm(ENDS_WITHIN_S)
         summary = read_json(plan.paths.summary) or {}
         self._fence.check()
         adapter.finish(summary)
         self._status.set(delivered=done)
+
+
+class RankOutput:
+    """Output of rank 0, from the logs of all attempts in turn.
+
+    Attributes:
+        position: (attempt, bytes) up to which it was read.
+    """
+
+    def __init__(self, paths: RunPaths, position: Sequence[int] | None) -> None:
+        self._paths = paths
+        self.position = (0, 0) if position is None else (position[0], position[1])
+        self._looked = -math.inf
+
+    def lines(self, *, ended: bool) -> list[str]:
+        """Return the next lines; none if there are no more for now. ``ended``: nothing is added to the logs any more.
+
+        Of a line that was overwritten, as that of a progress bar, the last state is returned.
+        """
+        if lines := self._read(whole=ended):
+            return lines
+        if ended or time.monotonic() - self._looked >= LOOK_EVERY_S:
+            self._looked = time.monotonic()
+            for attempt in range(self.position[0] + 1, self._paths.next_attempt()):
+                if lines := self._read(whole=True):  # the end of the attempt before
+                    return lines
+                self.position = (attempt, 0)
+                if lines := self._read(whole=ended):
+                    return lines
+        return []
+
+    def _read(self, *, whole: bool) -> list[str]:
+        """Return the next lines of the present attempt; ``whole``: also an incomplete last one."""
+        attempt, offset = self.position
+        try:
+            with open_file(self._paths.rank_log(0, attempt)) as file:
+                file.seek(offset)
+                data = file.read(MOST_OUTPUT)
+        except FileNotFoundError:
+            return []
+        if not whole or len(data) == MOST_OUTPUT:
+            data = data[: data.rfind(b"\n") + 1] or (data if len(data) == MOST_OUTPUT else b"")
+        if not data:
+            return []
+        self.position = (attempt, offset + len(data))
+        text = data.decode(errors="replace").removesuffix("\n")
+        return [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
 
 
 @contextmanager

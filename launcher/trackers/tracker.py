@@ -119,6 +119,9 @@ class Tracker(ABC):
             A problem that did not prevent the delivery of the numbers.
         """
 
+    def log_output(self, lines: Sequence[str]) -> None:  # noqa: B027
+        """Deliver lines that rank 0 has printed. Lines whose delivery a kill has interrupted may be repeated."""
+
     @abstractmethod
     def finish(self, summary: dict[str, Any]) -> None:
         """Deliver the run's summary and verdict, and close the tracker's run."""

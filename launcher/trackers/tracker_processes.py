@@ -17,7 +17,7 @@ from typing import BinaryIO
 from launcher.errors import EXIT_DONE, Superseded, UserError
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
-from launcher.process import RUN_ID, inherited_environment
+from launcher.process import AGENT_PID, RUN_ID, inherited_environment
 from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import read_json, write_json, write_line
 from launcher.rundir.paths import RunPaths
@@ -56,12 +56,15 @@ class TrackerProcesses(threading.Thread):
 
     The processes inherit the creator's blocked stop signals and keep them blocked: each ends when its standard input
     closes, which also happens if this process is killed. They get the environment that this process has now.
+
+    Args:
+        of_agent: this process is the agent, and the parent of the workers.
     """
 
-    def __init__(self, plan: LaunchPlan, own: Incarnation) -> None:
+    def __init__(self, plan: LaunchPlan, own: Incarnation, *, of_agent: bool = False) -> None:
         super().__init__(daemon=True)
         self._plan, self._own = plan, own
-        self._env = inherited_environment(os.environ)
+        self._env = inherited_environment(os.environ) | ({AGENT_PID: str(os.getpid())} if of_agent else {})
         self._kept: dict[str, _Kept] = {}
         self._over = threading.Event()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import html
 import json
+import os
+import socket
 import struct
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -11,8 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config.choices import WandbMode
-from launcher.plan.host import without_secrets
+from launcher.config.schema import Config, Device
+from launcher.errors import ConfigError
+from launcher.plan.host import trial_of_wandb, without_secrets
 from launcher.plan.run_plan import RunPlan
+from launcher.process import AGENT_PID
+from launcher.rundir import code_snapshot
 from launcher.rundir.files import write_line
 from launcher.trackers.tracker import StepEntry, Tracker, library, sample_name
 
@@ -34,6 +40,14 @@ class WandbTracker(Tracker):
     def __init__(self, plan: RunPlan, status: Mapping[str, Any]) -> None:
         super().__init__(plan, status)
         self._run: Any = None
+
+    @classmethod
+    def check(cls, config: Config, env: Mapping[str, str]) -> None:
+        if trial_of_wandb(env) and config.wandb.mode is WandbMode.offline:
+            raise ConfigError(
+                "wandb.mode", "offline", f"sends no results to sweep {trial_of_wandb(env)}, whose trial this is.",
+                "Add wandb.mode=online to the sweep's command, or leave the tracker out: trackers=[].",
+            )  # fmt: skip
 
     @classmethod
     def destination(cls, plan: RunPlan, env: Mapping[str, str]) -> str:  # noqa: ARG003
@@ -73,7 +87,11 @@ class WandbTracker(Tracker):
     def _init(self, mode: WandbMode) -> Any:
         import wandb
 
-        plan = self.plan
+        plan, commit = self.plan, self._commit()
+        git: dict[str, Any] = {}
+        if commit is not None:
+            remote = code_snapshot.remote_of(Path(plan.cluster.cwd))
+            git = {"git_commit": commit.partition("-dirty")[0], "git_remote_url": remote}
         return wandb.init(
             id=plan.run.id,
             name=plan.run.name,
@@ -85,10 +103,38 @@ class WandbTracker(Tracker):
             tags=plan.wandb.tags or None,  # None: use W&B's own environment variable
             notes=plan.wandb.notes,
             job_type=plan.wandb.job_type,
-            config=without_secrets(json.loads(plan.to_json())),
+            config=without_secrets(json.loads(plan.to_json())) | ({"commit": commit} if commit else {}),
             resume="allow" if mode is WandbMode.online else None,
-            settings=wandb.Settings(init_timeout=INIT_TIMEOUT_S, console="off", disable_git=True, disable_code=True),
-        )
+            # no difference of the work tree is uploaded, and no output of this process
+            settings=wandb.Settings(
+                init_timeout=INIT_TIMEOUT_S, console="off", disable_git=True, disable_code=True,
+                **self._system_settings(), **git,
+            ),
+        )  # fmt: skip
+
+    def _system_settings(self) -> dict[str, Any]:
+        """Return the settings for system metrics: of the agent and all below it, while the run is active."""
+        agent = os.environ.get(AGENT_PID)
+        if agent is None:
+            return {"x_disable_stats": True}
+        settings: dict[str, Any] = {"x_stats_pid": int(agent), "x_stats_track_process_tree": True}
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        if self.plan.cluster.device is Device.cuda and all(map(str.isdecimal, gpus)):
+            settings["x_stats_gpu_device_ids"] = [*map(int, gpus)]
+        if self.plan.cluster.nodes > 1:
+            settings["x_label"] = f"node {self.plan.node}, {socket.gethostname()}"
+        return settings
+
+    def _commit(self) -> str | None:
+        """Return the commit of the directory in which the job was typed, unless the user has WANDB_DISABLE_GIT."""
+        if os.environ.get("WANDB_DISABLE_GIT", "false").lower() != "false":
+            return None
+        cluster = self.plan.cluster
+        return code_snapshot.commit_of(Path(cluster.import_from[0], "any"), cluster.copies)
+
+    def log_output(self, lines: Sequence[str]) -> None:
+        if os.environ.get("WANDB_CONSOLE") != "off":
+            self._run.write_logs("\n".join(lines))
 
     def log(self, entries: Sequence[StepEntry]) -> None:
         for entry in entries:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
+from launcher.cli.train import launch_train
 from launcher.config.hydra import compose
 from launcher.config.schema import ClusterKind
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, UserError
 from launcher.launch import planner
-from launcher.launch.planner import emulation_notes, plan_job
+from launcher.launch.planner import emulation_notes, new_run, plan_job
 from launcher.launch.slurm import client
 from launcher.plan.gpus import require_at_hand
 from launcher.plan.run_plan import RunPlan
+from launcher.trackers.installed import require_trackers
 from tests.conftest import Launch
 from tests.helpers import make_plan
 
@@ -47,6 +51,18 @@ def test_a_gpu_that_emulates_bf16_is_noted(gpu: str, precision: str, noted: bool
     plan = make_plan("cluster=elsewhere", f"cluster.gpu={gpu}", f"precision={precision}")
     assert any(f"{gpu.upper()} has no units for it" in note for note in emulation_notes(plan)) is noted
     assert precision != "auto" or plan.precision.reason == "auto: T4 emulates bf16"
+
+
+def test_a_trial_of_wandb_has_the_id_of_its_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_RUN_ID", "tr1al0id")
+    assert new_run(compose([]).run, "", "/").id != "tr1al0id", "of an outer run"
+    monkeypatch.setenv("WANDB_SWEEP_ID", "5weep")
+    assert new_run(compose([]).run, "", "/").id == "tr1al0id"
+    with pytest.raises(ConfigError, match=r"wandb.mode=offline: sends no results to sweep 5weep"):
+        require_trackers(compose([]), os.environ)
+    require_trackers(compose(["wandb.mode=online"]), os.environ)
+    with pytest.raises(UserError, match="a trial of W&B sweep 5weep is one run"):
+        launch_train(["-m", "train.seed=1,2"])
 
 
 def test_one_host_is_this_machine() -> None:

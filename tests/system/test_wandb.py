@@ -61,6 +61,9 @@ def test_the_offline_file_holds_config_every_step_once_and_the_summary_but_not_t
     assert "wandb sync" in done.stdout
     run = tmp_path / "runs" / "w"
     plan = json.loads((run / "plan.json").read_text())
+    (file,) = run.glob("wandb/offline-run-*/run-*.wandb")
+    shown_there = "".join(record.output_logger.line for record in wandb_records(file))
+    assert shown_there == (run / "logs" / "rank0.log").read_text()
     config, history, summary, ids = read_back(run)
     assert set(ids) == {plan["run"]["id"]}, "the id is the plan's, made before the start"
     assert {name: config[name] for name in plan} == plan

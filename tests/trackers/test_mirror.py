@@ -13,8 +13,9 @@ import pytest
 
 from launcher.report.tables import tracker_lines
 from launcher.rundir.fencing import Fence, Incarnation
+from launcher.rundir.paths import RunPaths
 from launcher.trackers import mirror as trackers
-from launcher.trackers.tracker import StepEntry, entries_of, settings_of
+from launcher.trackers.tracker import StepEntry, Tracker, entries_of, settings_of
 from tests.helpers import make_plan, patience
 from tests.infra.mirrored import (
     Growing,
@@ -106,7 +107,7 @@ def test_a_tracker_that_is_not_listed_is_left_alone(tmp_path: Path) -> None:
     assert status_of(plan, "mlflow") == {}
 
 
-class Failing:
+class Failing(Tracker):
     """Adapter that fails as its ``plan`` says, in the order of ``errors``."""
 
     errors: list[Exception | None]
@@ -303,3 +304,32 @@ def test_a_problem_says_what_is_wrong_and_what_to_check(text: str, cause: str) -
     shown = f"RuntimeError: {text.partition(' (Caused by')[0].removesuffix('.')}"
     assert problem.endswith(f" ({shown}).")
     assert trackers.problem_of("tensorboard", RuntimeError(text), make_plan()) == f"{shown}."
+
+
+def test_output_of_rank_0_is_read_once_over_all_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launcher.trackers.mirror.LOOK_EVERY_S", 0)
+    paths = RunPaths(tmp_path)
+    paths.logs.mkdir()
+
+    def write(text: str, attempt: int = 0) -> None:
+        with paths.rank_log(0, attempt).open("a") as file:
+            file.write(text)
+
+    output = trackers.RankOutput(paths, None)
+    assert output.lines(ended=False) == []
+    write("one\n  10%\r  20%\r\ntw")
+    assert output.lines(ended=False) == ["one", "  20%"]
+    assert output.lines(ended=False) == []
+    write("o\nthe last wo")
+    assert output.lines(ended=False) == ["two"]
+    paths.rank_log(1, 1).touch()  # an attempt without a rank 0
+    write("again\nand", attempt=2)
+    assert output.lines(ended=False) == ["the last wo"]
+    output = trackers.RankOutput(paths, [*output.position])  # as the next process
+    assert output.lines(ended=False) == ["again"]
+    assert output.lines(ended=False) == []
+    assert output.lines(ended=True) == ["and"]
+    assert output.lines(ended=True) == []
+    monkeypatch.setattr("launcher.trackers.mirror.MOST_OUTPUT", 4)
+    write(" more\nx\ny", attempt=2)
+    assert [output.lines(ended=True) for _ in range(4)] == [[" mor"], ["e", "x"], ["y"], []]

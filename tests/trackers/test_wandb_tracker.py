@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +15,13 @@ import wandb
 
 from launcher.config.key_facts import typed
 from launcher.plan.run_plan import RunPlan
+from launcher.process import AGENT_PID
 from launcher.rundir.paths import RunPaths
 from launcher.trackers.tracker import StepEntry, entries_of, sample_files
 from launcher.trackers.wandb_tracker import WandbTracker, wandb_media
 from tests.helpers import make_plan
 from tests.infra.mirrored import differences, in_wandb, record_of, saved_plan, wandb_records
+from tests.infra.runs import wait_for
 
 WANDB = {"WANDB_TAGS": "theirs,too", "WANDB_NOTES": "their notes", "WANDB_JOB_TYPE": "theirs", "WANDB_RUN_GROUP": "all"}
 
@@ -90,6 +96,64 @@ def test_the_summary_in_wandb_is_the_runs(tmp_path: Path) -> None:
         for directory in (tmp_path / "run" / "wandb").glob("offline-run-*"):
             if start == 0:  # the second one may start in the same second
                 directory.rename(f"{directory.parent}/offline-run-0-{directory.name}")
+
+
+HOLDS = "import sys; held = bytearray(200_000_000); print('ready', flush=True); sys.stdin.read()"
+AGENT = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {HOLDS!r}])"
+
+
+@pytest.mark.slow
+def test_wandb_shows_the_job_and_not_the_mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of a worker, which is below the agent; the user's commit; what rank 0 has printed."""
+    project = tmp_path / "project"
+    project.mkdir()
+    git = ["git", "-C", str(project), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (
+        ["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"],
+        ["remote", "add", "origin", "https://me:secret@example.org/mine.git"],
+    ):  # fmt: skip
+        subprocess.run([*git, *words], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    plan = saved_plan(tmp_path / "run", "wandb.mode=offline")
+    cluster = dataclasses.replace(plan.cluster, cwd=str(project), import_from=(str(project),), nodes=2)
+    plan = dataclasses.replace(plan, cluster=cluster)
+    agent = subprocess.Popen([sys.executable, "-S", "-c", AGENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert agent.stdout is not None
+        assert agent.stdout.readline() == b"ready\n"
+        monkeypatch.setenv(AGENT_PID, str(agent.pid))
+        adapter = WandbTracker(plan, {})
+        often = adapter._system_settings() | {"x_stats_sampling_interval": 0.1}
+        monkeypatch.setattr(adapter, "_system_settings", lambda: often)
+        adapter.open()
+        adapter.log_output(["epoch 1", "epoch 2"])
+        (file,) = (tmp_path / "run").glob("wandb/offline-run-*/run-*.wandb")
+        name = f"proc.memory.rssMB/l:node 0, {socket.gethostname()}"
+
+        def memory() -> float:
+            items = [item for record in wandb_records(file) for item in record.stats.item if item.key == name]
+            return max((float(item.value_json) for item in items), default=0)
+
+        wait_for(lambda: memory() > 150, "the worker's memory", every_s=0.5)  # the library buffers 32 KiB
+    finally:
+        agent.communicate()
+    adapter.finish({"verdict": "done"})
+    wandb.teardown()
+    assert b"secret" not in file.read_bytes()
+    found: dict[str, list[Any]] = {kind: [] for kind in ("environment", "output_logger", "run")}
+    for record in wandb_records(file):
+        if (kind := record.WhichOneof("record_type")) in found:
+            found[kind].append(getattr(record, kind))
+    assert "".join(each.line for each in found["output_logger"]) == "epoch 1\nepoch 2\n"
+    (of_git,) = [each.git for each in found["environment"] if each.HasField("git")]
+    assert of_git.commit == commit
+    assert of_git.remote_url.endswith("example.org/mine.git")
+    assert not [*file.parent.glob("files/diff*.patch")]
+
+    monkeypatch.setenv("WANDB_DISABLE_GIT", "true")
+    assert adapter._commit() is None
+    monkeypatch.delenv(AGENT_PID)
+    assert WandbTracker(plan, {})._system_settings() == {"x_disable_stats": True}, "the run is over"
 
 
 def test_wandb_shows_texts_and_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
