@@ -206,7 +206,7 @@ class BatchConfig:
     trying (on_oom=shrink). Default: the largest of 4, 3, 2, 1 that divides a rank's share."""
     accumulation: int | None = key(None, affects="time memory")
     """Micro-batches of one rank in one optimizer step."""
-    global_tokens: int | str | None = key(None, TOKENS, resume=_BATCH, affects=STEP)
+    global_tokens: int | str | None = key(None, TOKENS, resume=_BATCH, affects="")
     """In place of global_size, if all samples have equally many tokens (the task's tokens_per_sample()): tokens in one
     optimizer step, such as 65536, 64K or 4M (K: 1,024; M: 1,048,576)."""
     uneven: bool = key(False, affects="")

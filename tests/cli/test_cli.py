@@ -179,7 +179,15 @@ def test_plan_as_json_is_the_plan(launch: Launch) -> None:
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     sizes = {"global_size": 64, "micro_size": 4, "accumulation": 4, "world_size": 4}
-    assert plan["batch"] == {**sizes, "ramp": [], "norm": "leave", "on_oom": "stop", "balance": "none", "sites": 1}
+    assert plan["batch"] == {
+        **sizes,
+        "ramp": [],
+        "norm": "leave",
+        "on_oom": "stop",
+        "balance": "none",
+        "sites": 1,
+        "micro_tokens": None,
+    }
     assert plan["run"]["name"] == "x"
 
 

@@ -104,7 +104,7 @@ def runs(tmp_path: Path) -> Path:
         ("launch logs other --fo", ["--follow "]),
         ("launch report bytes_gpt-1 ot", ["other "]),
         ("launch status --dir elsewhere sw", ["sweep-1 "]),
-        ("launch resume other batch.mic", ["batch.micro_size="]),
+        ("launch resume other batch.mic", ["batch.micro_size=", "batch.micro_tokens="]),
         ("launch status no", []),
         ("launch completion z", ["zsh "]),
     ],
