@@ -51,7 +51,7 @@ from launcher.rundir.job_end import (
     Summary,
     end_status,
     error_of,
-    failed,
+    failed_summary,
     fails_again,
     failure_record,
 )
@@ -201,19 +201,19 @@ def _run_workers(
         # a scheduler may signal every process of a job, which kills a script that has no handler
         if shield.received is not None and record["exit_code"] == -shield.received:
             return _end_of_stop(plan, shield.received)
-        return failed(record)
+        return failed_summary(record)
     except _FailsAgain as error:
-        return failed(error.failure)
+        return failed_summary(error.failure)
     except RendezvousClosedError as closed:
         if str(closed) == rendezvous.GIVEN_UP:
             return {"verdict": "killed"}
         why = f"the hosts' agents did not come together: {closed}"
-        return failed(failure_record(why, plan.paths.node_log(plan.node), at=datetime.now(UTC)))
+        return failed_summary(failure_record(why, plan.paths.node_log(plan.node), at=datetime.now(UTC)))
     if shield.received is not None:  # the workers stopped before the agent saw the signal
         return _end_of_stop(plan, shield.received)
     if isinstance(plan, RunPlan) and plan.node == 0 and not plan.paths.summary.exists():
         why = "the workers left before the run was over, with status 0: does the task call sys.exit or os._exit?"
-        return failed(failure_record(why, plan.paths.newest_rank_log(0), exit_code=0))
+        return failed_summary(failure_record(why, plan.paths.newest_rank_log(0), exit_code=0))
     return {}
 
 

@@ -29,7 +29,7 @@ from launcher.rundir import history
 from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import read_json, write_json, write_text
 from launcher.rundir.history import Submission
-from launcher.rundir.job_end import CTRL_C, Summary, end_status, failed, failure_record
+from launcher.rundir.job_end import CTRL_C, Summary, end_status, failed_summary, failure_record
 from launcher.rundir.paths import RunPaths
 from launcher.trackers.tracker_processes import wait_after_stop
 
@@ -264,7 +264,7 @@ def _summary(plan: LaunchPlan, status: int) -> Summary:
     if status == 0:  # a `launch run` script writes no summary, nor do workers on nodes other than 0
         return {"verdict": "done"}
     error = f"the node agent ended with status {status}"
-    summary = failed(failure_record(error, plan.paths.node_log(plan.node), exit_code=status))
+    summary = failed_summary(failure_record(error, plan.paths.node_log(plan.node), exit_code=status))
     return summary | {"verdict": "killed"} if status < 0 else summary
 
 

@@ -6,8 +6,9 @@
 | error that would occur again | failed  | 2 or 1, by its class  | no                   | no                           |
 | only lost connections        | failed  | 1                     | cluster.max_restarts | yes, if it is `launch train` |
 | any other error, or a hang   | failed  | 1                     | cluster.max_restarts | no                           |
-| stopped and saved            | stopped | 75; by Ctrl-C 130     | no                   | if it is preempted, or near  |
-| stopped without saving       | killed  | 130; nothing lost: 75 | no                   | the time limit               |
+| stopped and saved            | stopped | 75; by Ctrl-C 130     | no                   | if preempted or near its end |
+| stopped without saving       | killed  | 130; nothing lost: 75 | no                   | -                            |
+| the same in a Slurm job      | killed  | 75                    | no                   | if preempted or near its end |
 
 launcher/launch/agent.py restarts, launcher/launch/slurm/outcome.py requeues.
 """
@@ -84,7 +85,7 @@ def failure_record(
     return record if at is None else record | {"at": at.isoformat(timespec="milliseconds")}
 
 
-def failed(failure: Failure) -> Summary:
+def failed_summary(failure: Failure) -> Summary:
     """Return the verdict of a job that failed by ``failure``."""
     return {"verdict": "failed", "failure": failure}
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from launcher.rundir.job_end import HANG, LOST_PEER, end_status, failed, fails_again, failure_record
+from launcher.rundir.job_end import HANG, LOST_PEER, end_status, failed_summary, fails_again, failure_record
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from launcher.rundir.job_end import HANG, LOST_PEER, end_status, failed, fails_a
 )
 def test_a_failure_has_the_status_of_its_class(kind: str | None, status: int, again: bool) -> None:
     failure = failure_record("why", None, rank=0, kind=kind)
-    assert (end_status(failed(failure)), fails_again(failure)) == (status, again)
+    assert (end_status(failed_summary(failure)), fails_again(failure)) == (status, again)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from launcher.extensions.hosts.channel import LOST_AFTER_S, Channel, Listener, M
 from launcher.launch.network import free_port
 from launcher.plan.clusters import Peers, Regrouping
 from launcher.quantities import count
-from launcher.rundir.job_end import LOST_PEER, Summary, failed, failure_record
+from launcher.rundir.job_end import LOST_PEER, Summary, failed_summary, failure_record
 
 # seconds by which a reset connection may be noticed later here than by the workers that were connected to that host
 _RESET_MARGIN_S = 2.0
@@ -90,7 +90,7 @@ class OtherHost(Peers):
         self._first.close()
         if self._verdict is not None:
             return self._verdict
-        return {"verdict": "killed"} if self._stopped else failed(lost_host(0, self._first))
+        return {"verdict": "killed"} if self._stopped else failed_summary(lost_host(0, self._first))
 
 
 class FirstHost(Peers):
@@ -190,7 +190,7 @@ class FirstHost(Peers):
             left = len(self._left())
             few = f"{count(left, 'host')} {'is' if left == 1 else 'are'} left, and cluster.nodes has {self._least}"
             first = first | {"error": f"{first['error']}; {few} at least"}
-        return own | failed(first)
+        return own | failed_summary(first)
 
     def _first_failure(self) -> Summary | None:
         """Return the failure of the host that failed first, or None.

@@ -30,7 +30,7 @@ from enum import StrEnum
 
 from launcher.errors import EXIT_DONE, EXIT_FAILED
 from launcher.quantities import first_names
-from launcher.rundir.job_end import end_status, failed
+from launcher.rundir.job_end import end_status, failed_summary
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class Certificate:
     @property
     def exit_status(self) -> int:
         if self.outcome is VerifyOutcome.refused:  # that of the same error in `launch train`
-            return end_status(failed({"kind": str(self.refused).partition(":")[0]}))
+            return end_status(failed_summary({"kind": str(self.refused).partition(":")[0]}))
         return EXIT_DONE if self.outcome is VerifyOutcome.exact else EXIT_FAILED
 
 

@@ -29,7 +29,7 @@ from launcher.rundir.job_end import (
     Failure,
     Summary,
     end_status,
-    failed,
+    failed_summary,
     fails_again,
     failure_record,
 )
@@ -75,6 +75,9 @@ def conclude(plan: LaunchPlan, task: SlurmTask, fence: Fence, ended: Summary) ->
     elif stopped_by and task.node == 0 and others.find_killed_task(task):
         return EXIT_FAILED
     if not stopped_by:
+        if ended.get("verdict") == "killed":  # another node has given up, and is about to report why
+            wait_until(others.all, _REASON_WITHIN_S)
+            return EXIT_FAILED
         status = end_status({"verdict": "done"} | ended)
         if task.node == 0 and status == EXIT_DONE:
             if not isinstance(plan, RunPlan):
@@ -204,7 +207,7 @@ def _report(task: SlurmTask, fence: Fence, own: Failure) -> Reports:
 
 def conclude_failure(plan: LaunchPlan, task: SlurmTask, fence: Fence, own: Failure) -> int:
     """Return the exit status after a failure; if only connections were lost, have Slurm replace the lost nodes."""
-    reports, status = _report(task, fence, own), end_status(failed(own))
+    reports, status = _report(task, fence, own), end_status(failed_summary(own))
     if not reports.only_lost_connections():
         return status
     print("The connection to other nodes is lost. Waiting for reports of these nodes or of Slurm.", flush=True)
@@ -247,7 +250,7 @@ class Reports:
             failures = newest
             # the nodes' clocks differ: a rank that lost a peer is never the cause if another failed otherwise
             first = min(failures.values(), key=lambda failure: (lost_its_peers(failure), failure.get("at", "~")))
-            write_json(paths.summary, (read_json(paths.summary) or {}) | failed(first))
+            write_json(paths.summary, (read_json(paths.summary) or {}) | failed_summary(first))
 
     def write(self, failure: Failure) -> None:
         """Report a failure to the other nodes, and leave the summary as it is."""
@@ -271,7 +274,7 @@ class Reports:
                 "host": killed.host,
             }
             self.write(failure)
-            write_json(paths.summary, (read_json(paths.summary) or {}) | failed(failure))
+            write_json(paths.summary, (read_json(paths.summary) or {}) | failed_summary(failure))
             history.note_event(paths, "failed", node=killed.node, error=str(killed))
         return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from launcher.rundir import history
 from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import read_json, write_json
 from launcher.rundir.history import Submission
-from launcher.rundir.job_end import LOST_PEER, Failure, Summary, failed, failure_record
+from launcher.rundir.job_end import LOST_PEER, Failure, Summary, failed_summary, failure_record
 from launcher.rundir.paths import RunPaths
 from launcher.tracebacks import lost_connection
 from tests.helpers import make_plan
@@ -75,7 +76,7 @@ class Situation:
 
 
 def broken(error: str, **known: Any) -> Summary:
-    return failed(failure_record(error, None, rank=1, **known))
+    return failed_summary(failure_record(error, None, rank=1, **known))
 
 
 @pytest.fixture
@@ -293,6 +294,20 @@ def test_an_error_of_the_runs_own_ends_the_job(now: Situation) -> None:
     assert (summary["verdict"], summary["failure"]["error"], summary["failure"]["node"]) == (
         "failed", "ValueError: cursed", 1
     )  # fmt: skip
+
+
+def test_a_node_that_another_one_left_waiting_hears_why_and_has_no_status_above_that_of_the_cause(
+    now: Situation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """srun returns the highest status of all: 130 would hide that the input is wrong."""
+
+    def reported(condition: Callable[[], object], within_s: float) -> bool:  # noqa: ARG001
+        Reports(now.fence, 1, 2).add(failure_record("there is no such file", None, rank=1, kind="TaskError"))
+        return bool(condition())
+
+    monkeypatch.setattr(outcome, "wait_until", reported)
+    assert now.conclude({"verdict": "killed"}) == EXIT_FAILED
+    assert (read_json(now.paths.summary) or {})["failure"]["kind"] == "TaskError"
 
 
 def test_nodes_that_lost_each_other_begin_again(now: Situation) -> None:
