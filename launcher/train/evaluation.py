@@ -110,6 +110,7 @@ class Evaluation:
                     if batch is None:
                         break
                     HEARTBEAT.beat(Phase.evaluating, number)
+                    engine.parallel.meter.open_window()  # a long evaluation must not keep the timers of all batches
                     with engine.precision.autocast():
                         found = [*self._losses(module, batch, rows)]
                     self._add(found, sums)

@@ -70,6 +70,21 @@ def train(place: Path, callback: object, every: int, *, steps: int = 8, by_hand:
 
 
 @pytest.mark.usefixtures("alone")
+def test_an_evaluation_keeps_the_timers_of_one_batch() -> None:
+    plan = make_plan(["cluster.device=cpu", "batch.micro_size=1", "train.loader_workers=0"], samples=None)
+    engine = Engine(model := nn.Linear(4, 1), torch.optim.SGD(model.parameters(), 0.1), plan)
+    meter, kept = engine.parallel.meter, list[int]()
+
+    def loss(model: Any, batch: Tensor) -> tuple[Tensor, int]:
+        meter.start_timer().stop()
+        kept.append(len(meter._timers))  # pyright: ignore[reportPrivateUsage]
+        return model(batch).sum(), len(batch)
+
+    engine.evaluate(DATA, loss)
+    assert kept == [1] * len(DATA)
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("every", "by_hand"), [(2, 0), (100, 4)])
 def test_a_resumed_run_has_the_callbacks_state_after_the_evaluation(tmp_path: Path, every: int, by_hand: int) -> None:
     """A step is saved before it is evaluated; ``by_hand``, after it."""
