@@ -32,7 +32,6 @@ from launcher.launch.program import no_program, require_program
 from launcher.launch.slurm import client, submit
 from launcher.plan.callback_plan import BELL
 from launcher.plan.clusters import Peers, cluster_of
-from launcher.plan.host import trial_of_wandb
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.placement import solve_script
 from launcher.plan.run_plan import RunPlan
@@ -44,6 +43,7 @@ from launcher.runs import control
 from launcher.runs.status import Run, RunState
 from launcher.sweeps.conductor import Conductor
 from launcher.sweeps.reuse import look_at_sweeps, restart_runs
+from launcher.trackers.wandb_tracker import trial_of_wandb
 
 if TYPE_CHECKING:
     from rich.console import Console

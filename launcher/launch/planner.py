@@ -33,7 +33,7 @@ from launcher.plan import host
 from launcher.plan.batch import before_tokens, with_any_global_size
 from launcher.plan.float_format import float_format
 from launcher.plan.gpus import find_gpu
-from launcher.plan.host import Partition, Site, trial_of_wandb
+from launcher.plan.host import Partition, Site
 from launcher.plan.initial_weights import InitialWeights, find_weights
 from launcher.plan.launch_plan import RunInfo, node_range
 from launcher.plan.run_plan import RunPlan, TaskPlan
@@ -53,6 +53,7 @@ from launcher.plan.windows import ANY_NUMBER
 from launcher.process import RUN_DIR, RUN_ID
 from launcher.quantities import count
 from launcher.trackers.installed import require_trackers
+from launcher.trackers.wandb_tracker import trial_of_wandb
 
 T = TypeVar("T")
 _MOST_AT_ONCE = 4  # tasks that are inspected

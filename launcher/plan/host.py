@@ -263,11 +263,6 @@ def missing_for_compiling(device: Device, env: Mapping[str, str], include: str |
 INSTALL_COMPILER = "Install them, on Debian and Ubuntu: apt-get install g++ python3-dev."
 
 
-def trial_of_wandb(env: Mapping[str, str]) -> str:
-    """Return the sweep of W&B of which `wandb agent` has started this command as a trial; else nothing."""
-    return env.get("WANDB_SWEEP_ID", "")
-
-
 def without_path(word: str) -> str:
     """Return an entry of ``notify`` for people to read: the path of a web address may be a secret."""
     return re.sub(r"^(https?://[^/?#\s]+)[/?#].*", r"\1/...", word)

@@ -15,7 +15,7 @@ from typing import Any
 from launcher.config.choices import WandbMode
 from launcher.config.schema import Config, Device
 from launcher.errors import ConfigError
-from launcher.plan.host import trial_of_wandb, without_secrets
+from launcher.plan.host import without_secrets
 from launcher.plan.run_plan import RunPlan
 from launcher.process import AGENT_PID
 from launcher.rundir import code_snapshot
@@ -25,6 +25,11 @@ from launcher.trackers.tracker import StepEntry, Tracker, library, sample_name
 INIT_TIMEOUT_S = 30
 _DIES_WITHIN_S = 10
 _PART, _BLOCK, _WHOLE, _FIRST, _LAST = struct.Struct("<IHB"), 32768, 1, 2, 4  # of a file of W&B
+
+
+def trial_of_wandb(env: Mapping[str, str]) -> str:
+    """Return the sweep of W&B of which `wandb agent` has started this command as a trial; else nothing."""
+    return env.get("WANDB_SWEEP_ID", "")
 
 
 class WandbTracker(Tracker):
