@@ -168,7 +168,8 @@ class Calibration:
                 self.result = self._measure(kinds)
             finally:  # free the copies of tensors, and the batches
                 del self._kept, self._micro_batches
-        if self._device.type == "cuda":  # memory/peak_bytes is compared with the prediction for training
+        if self._device.type == "cuda":  # the record's peaks are those of training
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def _kinds(self) -> list[WindowSync]:
