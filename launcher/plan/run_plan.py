@@ -416,8 +416,10 @@ class RunPlan(LaunchPlan):
         """
         train, windows = self.train, self.epoch.windows
         often = (train.log_every, train.eval_every, self.checkpoint.every if self.checkpoint.enabled else 0)
-        # the end of an epoch is not known of a stream, and other than this with a ramp
-        may_end = windows is None or bool(self.batch.ramp) or (window + 1) % windows == 0
+        # the end of an epoch is not known of a stream, and other than this with a ramp; skipped windows defer what is
+        # due then
+        skipped = window + 1 - step
+        may_end = windows is None or bool(self.batch.ramp) or (window + 1) % windows <= skipped
         return self.ends_with(step, window) or any(is_due(every, step, epoch_over=may_end) for every in often)
 
     def ends_with(self, step: int, window: int) -> bool:
