@@ -11,8 +11,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from launcher.config.key_facts import TOKENS, tokens_in
 from launcher.config.schema import Balance, BatchConfig, Norm, OnOom, ShortWindow
@@ -118,7 +120,7 @@ class Batch:
             raise ConfigError("batch.micro_size", micro, f"the training data has batches of {size} samples.", remedy)
         for window in self.sizes:
             if window % micro:
-                key, remedy = "batch.global_size", f"Use a multiple of {micro}, the samples of a batch."
+                key, remedy = "batch.global_size", f"Use a multiple of {micro} samples, the size of a batch."
                 raise ConfigError(key if window == self.global_size else "batch.ramp", window, whole, remedy)
         keys = {"balance": self.balance is not Balance.none, "on_oom": self.on_oom is OnOom.shrink and micro > 1}
         for key in (key for key, refused in keys.items() if refused):
@@ -170,11 +172,28 @@ class Batch:
         return self.global_size
 
 
+def require_tokens(value: Any) -> int | None:
+    """Return the tokens of a sample as a task or a script states them; None if it states none.
+
+    Raises:
+        ConfigError: they are no number of tokens.
+    """
+    if value is None:
+        return None
+    try:
+        tokens = operator.index(value)
+    except TypeError:
+        tokens = 0
+    if tokens < 1:
+        raise ConfigError("tokens_per_sample", value, "must be a whole number of at least 1, or None.")
+    return tokens
+
+
 def in_samples(config: BatchConfig, tokens: int | None) -> BatchConfig:
     """Return ``config`` with global_size in place of global_tokens.
 
     Args:
-        tokens: of each sample; None if they are not known.
+        tokens: tokens of each sample; None if they are not known.
 
     Raises:
         ConfigError: they are not known, the sizes contradict each other, or a sample would be divided.
@@ -205,8 +224,8 @@ def in_samples(config: BatchConfig, tokens: int | None) -> BatchConfig:
 
 
 def before_tokens(config: BatchConfig) -> BatchConfig:
-    """Return ``config`` with a global batch that all ranks can share, if it is set in tokens, before the tokens of a
-    sample are known."""
+    """Return ``config`` with a global batch that all ranks can share in place of one in tokens, for a plan that is
+    made before the tokens of a sample are known."""
     if config.global_tokens is None:
         return config
     micro = config.micro_size if isinstance(config.micro_size, int) else 1
@@ -215,13 +234,10 @@ def before_tokens(config: BatchConfig) -> BatchConfig:
     )
 
 
-def solve_batch(config: BatchConfig, world_size: int, *, ready: bool = False) -> Batch:
+def solve_batch(config: BatchConfig, world_size: int) -> Batch:
     """Derive the sizes that the user left open from the sizes that are set.
 
     Nothing is rounded, except accumulation with ``uneven``.
-
-    Args:
-        ready: the training data has batches of ``micro_size`` samples, so another size is advised for these.
 
     Raises:
         ConfigError: a size below 1, sizes that contradict each other, or a division with a remainder; the message
@@ -244,7 +260,7 @@ def solve_batch(config: BatchConfig, world_size: int, *, ready: bool = False) ->
         micro = _derive_micro(config, total, world_size)
     rounds = -(-total // (micro * world_size))
     if accumulation is None:
-        accumulation = rounds if config.uneven else _divide(total, micro, world_size, "micro_size", micro, ready=ready)
+        accumulation = rounds if config.uneven else _divide(total, micro, world_size, "micro_size", micro)
     if accumulation != rounds or (not config.uneven and micro * accumulation * world_size != total):
         product = micro * accumulation * world_size
         if config.uneven:
@@ -282,10 +298,10 @@ def with_any_global_size(config: BatchConfig, error: ConfigError) -> tuple[Batch
     )
 
 
-def solve_largest(config: BatchConfig, world_size: int, *, ready: bool = False) -> Batch:
+def solve_largest(config: BatchConfig, world_size: int) -> Batch:
     """Return the batch on the most hosts. A range of hosts permits unequal shares where needed, without ``uneven``."""
     try:
-        return solve_batch(config, world_size, ready=ready)
+        return solve_batch(config, world_size)
     except ConfigError as error:
         if config.uneven:
             raise
@@ -401,20 +417,18 @@ def _derive_micro(config: BatchConfig, total: int, world_size: int) -> int:
     return max(d for d in range(1, DEFAULT_MICRO_SIZE + 1) if math.gcd(*shares) % d == 0)
 
 
-def _divide(total: int, factor: int, world_size: int, name: str, value: int, *, ready: bool = False) -> int:
+def _divide(total: int, factor: int, world_size: int, name: str, value: int) -> int:
     quotient, rest = divmod(total, factor * world_size)
     if quotient and not rest:
         return quotient
     unit = factor * world_size
     choices = [f"batch.global_size={_listed(_nearest_multiples(total, unit))}"]
     if name != "global_size" and total % world_size == 0:
-        near = _listed(_nearest_divisors(total // world_size, value))
-        choices.append(f"a DataLoader with batch_size={near}" if ready else f"batch.{name}={near}")
+        choices.append(f"batch.{name}={_listed(_nearest_divisors(total // world_size, value))}")
     if total % factor == 0:
         worlds = _nearest_divisors(total // factor, world_size)
         choices.append(f"{_listed(worlds)} ranks (cluster.workers_per_node)")
-    if not ready or total % factor == 0:
-        choices.append("unequal shares (batch.uneven=true)")
+    choices.append("unequal shares (batch.uneven=true)")
     given = f"batch.global_size={total}"
     if name != "global_size":
         given += f" batch.{name}={value}"

@@ -31,7 +31,7 @@ from launcher.config.schema import (
     WandbConfig,
     facts_by_key,
 )
-from launcher.plan.batch import Batch
+from launcher.plan.batch import Batch, require_tokens
 from launcher.plan.division import SitesPlan
 from launcher.plan.initial_weights import InitialWeights
 from launcher.plan.launch_plan import LaunchPlan
@@ -201,7 +201,7 @@ class TaskPlan:
         """Return the plan for a user's own training loop, whose model is not inspected."""
         return cls(
             target="", params={}, samples=samples, parameters=None, gradient_bytes=None, unit_parameters=None,
-            tokens_per_sample=tokens_per_sample,
+            tokens_per_sample=require_tokens(tokens_per_sample),
         )  # fmt: skip
 
     def trained_bytes(self, formats: Parameters) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 
 from launcher.config.key_facts import EPOCH
@@ -161,11 +162,10 @@ def solve(
         except ConfigError as error:
             if not error.key.startswith("batch.global_size"):
                 raise
+            each = task.tokens_per_sample or 1
             problem, _, remedy = str(error).partition("\n  ")
-            each = f"{task.tokens_per_sample:,} tokens"
-            remedy += f" In tokens that is {task.tokens_per_sample} times as many; or leave batch.global_tokens out."
-            problem = f"is {count(size.global_size or 0, 'sample')} of {each}. {problem}"
-            raise ConfigError("batch.global_tokens", tokens, problem, remedy) from None
+            problem = f"is {count(size.global_size or 0, 'sample')} of {each:,} tokens. {problem}"
+            raise ConfigError("batch.global_tokens", tokens, problem, _in_tokens(remedy, each)) from None
     if config.strategy.kind is StrategyKind.auto:
         plan = solve(with_strategy(config, StrategyKind.ddp), site, task, run, started, rebatch)
         if plan.cluster.world_size > 1 or not plan.cluster.range.fixed:
@@ -175,14 +175,18 @@ def solve(
         )
     check_values(config)
     _require_consistent(config)
-    ready = task.stream is not None and task.stream.ready
     config = _with_ready_batches(config, task)
     nodes = node_range(config.cluster.nodes)
     cluster = solve_cluster(config.cluster, site, run.name, config.strategy.kind, started)
-    if started is not None or nodes.fixed:
-        batch = rebatch(solve_batch(config.batch, cluster.world_size, ready=ready))
-        return _on_cluster(config, site, task, run, cluster, batch)
-    largest = rebatch(solve_largest(config.batch, cluster.world_size, ready=ready))
+    fixed = started is not None or nodes.fixed
+    try:
+        largest = rebatch((solve_batch if fixed else solve_largest)(config.batch, cluster.world_size))
+    except ConfigError as error:
+        if task.stream is not None and task.stream.ready:
+            error.args = (_on_loader(str(error)),)
+        raise
+    if fixed:
+        return _on_cluster(config, site, task, run, cluster, largest)
     plan = _on_cluster(config, site, task, run, cluster, largest)
     fewer: list[RunPlan] = []
     for hosts in range(nodes.least, nodes.most):
@@ -194,6 +198,25 @@ def solve(
             raise _on_hosts(hosts, config.cluster.nodes, error) from None
     batches = {each.cluster.nodes: each.batch for each in (plan, *fewer)}
     return plan.with_fewer(fewer).with_notes(batch_notes(config.batch, batches, task.batch_norms))
+
+
+def _in_tokens(remedy: str, each: int) -> str:
+    """Return advice on batch.global_size as advice on batch.global_tokens, with ``each`` tokens in a sample."""
+
+    def rewritten(advice: re.Match[str]) -> str:
+        sizes = re.sub(r"\d+", lambda size: str(int(size[0]) * each), advice[1])
+        return f"batch.global_tokens{sizes}"
+
+    return re.sub(r"batch\.global_size((?:=| of )\d+(?: or \d+)?)", rewritten, remedy)
+
+
+def _on_loader(message: str) -> str:
+    """Return advice on batch.micro_size as advice on the DataLoader whose batches are the micro-batches."""
+    message = message.replace("; or batch.micro_size=", "; or a DataLoader with batch_size=")
+    if "cluster.workers_per_node" in message:
+        return message
+    # a window has no whole number of batches, which neither other ranks nor unequal shares would change
+    return message.replace("; or unequal shares (batch.uneven=true)", "")
 
 
 def _with_ready_batches(config: Config, task: TaskPlan) -> Config:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import cast
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from launcher.config.schema import BatchConfig
 from launcher.errors import ConfigError
 from launcher.plan.batch import Batch, RampStage, in_samples, solve_batch
+from launcher.plan.run_plan import TaskPlan
 from launcher.plan.windows import Span, Windows, count_windows, share_of_window
 
 sizes = st.integers(1, 64)
@@ -61,6 +64,13 @@ def test_a_batch_in_tokens() -> None:
     for message, (tokens, each) in refused.items():
         with pytest.raises(ConfigError, match=f"batch.global_tokens=.*{message}"):
             in_samples(BatchConfig(global_tokens=tokens, global_size=64 if each == 1 else None), each)
+
+
+def test_tokens_of_a_sample() -> None:
+    assert type(TaskPlan.unknown(10, cast("int", np.int64(4))).tokens_per_sample) is int
+    for tokens in (0, -1, 4.0, "4"):
+        with pytest.raises(ConfigError, match=f"tokens_per_sample={tokens}: must be a whole number of at least 1"):
+            TaskPlan.unknown(10, cast("int", tokens))
 
 
 def test_the_documented_message() -> None:

@@ -55,9 +55,11 @@ def test_a_batch_in_tokens_is_refused_in_both_units() -> None:
     assert str(refused.value) == (
         "batch.global_tokens=8K: is 64 samples of 128 tokens. batch.global_size=64 batch.micro_size=3: 64 samples "
         "cannot be shared by 2 ranks in units of 3.\n"
-        "  Nearest choices: batch.global_size=60 or 66; or batch.micro_size=2 or 4; or unequal shares "
-        "(batch.uneven=true). In tokens that is 128 times as many; or leave batch.global_tokens out."
+        "  Nearest choices: batch.global_tokens=7680 or 8448; or batch.micro_size=2 or 4; or unequal shares "
+        "(batch.uneven=true)."
     )
+    with pytest.raises(ConfigError, match=r"is 1,024 samples .*\n  Use batch\.global_tokens of 128000 or less\."):
+        make_plan("batch.global_tokens=128K", task=task)
 
 
 def test_ready_batches_are_the_micro_batches() -> None:
@@ -75,6 +77,7 @@ def test_ready_batches_are_the_micro_batches() -> None:
      (3, "batch.on_oom=shrink", "batch.on_oom=shrink: the batches"), (3, "batch.short_window=drop", "ready batches"),
      (3, "batch.balance=length", "batch.balance=length: the batches"), (7, "batch.uneven=true", "a multiple of 7"),
      (9, "batch.norm=leave", "batch.global_size=18 or 36; or a DataLoader with batch_size=6 or 12."),
+     (8, "batch.norm=leave", "batch_size=6 or 12; or 1 or 3 ranks (cluster.workers_per_node); or unequal shares"),
      (3, "train.data_shards=2", "divides streams only")],
 )  # fmt: skip
 def test_what_ready_batches_cannot_do(size: int | None, override: str, error: str) -> None:

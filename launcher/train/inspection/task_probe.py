@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from launcher.config.schema import Balance, Device, LrScaling, OptimizerConfig, ScheduleConfig
 from launcher.errors import DataError, LauncherError, TaskError, UserError
 from launcher.loss import has_window_loss
+from launcher.plan.batch import require_tokens
 from launcher.plan.callback_plan import require_callbacks
 from launcher.plan.float_format import float_format
 from launcher.plan.optimizer_plan import assign, require_members, solve_optimizer
@@ -113,13 +114,10 @@ def _tokens_per_sample(task: Task) -> int | None:
     """Return what the task's method of that name returns; None without it.
 
     Raises:
-        TaskError: it returns no number of tokens.
+        ConfigError: it returns no number of tokens.
     """
     own: Callable[[], Any] | None = getattr(task, "tokens_per_sample", None)
-    tokens = None if own is None else own()
-    if tokens is not None and (not isinstance(tokens, int) or tokens < 1):
-        raise TaskError(f"tokens_per_sample() returned {tokens!r}.\n  Return a whole number of at least 1, or None.")
-    return tokens
+    return None if own is None else require_tokens(own())
 
 
 def _sizes(model: nn.Module, task: Task, *, shards: bool) -> dict[str, int]:
