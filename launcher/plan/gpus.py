@@ -1,7 +1,7 @@
 """GPUs that jobs may be planned for: memory and peak FLOP/s as their data sheets state them.
 
-No row has been compared with a GPU yet. ``cluster.gpu`` names one of them for a plan on a machine without it.
-``throughput/mfu`` uses the same peaks.
+Jobs have run on one of them, the H200 (docs/development/gpu.md); no other row has been compared with a GPU.
+``cluster.gpu`` names one of them for a plan on a machine without it. ``throughput/mfu`` uses the same peaks.
 """
 
 from __future__ import annotations

@@ -47,10 +47,10 @@ class OpenedRun:
     """A run's task, model and data, with the weights of one of its checkpoints.
 
     Attributes:
-        directory: of the run.
+        directory: directory of the run.
         checkpoint, step: directory of the checkpoint, and its optimizer step.
-        plan: of the run, for this one process.
-        task: the run's, with its state in the checkpoint.
+        plan: plan of the run, for this one process.
+        task: task of the run, with its state in the checkpoint.
         model: the task's own model on this process's device, in eval mode. With an optimizer or a callback that has
             other parameters for evaluations: those of the checkpoint's model, as `launch export` writes them.
         train_data: the training data, as the task returns it.
@@ -96,7 +96,7 @@ def open_run(
     Args:
         run: directory of the run, or its name in ``runs``.
         overrides: other data to evaluate on, such as ``["task.held_out=other.txt"]``; ``cluster.device=cpu``.
-        step: of the checkpoint; None: the newest.
+        step: optimizer step of the checkpoint; None: the newest.
         best: the checkpoint of the best evaluation (checkpoint.best).
 
     Raises:

@@ -83,7 +83,8 @@ class RunEngine(Engine):
         the checkpoint.
 
         Args:
-            eval_data: held-out data, or a dict of several, evaluated every train.eval_every steps and at the end.
+            eval_data: held-out data, or a dict of several, evaluated every train.eval_every steps, or at the end of
+                each epoch (train.eval_every=epoch), and at the end.
             loss: (model, batch) -> (loss_sum, items), (loss_sum, items, metrics), Loss or a list of several, for
                 ``eval_data``.
             collate: as of ``windows``, for ``eval_data``.

@@ -34,7 +34,7 @@ class ExportOptions:
     """Choice of what is exported, and how.
 
     Attributes:
-        step: of the checkpoint; None: the newest.
+        step: optimizer step of the checkpoint; None: the newest.
         best: the checkpoint of the best evaluation.
         ema: the averages of the callback Ema in place of the parameters.
         merge_lora: adapters of peft are merged into the model.

@@ -66,7 +66,7 @@ def checkpoint_tensors(
 
 
 def evaluated_tensors(engine: Engine, changing_buffers: list[str]) -> dict[str, Any]:
-    """Return those of ``checkpoint_tensors`` that an evaluation needs: model, buffers and state of callbacks."""
+    """Return the entries of ``checkpoint_tensors`` that an evaluation needs: model, buffers and state of callbacks."""
     module = engine.parallel.module
     model = get_model_state_dict(module)
     _require_text_keys(model)

@@ -44,7 +44,7 @@ class BalancedWindow(NamedTuple):
         offsets: by rank and micro-batch: offsets into the window, longest sample first.
         stand_in: offset of the shortest sample, which a rank without samples runs with weight zero.
         padding_fraction: part of all positions of the micro-batches that is padding if each one is padded to its
-            longest sample: 1 - sum of lengths / sum of (samples x longest).
+            longest sample: 1 - sum of lengths / sum of (samples x longest). It says nothing about packed rows.
     """
 
     offsets: list[list[list[int]]]

@@ -101,7 +101,8 @@ def prefetch(
     order: Iterable[Any] | None = None,
     readers: int = 1,
 ) -> Generator[MicroBatch, None, None]:
-    """Yield micro-batches of ``source``, which loader processes read two windows ahead of the step.
+    """Yield micro-batches of ``source``, which loader processes read ahead of the step: as many as two windows are
+    planned to have.
 
     Args:
         source: dataset of the arguments of MicroBatch: one item for each element of ``order``, or iterable if ``order``

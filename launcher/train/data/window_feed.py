@@ -233,7 +233,7 @@ class MapFeed:
         return WindowPosition(self._index + 1, following.epoch, following.window)
 
     def samples_text(self, note: _Spec | None) -> str:
-        """Return a text on the samples of the micro-batch with this note; empty if they are not known."""
+        """Return the names of the samples of the micro-batch with this note; empty if they are not known."""
         if note is None:
             return ""
         indices = self._order.take(note.epoch, note.first, note.size)

@@ -516,7 +516,7 @@ class Engine:
         return f"step {self.steps + 1} on rank {self.world.rank_in_job}{which}"
 
     def _samples_text(self, number: int) -> str:
-        """Return a text on the samples of the window's micro-batch ``number``, from 1; empty if they are unknown."""
+        """Return the names of the samples of the window's micro-batch ``number``, from 1; empty if they are unknown."""
         notes = self._current.notes
         return self._feed.samples_text(notes[number - 1]) if 0 < number <= len(notes) else ""
 
