@@ -45,7 +45,7 @@ LONGEST_PAUSE_S = 300
 # a process that lived so long, in seconds, and delivered starts counting its trials again
 WORKED_S = 120
 AT_ONCE = 100  # entries of one delivery
-LOOK_EVERY_S = 5  # for the log of another attempt
+LOOK_EVERY_S = 5  # for the log of another attempt; and how often the position in it is kept
 MOST_OUTPUT = 2**18  # bytes of rank 0's output in one delivery
 MOST_LETTERS = 300  # of an error's own text in a message
 # Limit after the end of input: W&B waits for an unresponsive server without a limit, and a killed agent cannot end
@@ -148,6 +148,7 @@ class _Mirror:
         problem = opened.get("problem")
         takes_output = type(adapter).log_output is not Tracker.log_output
         tail, output, more = Tail(plan.paths.metrics), RankOutput(plan.paths, before.get("output")), True
+        kept = -math.inf
         while more:
             # check for the job's end before reading, so that the last read includes everything written before it
             more = not _ended()
@@ -165,7 +166,11 @@ class _Mirror:
                     break
             if new or not more:
                 done = new[-1].step if new else done
-                self._status.set(problem=problem, **({"output": [*output.position]} if takes_output else {}))
+                position: dict[str, Any] = {}
+                # it changes all the time, and each write waits for the disk: a killed process repeats some seconds
+                if takes_output and (not more or time.monotonic() - kept >= LOOK_EVERY_S):
+                    position, kept = {"output": [*output.position]}, time.monotonic()
+                self._status.set(problem=problem, **position)
         signal.alarm(ENDS_WITHIN_S)
         summary = read_json(plan.paths.summary) or {}
         self._fence.check()

@@ -182,6 +182,33 @@ def test_one_failure_is_tried_again_without_a_word(
     assert status_of(plan, "tensorboard") == {"url": "http://there", "problem": None, "delivered": 3}
 
 
+@pytest.mark.parametrize(("every_s", "kept"), [(0, 4), (60, 2)])
+def test_the_position_in_the_output_is_kept_now_and_then_and_at_the_end(
+    failing: type[Failing], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_s: int, kept: int
+) -> None:
+    plan = saved_plan(tmp_path, TENSORBOARD)
+    growing, log, positions = Growing(plan), plan.paths.rank_log(0, 0), set[str]()
+    log.parent.mkdir(exist_ok=True)
+    monkeypatch.setattr(failing, "log_output", lambda *_: None)
+    monkeypatch.setattr(trackers, "LOOK_EVERY_S", every_s)
+    write = trackers.write_json
+    monkeypatch.setattr(
+        trackers, "write_json", lambda path, fields: (positions.add(str(fields.get("output"))), write(path, fields))
+    )
+    looks: list[int] = []
+
+    def ended() -> bool:
+        looks.append(1)
+        growing.add(1)
+        with log.open("a") as file:
+            file.write("a line\n")
+        return len(looks) > 3
+
+    assert run_mirror(plan, monkeypatch, ended) == (0, 1)
+    assert status_of(plan, "tensorboard")["output"] == [0, log.stat().st_size]
+    assert len(positions - {"None"}) == kept
+
+
 def test_a_full_disk_does_not_end_the_delivery(
     failing: type[Failing], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
