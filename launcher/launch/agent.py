@@ -109,8 +109,8 @@ def serve(plan: LaunchPlan, plan_file: Path, own: Incarnation, shield: StopShiel
     trackers = TrackerProcesses(plan, own, of_agent=True)
     trackers.start()
     try:
-        with _flight_recorder(plan) as recorder, environment(recorder | inherited | of_run):
-            watch = _watch(plan, shield)
+        watch = _watch(plan, shield)
+        with _flight_recorder(plan, watch) as recorder, environment(recorder | inherited | of_run):
             first = Fence(plan.paths, own).newest().get("attempt", 0)
             ended = _run_workers(plan, plan_file, first, shield, watch)
         if watch.last is not None and plan.node == 0:
@@ -133,14 +133,16 @@ def _allocator(plan: LaunchPlan, dev: Path = Path("/dev")) -> dict[str, str]:
 
 
 @contextmanager
-def _flight_recorder(plan: LaunchPlan) -> Generator[dict[str, str]]:
-    """Yield the variables with which NCCL's traces get to the run's logs. The pipes are on this host's own disk: a
-    shared one may have none."""
+def _flight_recorder(plan: LaunchPlan, watch: HangWatch | NoWatch) -> Generator[dict[str, str]]:
+    """Yield the variables with which NCCL's traces get to the run's logs. The pipes, by which only a hang watch asks
+    for them, are on this host's own disk: a shared one may have none."""
     if plan.cluster.device is not Device.cuda:
         yield {}
-        return
-    with tempfile.TemporaryDirectory(prefix="launcher-nccl-", ignore_cleanup_errors=True) as pipes:
-        yield flight_recorder.variables(pipes, plan.paths.logs)
+    elif isinstance(watch, NoWatch):
+        yield flight_recorder.variables("", plan.paths.logs)
+    else:
+        with tempfile.TemporaryDirectory(prefix="launcher-nccl-", ignore_cleanup_errors=True) as pipes:
+            yield flight_recorder.variables(pipes, plan.paths.logs)
 
 
 def load_plan(path: Path) -> LaunchPlan:

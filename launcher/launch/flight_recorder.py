@@ -1,8 +1,9 @@
 """NCCL's flight recorder: which collectives each rank has queued, and which of them are completed.
 
-torch keeps the last 2,000 collectives of a process. A thread of it in C++, which waits for neither Python nor the GPU,
-writes them to a file once something is written to a pipe. This shows which rank the others wait for even where all
-ranks are stuck in code of their own, because the queue of their GPU is full.
+torch keeps the last 2,000 collectives of a process. A thread of it in C++ writes them to a file once something is
+written to a pipe. It does not wait for the GPU, but may need the interpreter's lock: a process that holds it in C gives
+no trace, like a stopped one. Traces show which rank the others wait for even where all ranks are stuck in code of their
+own, because the queue of their GPU is full.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.process import wait_until
-from launcher.quantities import first_lines
+from launcher.quantities import first_lines, first_names
 
 # torch appends the rank, and ".pipe" to the first
 PIPE, FILE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
@@ -29,8 +30,15 @@ _SHOWN = 8
 
 
 def variables(pipes: str, logs: Path) -> dict[str, str]:
-    """Return the environment variables of workers with GPUs. ``pipes``: a directory of this host."""
-    return {PIPE: f"{pipes}/rank", FILE: f"{logs}/nccl_trace_rank"}
+    """Return the environment variables of workers with GPUs. ``pipes``: a directory of this host; empty if nobody asks
+    for traces."""
+    return ({PIPE: f"{pipes}/rank"} if pipes else {}) | {FILE: f"{logs}/nccl_trace_rank"}
+
+
+def make_pipes_directory() -> None:
+    """Make the directory of the pipes again if somebody has emptied /tmp: torch aborts a worker that finds none."""
+    if pipe := os.environ.get(PIPE):
+        Path(pipe).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 @dataclass(frozen=True)
@@ -57,11 +65,18 @@ class WaitingCollectives:
 
     Args:
         ranks: ranks that others wait for, and that wait for none themselves.
+        unknown: ranks without a trace that others may wait for.
+        waiting: ranks with a collective that is not completed.
         text: what waits for what, in lines; empty if nothing is known to wait.
     """
 
-    ranks: Collection[int]
-    text: str
+    ranks: Collection[int] = ()
+    unknown: Collection[int] = ()
+    waiting: Collection[int] = ()
+    text: str = ""
+
+
+NO_TRACES = WaitingCollectives()
 
 
 def request_traces(ranks: Collection[int]) -> dict[int, list[GroupTrace]]:
@@ -138,34 +153,44 @@ def _described(entry: Mapping[str, Any]) -> str:
     return f"{kind} of {', '.join('x'.join(map(str, size)) or '1' for size in entry['input_sizes']) or 'nothing'}"
 
 
-def compare_traces(traces: Mapping[int, Sequence[GroupTrace]]) -> WaitingCollectives:
-    """Return which ranks the others wait for. ``traces``: by rank, of the ranks that have written one."""
+def compare_traces(traces: Mapping[int, Sequence[GroupTrace]], ranks: Collection[int]) -> WaitingCollectives:
+    """Return which ranks the others wait for.
+
+    Args:
+        traces: by rank, of the ranks that have written one.
+        ranks: all ranks of the job.
+    """
     by_name = {rank: {group.name: group for group in groups} for rank, groups in traces.items()}
-    awaited: dict[int, set[int]] = {}  # ranks that wait for it, by rank
-    kinds: dict[tuple[str, int], dict[str, list[int]]] = {}  # ranks by the kind of a collective
-    late: dict[tuple[str, int], list[int]] = {}
+    awaited, unknown, waiting, wait_for_others = set[int](), set[int](), set[int](), set[int]()
+    # by group and number of a collective: the ranks that wait in it by its kind, those that have not queued it, and
+    # those without a trace
+    kinds: dict[tuple[str, int], dict[str, list[int]]] = {}
+    missing: dict[tuple[str, int], tuple[set[int], set[int]]] = {}
     for rank, groups in by_name.items():
         for name, group in groups.items():
             number = group.completed + 1
             if group.queued < number:
                 continue
+            waiting.add(rank)
             kinds.setdefault((name, number), {}).setdefault(group.oldest, []).append(rank)
-            absent = GroupTrace(name, (), 0, 0)
-            others = [other for other in group.ranks or by_name if other in by_name and other != rank]
-            behind = [other for other in others if by_name[other].get(name, absent).queued < number]
-            late[name, number] = behind
-            for other in behind:
-                awaited.setdefault(other, set()).add(rank)
-    waiting = set[int]().union(*awaited.values())
+            members, absent = set(group.ranks or ranks), GroupTrace(name, (), 0, 0)
+            late = {other for other in members & by_name.keys() if by_name[other].get(name, absent).queued < number}
+            silent = members - by_name.keys()
+            missing[name, number] = late, silent
+            awaited |= late
+            unknown |= silent
+            if late or silent:
+                wait_for_others.add(rank)
     lines: list[str] = []
     for (name, number), of_kind in kinds.items():
-        waits = [f"rank {_ranks(ranks)} in {kind or 'an unknown one'}" for kind, ranks in of_kind.items()]
-        missing = late[name, number]
-        waits.append(f"not queued by rank {_ranks(missing)}" if missing else "queued by all that answered")
+        waits = [f"rank {_ranks(those)} in {kind or 'an unknown one'}" for kind, those in of_kind.items()]
+        late, silent = missing[name, number]
+        waits.append(f"not queued by rank {_ranks(late)}" if late else "queued by all that answered")
+        waits += [f"no trace of rank {_ranks(silent)}"] if silent else []
         lines.append(f"group {name}, collective {number}: {'; '.join(waits)}")
     text = ["Not completed, by NCCL's flight recorder:", *first_lines(lines, _SHOWN)] if lines else []
-    return WaitingCollectives(sorted(awaited.keys() - waiting), "\n  ".join(text))
+    return WaitingCollectives(sorted(awaited - wait_for_others), unknown, waiting, "\n  ".join(text))
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)[:_SHOWN])) + (" ..." if len(ranks) > _SHOWN else "")
+def _ranks(ranks: Collection[int]) -> str:
+    return first_names([*map(str, sorted(ranks))], _SHOWN)

@@ -11,15 +11,14 @@ import dataclasses
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launcher.heartbeat import IMPORTS, Phase, Progress, Wait
-from launcher.launch import flight_recorder
-from launcher.launch.flight_recorder import GroupTrace
+from launcher.launch.flight_recorder import NO_TRACES, WaitingCollectives
 from launcher.process import STACK_SIGNAL, children, handles, state_of
 from launcher.quantities import first_lines
 
@@ -42,7 +41,6 @@ class Stacks:
         missing_reason: reason for a missing answer.
         wait, thread: those of the rank's heartbeat.
         moved: True if the rank has made progress since it was suspected.
-        groups: NCCL's collectives of the rank; empty if they are unknown.
     """
 
     text: str
@@ -50,7 +48,6 @@ class Stacks:
     wait: Wait = Wait.io
     thread: int = 0
     moved: bool = False
-    groups: tuple[GroupTrace, ...] = ()
 
     @property
     def shown_thread(self) -> str:
@@ -199,32 +196,42 @@ def _limit_s(progress: Progress, timeout_s: float) -> float:
 
 
 def judge_hang(
-    behind: Sequence[RankState], answers: Mapping[int, Stacks], timeout_s: float, others: Sequence[RankState] = ()
+    behind: Sequence[RankState],
+    answers: Mapping[int, Stacks],
+    timeout_s: float,
+    others: Sequence[RankState] = (),
+    found: WaitingCollectives = NO_TRACES,
 ) -> Hang:
     """Return the verdict on ``behind``.
 
     The hanging rank is one that does not wait for others. If all ranks that answered do, it is one without an answer.
     If all answered and wait, no rank is named, unless there is only one. Collectives of NCCL that are not completed
-    decide before the stacks do: a rank whose GPU has a full queue waits wherever it stands.
+    decide before the stacks do: a rank whose GPU has a full queue waits wherever it stands. A rank that can give
+    neither is named before both.
 
     Args:
         answers: stacks by rank, of the ranks whose agent answered.
-        others: ranks that are not behind.
+        others: ranks that are not behind, and that ``found`` concerns.
+        found: NCCL's collectives.
     """
-    found = flight_recorder.compare_traces({rank: answer.groups for rank, answer in answers.items() if answer.groups})
-    awaited = [state for state in (*behind, *others) if state.rank in found.ranks]
-    known = all(answers[state.rank].groups for state in behind if state.rank in answers)
-    all_wait = bool(found.text) and known and not awaited
-    verdict = _judge(awaited or behind, answers, timeout_s, all_wait=all_wait)
+    states = [*behind, *others]
+    awaited = [state for state in states if state.rank in found.ranks] or [*behind]
+    awaited += [state for state in states if state.rank in found.unknown and state not in awaited]
+    silent = [state for state in states if state.rank in answers and answers[state.rank].missing_reason]
+    silent = [state for state in silent if state.rank not in found.waiting]
+    verdict = _judge(silent or awaited, answers, timeout_s, found.waiting)
     return dataclasses.replace(verdict, text=f"{verdict.text}\n  {found.text}") if found.text else verdict
 
 
-def _judge(behind: Sequence[RankState], answers: Mapping[int, Stacks], timeout_s: float, *, all_wait: bool) -> Hang:
+def _judge(
+    behind: Sequence[RankState], answers: Mapping[int, Stacks], timeout_s: float, waiting: Collection[int]
+) -> Hang:
+    """``waiting``: ranks that wait wherever they stand."""
     states = sorted(behind, key=lambda state: state.rank)
     answered = [(state, answers[state.rank]) for state in states if state.rank in answers]
     unanswered = [state for state in states if state.rank not in answers]
     quiet = f"nothing moved for {timeout_s:g} s (train.hang_timeout)"
-    if not_waiting := [(state, answer) for state, answer in answered if not (all_wait or answer.waits)]:
+    if not_waiting := [(state, answer) for state, answer in answered if not (state.rank in waiting or answer.waits)]:
         (state, answer), *others = not_waiting
         what = answer.missing_reason or f"at {answer.location}"
         also = f"\n  So does rank {_ranks(state for state, _ in others)}." if others else ""

@@ -17,14 +17,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from launcher import heartbeat
 from launcher.launch import flight_recorder, hang_verdict
+from launcher.launch.flight_recorder import GroupTrace
 from launcher.launch.hang_verdict import Hang, RankState, Stacks, request_all_stacks
 from launcher.launch.rendezvous import AgentStore, StoreLost
 from launcher.plan.launch_plan import HostPosition
@@ -46,7 +46,7 @@ class _WorkerStart:
         pids: process ids of the living workers by rank.
         observed: last value, and for how many seconds it has not changed, by name.
         checks: number of checks so far.
-        requests: number of requests for stacks so far.
+        requests: number of requests for stacks or traces so far.
         over: True once it has a verdict, or node 0 is gone.
     """
 
@@ -122,6 +122,7 @@ class HangWatch(threading.Thread):
         Returns:
             The value of the environment variable PROGRESS by local rank.
         """
+        flight_recorder.make_pipes_directory()
         self._memory[:] = bytes(len(self._memory))
         self._current = _WorkerStart(self._numbers, ranks)
         self._numbers += 1
@@ -196,37 +197,62 @@ class HangWatch(threading.Thread):
         behind = hang_verdict.suspects(states, self._timeout_s)
         if not behind:
             return None
-        # what is queued on a GPU says more than how far the host is, if all ranks are compared
-        others = [state for state in states if state not in behind] if flight_recorder.PIPE in os.environ else []
-        answers = self._request_stacks(start, [*behind, *others])
-        if any(answers[state.rank].moved for state in behind if state.rank in answers):
+        found = flight_recorder.NO_TRACES
+        if flight_recorder.PIPE in os.environ:  # what is queued on a GPU says more than how far the host is
+            traces = {
+                rank: [value_from_json(GroupTrace, group) for group in groups]
+                for rank, groups in self._request(start, states, traces=True).items()
+            }
+            found = flight_recorder.compare_traces(traces, [state.rank for state in states])
+        concerned = {*found.ranks, *found.unknown}
+        others = [state for state in states if state.rank in concerned and state not in behind]
+        if any(state.quiet_s < self._timeout_s for state in others):  # the ranks behind wait for one that moves
             return None
-        return hang_verdict.judge_hang(behind, answers, self._timeout_s, others)
+        answers = {
+            rank: value_from_json(Stacks, fields)
+            for rank, fields in self._request(start, [*behind, *others], traces=False).items()
+        }
+        if any(answer.moved for answer in answers.values()):
+            return None
+        return hang_verdict.judge_hang(behind, answers, self._timeout_s, others, found)
 
-    def _request_stacks(self, start: _WorkerStart, ranks: list[RankState]) -> dict[int, Stacks]:
-        """Request the stacks of ``ranks`` from the nodes on which they run, and return them by rank."""
+    def _request(self, start: _WorkerStart, ranks: list[RankState], *, traces: bool) -> dict[int, Any]:
+        """Request the stacks of ``ranks``, or NCCL's traces, from their nodes. Return them by rank, as JSON values."""
         start.requests += 1
         beats = [(state.rank, state.progress.beats) for state in ranks]
-        self._store.post(start.key("request"), json.dumps([start.requests, beats]))
-        answers = self._answers(start, beats)
-        keys = {start.key(f"stacks {start.requests}", state.node) for state in ranks if state.node}
-        wait_until(lambda: len(self._store.read(keys)) == len(keys), _STACKS_WITHIN_S + self._every_s)
-        for text in self._store.read(keys).values():
-            answers |= {int(rank): value_from_json(Stacks, fields) for rank, fields in json.loads(text).items()}
-        return answers
+        self._store.post(start.key("request"), json.dumps([start.requests, traces, beats]))
+        texts = [self._response(start, beats, traces=traces)]
+        missing = {start.key(f"response {start.requests}", state.node) for state in ranks if state.node}
+
+        def complete() -> bool:
+            new = self._store.read(missing)  # each once: together they are large
+            texts.extend(new.values())
+            missing.difference_update(new)
+            return not missing
+
+        wait_until(complete, _STACKS_WITHIN_S + self._every_s)
+        return {int(rank): value for text in texts for rank, value in json.loads(text).items()}
 
     def _follow_node_0(self, start: _WorkerStart) -> Hang | None:
-        """Answer a request for stacks and return node 0's verdict, if any; runs on nodes other than 0."""
+        """Answer a request for stacks or traces, and return node 0's verdict, if any; runs on nodes other than 0."""
         messages = self._store.read([start.key("request"), start.key("verdict")])
         if (verdict := messages.get(start.key("verdict"))) is not None:
             return Hang(**json.loads(verdict))
         if (request := messages.get(start.key("request"))) is not None:
-            number, beats = json.loads(request)
+            number, traces, beats = json.loads(request)
             if number != start.requests:
-                answers = {rank: dataclasses.asdict(answer) for rank, answer in self._answers(start, beats).items()}
-                self._store.post(start.key(f"stacks {number}", self._node), json.dumps(answers))
+                response = self._response(start, beats, traces=traces)
+                self._store.post(start.key(f"response {number}", self._node), response)
                 start.requests = number
         return None
+
+    def _response(self, start: _WorkerStart, beats: Iterable[Sequence[int]], *, traces: bool) -> str:
+        """Return the response of this host to a request."""
+        if not traces:
+            answers = self._answers(start, beats)
+            return json.dumps({rank: dataclasses.asdict(answer) for rank, answer in answers.items()})
+        found = flight_recorder.request_traces([rank for rank, _ in beats if rank in start.pids])
+        return json.dumps({rank: [dataclasses.asdict(group) for group in groups] for rank, groups in found.items()})
 
     def _answers(self, start: _WorkerStart, beats: Iterable[Sequence[int]]) -> dict[int, Stacks]:
         """Return by rank the stacks of those ranks that run on this host; they are also written to their logs.
@@ -236,17 +262,12 @@ class HangWatch(threading.Thread):
         """
         expected = {rank: count for rank, count in beats if rank in start.pids}
         workers = {rank: (start.pids[rank], log) for rank, log in start.ranks.values() if rank in expected}
-        with ThreadPoolExecutor(1) as thread:
-            traces = thread.submit(flight_recorder.request_traces, workers)
-            stacks = request_all_stacks(workers)
+        stacks = request_all_stacks(workers)
         for local_rank, (rank, _) in start.ranks.items():
             if rank in stacks:
                 now = heartbeat.read_progress(self._memory, local_rank)
                 moved = now.beats != expected[rank]
-                stacks[rank] = dataclasses.replace(
-                    stacks[rank], wait=now.wait, thread=now.thread, moved=moved,
-                    groups=tuple(traces.result().get(rank, ())),
-                )  # fmt: skip
+                stacks[rank] = dataclasses.replace(stacks[rank], wait=now.wait, thread=now.thread, moved=moved)
         return stacks
 
     def _end_workers(self, start: _WorkerStart, verdict: Hang) -> None:

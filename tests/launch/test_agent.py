@@ -12,7 +12,14 @@ import pytest
 from torch.distributed.elastic.multiprocessing import api
 
 from launcher.config.schema import Device
-from launcher.launch.agent import _allocator, _Failures, _workers_end_within  # pyright: ignore[reportPrivateUsage]
+from launcher.launch import flight_recorder
+from launcher.launch.agent import (  # pyright: ignore[reportPrivateUsage]
+    _allocator,
+    _Failures,
+    _flight_recorder,
+    _workers_end_within,
+)
+from launcher.launch.watchdog import NoWatch
 from tests.helpers import make_plan
 
 
@@ -49,6 +56,15 @@ def test_the_allocators_segments_grow_unless_the_user_has_configured_it(
     assert _allocator(plan, tmp_path) == ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if grows else {})
     script: Any = SimpleNamespace(cluster=cluster)
     assert _allocator(script, tmp_path) == {}, "memory pools, which a script may use, do not work with it"
+
+
+def test_workers_have_a_pipe_only_if_a_hang_watch_uses_it() -> None:
+    plan = dataclasses.replace(make_plan(), cluster=SimpleNamespace(device=Device.cuda))  # type: ignore[arg-type]
+    watch: Any = object()
+    with _flight_recorder(plan, watch) as watched, _flight_recorder(plan, NoWatch()) as unwatched:
+        assert watched.keys() - unwatched.keys() == {flight_recorder.PIPE}
+        assert Path(watched[flight_recorder.PIPE]).parent.is_dir()
+        assert flight_recorder.FILE in unwatched
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from launcher.launch import flight_recorder
 from launcher.launch.flight_recorder import GroupTrace, compare_traces, read_trace, request_traces
 from launcher.launch.hang_verdict import Stacks, judge_hang
 from tests.infra.runs import wait_for
-from tests.launch.test_hang_verdict import STUCK_IN_LOSS, T, seen, waits
+from tests.launch.test_hang_verdict import STOPPED, STUCK_IN_LOSS, T, seen, waits
 
 ALL, SHARDS = ("0", "default_pg"), ("1", "mesh_shard")
 
@@ -80,20 +80,20 @@ def test_a_trace_is_no_code() -> None:
 
 def test_the_rank_that_has_not_queued_what_the_others_wait_in() -> None:
     late, other = trace((ALL, 56, 56, "all_reduce")), trace((ALL, 60, 56, "all_reduce"))
-    found = compare_traces({0: other, 1: late, 2: other})
+    found = compare_traces({0: other, 1: late, 2: other}, range(3))
     assert found.ranks == [1]
     assert found.text == (
         "Not completed, by NCCL's flight recorder:\n"
         "  group 0 (default_pg), collective 57: rank 0, 2 in all_reduce of 3x4; not queued by rank 1"
     )
-    assert compare_traces({0: trace((ALL, 57, 56, "all_reduce")), 1: ()}).ranks == [1], "it has not run any"
+    assert compare_traces({0: trace((ALL, 57, 56, "all_reduce")), 1: ()}, (0, 1)).ranks == [1], "it has not run any"
 
 
 def test_a_rank_that_waits_itself_is_not_the_cause() -> None:
     """Rank 0 waits for rank 1 among its shards, and that one for rank 3 among all."""
     waits_for_1 = trace((ALL, 9, 9, "all_reduce"), (SHARDS, 5, 4, "all_gather"), ranks="[0, 1]")
     waits_for_3 = trace((("0", "default_pg"), 10, 9, "all_reduce"), (SHARDS, 4, 4, "all_gather"))
-    found = compare_traces({0: waits_for_1, 1: waits_for_3, 3: trace((ALL, 9, 9, "all_reduce"))})
+    found = compare_traces({0: waits_for_1, 1: waits_for_3, 3: trace((ALL, 9, 9, "all_reduce"))}, (0, 1, 3))
     assert 1 not in found.ranks
     assert 3 in found.ranks
 
@@ -101,31 +101,56 @@ def test_a_rank_that_waits_itself_is_not_the_cause() -> None:
 def test_collectives_that_all_have_queued() -> None:
     stuck = trace((ALL, 57, 56, "all_reduce"))
     by_all = "rank 0, 1 in all_reduce of 3x4; queued by all that answered"
-    assert compare_traces({0: stuck, 1: stuck}).text.endswith(by_all)
-    found = compare_traces({0: stuck, 1: trace((ALL, 57, 56, "all_gather"))})
+    assert compare_traces({0: stuck, 1: stuck}, (0, 1)).text.endswith(by_all)
+    found = compare_traces({0: stuck, 1: trace((ALL, 57, 56, "all_gather"))}, (0, 1))
     assert found.ranks == []
     assert "rank 0 in all_reduce of 3x4; rank 1 in all_gather of 3x4; queued by all that answered" in found.text
-    assert compare_traces({0: trace((ALL, 57, 57, "all_reduce"))}) == flight_recorder.WaitingCollectives([], "")
-
-
-def stacks(of: Stacks, groups: tuple[GroupTrace, ...]) -> Stacks:
-    return Stacks(of.text, wait=of.wait, groups=groups)
+    nothing = compare_traces({0: trace((ALL, 57, 57, "all_reduce"))}, (0, 1))
+    assert not nothing.text
+    assert not any((nothing.ranks, nothing.unknown, nothing.waiting))
 
 
 def test_a_rank_whose_queue_is_full_is_not_named_for_where_it_stands() -> None:
     waiting, late = trace((ALL, 60, 56, "all_reduce")), trace((ALL, 56, 56, "all_reduce"))
     behind, ahead = [seen(0, 3, 7), seen(1, 3, 7)], [seen(2, 3, 8)]
-    answers = {0: stacks(STUCK_IN_LOSS, waiting), 1: stacks(STUCK_IN_LOSS, waiting), 2: stacks(waits(2), late)}
-    assert judge_hang(behind, {rank: Stacks(each.text) for rank, each in answers.items()}, T, ahead).rank == 0
-    verdict = judge_hang(behind, answers, T, ahead)
+    answers = {0: STUCK_IN_LOSS, 1: STUCK_IN_LOSS, 2: waits(2)}
+    assert judge_hang(behind, answers, T, ahead).rank == 0
+    verdict = judge_hang(behind, answers, T, ahead, compare_traces({0: waiting, 1: waiting, 2: late}, range(3)))
     assert (verdict.rank, verdict.host) == (2, "host1")
     assert verdict.text.endswith("collective 57: rank 0, 1 in all_reduce of 3x4; not queued by rank 2")
-    nobody = judge_hang(behind, dict.fromkeys((0, 1), stacks(STUCK_IN_LOSS, waiting)), T)
+    found = compare_traces({0: waiting, 1: waiting}, (0, 1))
+    nobody = judge_hang(behind, answers, T, found=found)
     assert nobody.rank is None, "all wait for the GPU"
     assert "2 ranks wait for each other" in nobody.text
     assert "queued by all that answered" in nobody.text
-    one_unknown = {0: stacks(waits(0), waiting), 1: stacks(STUCK_IN_LOSS, ())}
-    assert judge_hang(behind, one_unknown, T).rank == 1, "nothing is known of its GPU"
+    one_unknown = compare_traces({0: waiting}, (0, 1))
+    assert judge_hang(behind, answers, T, found=one_unknown).rank == 1, "nothing is known of its GPU"
+    other_group = compare_traces({0: waiting, 1: (), 2: waiting}, range(3))
+    assert judge_hang(behind, answers, T, found=other_group).rank == 1
+
+
+@pytest.mark.parametrize("silent", [STOPPED, STUCK_IN_LOSS])
+@pytest.mark.parametrize("is_behind", [True, False])
+def test_a_rank_without_a_trace_is_named_and_not_one_that_waits_for_it(silent: Stacks, is_behind: bool) -> None:
+    """HSDP on two by two: rank 2 waits for rank 3 among its shards, and rank 0 for rank 2 among its replicas."""
+    replicas = ("2", "mesh_replicate")
+    found = compare_traces(
+        {
+            0: trace((SHARDS, 5, 5, "all_gather"), ranks="[0, 1]")
+            + trace((replicas, 3, 2, "all_reduce"), ranks="[0, 2]"),
+            1: trace((replicas, 3, 2, "all_reduce"), ranks="[1, 3]"),
+            2: trace((SHARDS, 5, 4, "all_gather"), ranks="[2, 3]"),
+        },
+        range(4),
+    )
+    assert found.ranks == []
+    assert "no trace of rank 3" in found.text
+    answers = {2: STUCK_IN_LOSS, 3: silent}
+    last = seen(3, 3, 7 if is_behind else 8)
+    behind, others = ([seen(2, 3, 7), last], []) if is_behind else ([seen(2, 3, 7)], [last])
+    verdict = judge_hang(behind, answers, T, others, found)
+    assert verdict.rank == 3
+    assert (silent.missing_reason or silent.location) in verdict.text
 
 
 def test_a_process_is_asked_by_its_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,6 +180,6 @@ def test_a_process_is_asked_by_its_pipe(tmp_path: Path, monkeypatch: pytest.Monk
     torchs_thread.join()
     os.close(reader)
     assert found == {1: [GroupTrace("0 (default_pg)", [], 2, 1, "all_reduce of 3x4")]}, "rank 0 has no pipe"
-    for name in flight_recorder.variables("", tmp_path):
+    for name in flight_recorder.variables(str(tmp_path), tmp_path):
         monkeypatch.delenv(name)
     assert request_traces([1]) == {}

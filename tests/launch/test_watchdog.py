@@ -95,18 +95,39 @@ def test_the_one_behind_is_asked_and_ended(watched: Watched, monkeypatch: pytest
     assert (event["event"], event["rank"], event["phase"]) == ("hang", 1, "computing")
 
 
-def test_on_gpus_all_are_compared(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 is behind, and rank 0 has not queued what it waits for."""
-    asked = answering(monkeypatch)
+@pytest.mark.parametrize("moves", [False, True])
+def test_on_gpus_all_are_compared(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, moves: bool
+) -> None:
+    """Rank 1 is behind, and rank 0 has not queued what it waits for; unless it moves, it hangs."""
+    asked = answering(monkeypatch, lambda: watched.beat(0, 5) if moves else None)
     groups = {0: [GroupTrace("0", (), 4, 4)], 1: [GroupTrace("0", (), 5, 4, "all_reduce")]}
-    monkeypatch.setenv(flight_recorder.PIPE, "/there")
+    monkeypatch.setenv(flight_recorder.PIPE, str(tmp_path / "emptied" / "rank"))
     monkeypatch.setattr(flight_recorder, "request_traces", lambda ranks: {rank: groups[rank] for rank in ranks})
+    watched.begin()
+    assert (tmp_path / "emptied").is_dir(), "torch aborts a worker whose pipe has no directory"
     watched.look()
     watched.look()
     assert asked[0].keys() == {0, 1}
+    if moves:
+        assert watched.watch.last is None
+        return
     assert watched.watch.last is not None
     assert watched.watch.last.rank == 0
     assert watched.watch.last.text.endswith("group 0, collective 5: rank 1 in all_reduce; not queued by rank 0")
+
+
+def test_stacks_are_only_requested_of_those_behind_and_of_those_that_they_wait_for(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = answering(monkeypatch)
+    groups = {0: [GroupTrace("0", (), 5, 4, "all_reduce")], 1: [GroupTrace("0", (), 4, 4)]}
+    monkeypatch.setenv(flight_recorder.PIPE, "/tmp/rank")
+    monkeypatch.setattr(flight_recorder, "request_traces", lambda ranks: {rank: groups[rank] for rank in ranks})
+    watched.look()
+    watched.look()
+    assert asked == [{1: (watched.process.pid, Path("log1"))}]
+    assert watched.killed
 
 
 class Full:
@@ -182,17 +203,17 @@ def test_another_node_answers_each_question_once(watched: Watched, monkeypatch: 
     monkeypatch.setattr(watched.watch, "_store", store)
 
     def answers(question: int) -> dict[str, dict[str, object]]:
-        (text,) = store.read([f"0/stacks {question}/1"]).values()
+        (text,) = store.read([f"0/response {question}/1"]).values()
         return json.loads(text)
 
-    store.post("0/request", json.dumps([1, [[1, 2], [7, 3]]]))
+    store.post("0/request", json.dumps([1, False, [[1, 2], [7, 3]]]))
     watched.look()
     watched.look()
     assert len(asked) == 1, "although it has read the question twice"
     stuck = dataclasses.replace(STUCK, wait=Wait.collective)
-    assert answers(1) == {"1": dataclasses.asdict(stuck) | {"groups": []}}, "rank 7 is elsewhere"
+    assert answers(1) == {"1": dataclasses.asdict(stuck)}, "rank 7 is elsewhere"
     watched.beat(1, 8)
-    store.post("0/request", json.dumps([2, [[1, 2]]]))
+    store.post("0/request", json.dumps([2, False, [[1, 2]]]))
     watched.look()
     assert answers(2)["1"]["moved"] is True
     verdict = Hang(rank=1, victim=1, node=1, host="b", step=1, phase="computing", text="hangs", stack="")
