@@ -341,7 +341,7 @@ class TrainConfig:
     eval_every: int | str = key(0, steps_or_epoch(0), affects="record")
     """Optimizer steps between two evaluations; epoch: at the end of each epoch; 0 or null: once, at the end."""
     eval_micro_size: int | None = key(None, at_least(1), affects="record")
-    """Samples that one rank evaluates at once. Default: batch.micro_size."""
+    """Samples that one rank evaluates at once; batch.micro_tokens does not bound them. Default: batch.micro_size."""
     eval_samples: int | None = key(None, at_least(1), affects="record")
     """Limit of samples per evaluation and held-out set: the first ones of a stream; of a data set with a length, spread
     evenly over it. The same ones for every world size. Default: all."""

@@ -95,15 +95,16 @@ class Batch:
         return [self.global_size, *(stage.global_size for stage in self.ramp)]
 
     def shrunk(self) -> Batch | None:
-        """Return the same windows in micro-batches of half the size; None if micro_size is 1."""
+        """Return the same windows in micro-batches of half the size and tokens; None if micro_size is 1."""
         if self.micro_size == 1:
             return None
         return self.in_micro_batches_of(-(-self.micro_size // 2))
 
     def in_micro_batches_of(self, micro_size: int) -> Batch:
-        """Return the same windows in micro-batches of ``micro_size``."""
+        """Return the same windows in micro-batches of ``micro_size``; ``micro_tokens`` changes in proportion."""
         accumulation = -(-self.global_size // (micro_size * self.world_size))
-        return dataclasses.replace(self, micro_size=micro_size, accumulation=accumulation)
+        tokens = None if self.micro_tokens is None else max(1, self.micro_tokens * micro_size // self.micro_size)
+        return dataclasses.replace(self, micro_size=micro_size, accumulation=accumulation, micro_tokens=tokens)
 
     def of_ready_batches(self, size: int | None) -> Batch:
         """Return the same windows, counted in batches that are used as micro-batches.
@@ -139,14 +140,20 @@ class Batch:
         return all(size % self.unit == 0 for size in self.sizes)
 
     @property
-    def accumulates(self) -> bool:
-        """Return whether a window may have several micro-batches."""
-        return max(self.sizes) > self.unit or self.on_oom is OnOom.shrink or self.micro_tokens is not None
+    def may_exceed_plan(self) -> bool:
+        """Return whether a window may have more micro-batches than ``accumulation``."""
+        return self.on_oom is OnOom.shrink or self.micro_tokens is not None
 
     @property
-    def several(self) -> bool:
-        """Return whether a full window may have several micro-batches of the planned size."""
-        return self.accumulation > 1 or self.micro_tokens is not None
+    def accumulates(self) -> bool:
+        """Return whether a window may ever have several micro-batches."""
+        return self.accumulation > 1 or self.may_exceed_plan
+
+    @property
+    def predicted_accumulation(self) -> int:
+        """Return the micro-batches that bytes and memory are predicted for: with ``micro_tokens`` several, whose
+        gradients some policies keep between them."""
+        return self.accumulation if self.micro_tokens is None else max(2, self.accumulation)
 
     @property
     def random_parts(self) -> bool:
@@ -158,6 +165,9 @@ class Batch:
         """Return a text such as "64 samples = 4 micro-batch × 8 accumulation × 2 ranks"."""
         ranks, total = count(self.world_size, "rank"), count(self.global_size, "sample")
         product = f"{self.micro_size} micro-batch × {self.accumulation} accumulation × {ranks}"
+        if self.micro_tokens is not None:
+            most = f"{count(self.micro_size, 'sample')} and {count(self.micro_tokens, 'token')}"
+            return f"{total}, shared by {ranks} in micro-batches of at most {most}"
         if self.global_size == self.micro_size * self.accumulation * self.world_size:
             return f"{total} = {product}"
         size = self.global_size / (self.accumulation * self.world_size)

@@ -35,6 +35,7 @@ from launcher.plan.batch import Batch, require_tokens
 from launcher.plan.division import SitesPlan
 from launcher.plan.initial_weights import InitialWeights
 from launcher.plan.launch_plan import LaunchPlan
+from launcher.plan.sync_policy import transfers_per_window
 from launcher.plan.windows import StreamInfo
 from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths
@@ -107,15 +108,12 @@ class NoForecast:
     traffic: Sequence[Forecast] = ()
 
 
-def predicted_metrics(forecast: Forecast | None, ranks: int) -> dict[str, float]:
-    """Return the metrics ``predicted/*`` of a full window, as far as they are known.
-
-    Args:
-        forecast: of the plan's sync policy; None if there is none.
-        ranks: world size of the job.
-    """
-    metrics = dict[str, float]()
-    if forecast is not None and ranks > 1:
+def predicted_metrics(plan: RunPlan) -> dict[str, float]:
+    """Return the metrics ``predicted/*`` of a full window, as far as they are known."""
+    metrics, forecast = dict[str, float](), plan.strategy.forecast
+    # the lengths of a window's samples may determine its number of micro-batches
+    few, more = (transfers_per_window(plan.strategy.kind, plan.strategy.sync, count) for count in (2, 3))
+    if forecast is not None and plan.batch.world_size > 1 and (plan.batch.micro_tokens is None or few == more):
         metrics["predicted/wire_bytes"] = forecast.wire_bytes
     if forecast is not None and forecast.peak_bytes is not None:
         metrics["predicted/peak_bytes"] = forecast.peak_bytes

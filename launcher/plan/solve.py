@@ -74,7 +74,7 @@ def require_possible(batch: Batch, recompute: Recompute) -> None:
     Raises:
         ConfigError: passes ahead over a window with strategy.recompute.
     """
-    if batch.norm.looks_ahead and batch.several and recompute is not Recompute.none:
+    if batch.norm.looks_ahead and batch.accumulates and recompute is not Recompute.none:
         raise ConfigError(
             "batch.norm", batch.norm, f"does not work with strategy.recompute={recompute.value}.",
             "Leave strategy.recompute out, or use batch.norm=sync.",
@@ -291,7 +291,7 @@ def _on_cluster(
     own_batch = batch if sites is None else batch.of_site(sites.count)
     strategy = solve_strategy(own_strategy, own_batch, cluster, precision, task)
     require_possible(batch, strategy.recompute)
-    if task.window_loss and batch.norm.looks_ahead and batch.several:
+    if task.window_loss and batch.norm.looks_ahead and batch.accumulates:
         raise norm_of_window_loss(batch.norm)
     if batch.on_oom is OnOom.shrink and batch.micro_size > 1:
         cluster = dataclasses.replace(
@@ -344,6 +344,7 @@ def _on_cluster(
             *_norm_notes(batch, task),
             *_single_sample_notes(epoch, batch, task, steps),
             *_loss_notes(batch, task),
+            *_bound_notes(batch, config.train, task),
             *task.data_notes,
             *_mode_notes(task),
             *_parameter_notes(precision, task),
@@ -506,12 +507,28 @@ def _loss_notes(batch: Batch, task: TaskPlan) -> list[str]:
     if not task.window_loss:
         return []
     start = "The task's window_loss is computed from the outputs of all samples of a window"
-    if not batch.several:
+    if batch.predicted_accumulation == 1:
         return [f"{start}, which is one micro-batch."]
     return [
         f"{start}: each micro-batch runs forward once more, without gradient, about a third more time "
         "(docs/guides/losses.md)."
     ]
+
+
+def _bound_notes(batch: Batch, train: TrainConfig, task: TaskPlan) -> list[str]:
+    """Return the notes on what does not follow ``batch.micro_tokens``."""
+    if batch.micro_tokens is None:
+        return []
+    notes = [
+        "batch.micro_tokens: a window has as many micro-batches as the lengths of its samples need. Bytes and memory "
+        f"are predicted for {batch.predicted_accumulation} a rank."
+    ]
+    if task.eval_sets != () and train.eval_micro_size is None:
+        notes.append(
+            f"Evaluation runs {count(batch.micro_size, 'sample')} at once, whatever their tokens: "
+            "train.eval_micro_size bounds them."
+        )
+    return notes
 
 
 def _notes(

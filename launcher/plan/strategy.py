@@ -136,7 +136,7 @@ def solve_strategy(
         )  # fmt: skip
     shard_size = _shard_size(config, batch, cluster)
     special = next((name for name in ("static_graph", "find_unused_parameters") if getattr(config, name)), None)
-    if special and config.sync is Sync.boundary and batch.several:
+    if special and config.sync is Sync.boundary and batch.accumulates:
         raise ConfigError(
             f"strategy.{special}", "true", "DDP loses gradients when this meets no_sync (sync=boundary).",
             f"Use strategy.sync=every, or strategy.{special}=false.",
@@ -277,5 +277,5 @@ def _layout(config: StrategyConfig, batch: Batch, shard_size: int, precision: Pr
 
 
 def _forecast(kind: StrategyKind, sync: Sync, batch: Batch, layout: Layout) -> Forecast:
-    payload = layout.payload(transfers_per_window(kind, sync, batch.accumulation))
+    payload = layout.payload(transfers_per_window(kind, sync, batch.predicted_accumulation))
     return Forecast(sync=sync, payload_bytes=sum(payload.values()), wire_bytes=layout.wire(payload), peak_bytes=None)

@@ -112,9 +112,7 @@ def _job_lines(plan: RunPlan) -> list[tuple[str, str]]:
     if batch.on_oom is OnOom.shrink:
         lines.append(("micro-batches", "are halved when memory runs out, and the window is repeated"))
     if batch.balance is Balance.length:
-        bound = "" if batch.micro_tokens is None else f", at most {count(batch.micro_tokens, 'token')} in each"
-        what = f"each window's samples are divided among ranks and micro-batches by their lengths{bound}"
-        lines.append(("balance", what))
+        lines.append(("balance", "each window's samples are divided among ranks and micro-batches by their lengths"))
     if batch.ramp:
         stages = ", then ".join(f"{stage.global_size} for {count(stage.windows, 'window')}" for stage in batch.ramp)
         lines.append(("ramp", f"at first {stages}"))

@@ -287,7 +287,7 @@ class TrainingLoop:
         if totals.calibration_due or result.last:
             values |= totals.calibration()
         if self.prediction_due:
-            values |= predicted_metrics(engine.plan.strategy.forecast, engine.plan.batch.world_size)
+            values |= predicted_metrics(engine.plan)
         if self.flops_per_sample is not None:
             flops_per_s = values["throughput/samples_per_s"] * self.flops_per_sample
             values["throughput/flops_per_s"] = flops_per_s

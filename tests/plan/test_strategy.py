@@ -10,7 +10,7 @@ from launcher.config.hydra import compose
 from launcher.config.schema import Device, StrategyKind, Sync
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import RunInfo
-from launcher.plan.run_plan import Forecast, StrategyPlan, TaskPlan
+from launcher.plan.run_plan import Forecast, StrategyPlan, TaskPlan, predicted_metrics
 from launcher.plan.solve import solve
 from launcher.plan.strategy import excess_notes, least_note, with_memory
 from launcher.plan.sync_policy import POLICIES
@@ -47,6 +47,21 @@ def test_predicted_bytes_of_each_policy() -> None:
     assert {forecast.sync: forecast.payload_bytes for forecast in solved.forecasts} == expected
     # half of what is gathered and scattered by two, and all of what two reduce
     assert own(solved).wire_bytes == (2000 + scatter) // 2 + reduce
+
+
+def test_a_bound_in_tokens_is_predicted_with_several_micro_batches() -> None:
+    """Their number follows from the lengths, so the record predicts only bytes that do not depend on it."""
+    options = (
+        "strategy=fsdp", "cluster.workers_per_node=2", "batch.global_size=128", "batch.micro_size=64",
+        "batch.balance=length",
+    )  # fmt: skip
+    whole, bounded = (make_plan(*options, *more) for more in ((), ("batch.micro_tokens=16K",)))
+    assert len({forecast.payload_bytes for forecast in whole.strategy.forecasts}) < 3
+    assert len({forecast.payload_bytes for forecast in bounded.strategy.forecasts}) == 3
+    assert [note for note in bounded.notes if "are predicted for 2 a rank" in note]
+    assert [note for note in bounded.notes if "Evaluation runs 64 samples at once" in note]
+    assert predicted_metrics(whole) == predicted_metrics(bounded) == {"predicted/wire_bytes": 4000}
+    assert not predicted_metrics(make_plan(*options, "batch.micro_tokens=16K", "strategy.sync=every"))
 
 
 def test_only_matrix_products_are_predicted_to_be_gathered_narrow() -> None:

@@ -57,6 +57,7 @@ from launcher.plan.run_plan import Forecast, NoForecast, RunPlan
 from launcher.plan.sync_policy import POLICIES, SHARDED, Collective, Layout, transfers_per_window
 from launcher.task import Task, first_batch
 from launcher.train.context import ContextSource
+from launcher.train.data.length_balance import first_within_bound
 from launcher.train.engine.build import build_parallel
 from launcher.train.inspection.built_task import BuiltTask, attributes_restored
 from launcher.train.measure.flops import time_limit, without_memory
@@ -110,7 +111,7 @@ def tracing(plan: RunPlan, built: BuiltTask | None = None, *, shorten: bool = Tr
         mesh_of(device, plan.batch.world_size, plan.strategy.shard_size)  # created here: its tensors must be real
         context = ContextSource(device, plan.train.seed, world_size=plan.batch.world_size)
         with autocast_of_cuda() if elsewhere else nullcontext(), context.active():
-            batch, _ = first_batch(task, data, plan.batch.micro_size)
+            batch, _ = first_batch(task, data, first_within_bound(data, task, plan))
             yield Tracer(plan, task, model, batch, device, shorten=shorten)
     finally:
         dist.destroy_process_group()
@@ -298,7 +299,9 @@ class Tracer:
             log.add([*parallel.buckets.values()] if isinstance(parallel, Replica) else [])
             inputs = self._inputs(fake)
             # without a run, the payload follows from the policy table and the shapes of the sharded model
-            passes_of_window = transfers_per_window(plan.strategy.kind, plan.strategy.sync, plan.batch.accumulation)
+            passes_of_window = transfers_per_window(
+                plan.strategy.kind, plan.strategy.sync, plan.batch.predicted_accumulation
+            )
             payload = parallel.meter.layout.payload(passes_of_window)
             problem: Exception | None = None
             try:
@@ -370,10 +373,10 @@ def run_fake_windows(
             gc.collect()  # frees what reference cycles of the task and of torch hold
         return payloads
 
-    most = min(2, plan.batch.accumulation)
+    most = min(2, plan.batch.predicted_accumulation)
     window(1 if plan.strategy.kind in SHARDED else most)  # DDP holds gradients beside its buckets until the first one
     payloads = window(most)
-    return _full_window(payloads[0], payloads[-1], plan.batch.accumulation)
+    return _full_window(payloads[0], payloads[-1], plan.batch.predicted_accumulation)
 
 
 def _full_window(

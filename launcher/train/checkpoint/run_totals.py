@@ -209,7 +209,7 @@ class RunTotals:
             together_s = summary["time/step_s"] + outer.get("outer/time_s", 0.0)
             summary["throughput/samples_per_s"] = summary["batch/global_size"] / together_s
         if self.size in (None, engine.plan.batch.global_size):  # a smaller window of batch.ramp is not predicted
-            summary |= predicted_metrics(engine.plan.strategy.forecast, engine.plan.batch.world_size)
+            summary |= predicted_metrics(engine.plan)
         summary |= engine.stragglers.summary() | self.calibration()
         if (calibrated := engine.calibrated) is not None and calibrated.not_measured:
             summary["comm/not_measured"] = calibrated.not_measured

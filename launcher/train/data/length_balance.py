@@ -95,9 +95,7 @@ def _bounded(
     parts: list[list[int]] = []
     rest = ordered
     while rest:
-        most = min(batch.micro_size, len(rest))
-        exceeds = [*range(2, most + 1)]
-        size = 1 + bisect.bisect_left(exceeds, 1, key=lambda n: tokens_of([lengths[o] for o in rest[:n]]) > bound)
+        size = _most_within(bound, [lengths[offset] for offset in rest[: batch.micro_size]], tokens_of)
         parts.append(rest[:size])
         rest = rest[size:]
     for _ in range(-len(parts) % batch.world_size):
@@ -106,6 +104,29 @@ def _bounded(
         parts[largest : largest + 1] = [parts[largest][:half], parts[largest][half:]]
     parts.sort(key=lambda part: not part)  # ranks without samples come last
     return parts
+
+
+def _most_within(bound: int, lengths: Sequence[float], tokens_of: TokensOf) -> int:
+    """Return how many of the first samples, at least one, are a micro-batch of at most ``bound`` tokens."""
+    more = range(2, len(lengths) + 1)
+    return 1 + bisect.bisect_left(more, 1, key=lambda n: tokens_of(sorted(lengths[:n], reverse=True)) > bound)
+
+
+def first_within_bound(data: Any, task: Task, plan: RunPlan) -> int:
+    """Return how many of the first samples are one micro-batch: ``batch.micro_size``, or what its tokens permit."""
+    size, bound = plan.batch.micro_size, plan.batch.micro_tokens
+    if bound is None:
+        return size
+    size = min(size, len(data))
+    if (lengths := _known_lengths(data, task)) is None:
+        lengths = _LengthReader(data, getattr(task, "length"), plan.train.seed)[range(size)][0]  # noqa: B009
+    tokens_of = tokens_function(getattr(task, "micro_batch_tokens", None), getattr(task, "collate", None))
+    return _most_within(bound, [float(length) for length in lengths[:size]], tokens_of)
+
+
+def tokens_function(own: TokensOf | None, collate: Any) -> TokensOf:
+    """Return the function that counts a micro-batch's tokens: the task's own, or that of its collate function."""
+    return own or getattr(collate, "micro_batch_tokens", tokens_padded)
 
 
 def _cuts(samples: int, parts: int) -> list[int]:
@@ -140,11 +161,8 @@ def lengths_of(data: Any, task: Task, plan: RunPlan, world: World) -> Sequence[f
     They are those of the task's ``lengths(data)``, or the column ``length`` of a Hugging Face dataset. Otherwise each
     sample is read once, by the ranks and their loader processes together, for the task's ``length(sample)``.
     """
-    lengths: Callable[[Any], Any] | None = getattr(task, "lengths", None)
-    if lengths is not None:
-        return lengths(data)
-    if (column := column_of_lengths(data)) is not None:
-        return column
+    if (lengths := _known_lengths(data, task)) is not None:
+        return lengths
     started = time.perf_counter()
     reader = _LengthReader(data, getattr(task, "length"), plan.train.seed)  # noqa: B009
     own = range(world.rank, len(data), world.size)
@@ -166,6 +184,12 @@ def lengths_of(data: Any, task: Task, plan: RunPlan, world: World) -> Sequence[f
             flush=True,
         )
     return values
+
+
+def _known_lengths(data: Any, task: Task) -> Any:
+    """Return the lengths of all samples if none has to be read for them."""
+    lengths: Callable[[Any], Any] | None = getattr(task, "lengths", None)
+    return column_of_lengths(data) if lengths is None else lengths(data)
 
 
 def require_length_of_first(data: Any, task: Task, seed: int) -> None:

@@ -62,7 +62,7 @@ class ArrangedData(Dataset[Any]):
     def first(self, count: int) -> ArrangedData:
         """Return the first ``count`` samples, without an order of their own."""
         lengths = None if self.lengths is None else self.lengths[:count]
-        return ArrangedData(Subset(self.dataset, range(count)), None, lengths)
+        return ArrangedData(Subset(self.dataset, range(count)), None, lengths, self.micro_batch_tokens)
 
     def digests(self, seed: int) -> str:
         """Return hashes of the first epoch's order and of the lengths, by which ranks compare them."""

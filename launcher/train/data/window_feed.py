@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 from torch.utils.data.dataloader import _BaseDataLoaderIter  # pyright: ignore[reportPrivateUsage]
 
-from launcher.config.schema import Balance, ShortWindow
+from launcher.config.schema import Balance, OnOom, ShortWindow
 from launcher.errors import ConfigError, DataError
 from launcher.plan.batch import require_short_batches
 from launcher.plan.data_shards import START_AGAIN, Division, require_second_epoch
@@ -27,7 +27,7 @@ from launcher.plan.windows import Span, Windows, share_of_window
 from launcher.quantities import count, first_names
 from launcher.task import ReadyBatches, as_ready, dataset_of, is_mapped, is_ready
 from launcher.train.data.fingerprint import Outline, require_same_data, require_same_stream
-from launcher.train.data.length_balance import BalancedWindow, TokensOf, balanced, tokens_padded
+from launcher.train.data.length_balance import BalancedWindow, TokensOf, balanced, tokens_function
 from launcher.train.data.loader import Collate, MicroBatch, prefetch, read_samples, read_tensors, reads_several
 from launcher.train.data.randomness import SampleRandom, Seed
 from launcher.train.data.ready_batches import BatchStream, require_usable, samples_in, the_batch
@@ -177,10 +177,11 @@ class MapFeed:
         if isinstance(dataset, ArrangedData):
             plain = dataset.dataset
             if plan.batch.balance is Balance.length:
-                tokens_of = dataset.micro_batch_tokens or getattr(collate, "micro_batch_tokens", tokens_padded)
+                tokens_of = tokens_function(dataset.micro_batch_tokens, collate)
                 balance = functools.partial(self._balance, dataset, order, tokens_of)
                 self._balanced = functools.lru_cache(_WINDOWS_KEPT)(balance)
-                _require_bound(dataset, plan.batch.micro_tokens, tokens_of)
+                if plan.batch.on_oom is OnOom.stop:  # otherwise it may have been halved
+                    _require_bound(dataset, plan.batch.micro_tokens, tokens_of)
         self._source = prefetch(
             _Ordered(plain, collate, plan.train.seed, order), plan, device, plan.train.seed, order=specs
         )
@@ -248,11 +249,16 @@ def _require_bound(data: ArrangedData, bound: int | None, tokens_of: TokensOf) -
     if bound is None or data.lengths is None or not len(data.lengths):
         return
     longest = int(data.lengths.argmax())
-    tokens = math.ceil(tokens_of([float(data.lengths[longest])]))
+    length = float(data.lengths[longest])
+    tokens = math.ceil(tokens_of([length]))
     if tokens > bound:
+        own, remedy = "", "cut or leave out longer samples"
+        if tokens > length:
+            own, remedy = f", of which {length:,.0f} are its own", "make the rows that samples are packed into shorter"
         raise ConfigError(
-            "batch.micro_tokens", bound, f"sample {longest} of the training data alone takes {tokens:,} tokens.",
-            f"Use {tokens} or more, or cut or leave out longer samples.",
+            "batch.micro_tokens", bound,
+            f"a micro-batch of sample {longest} of the training data alone takes {tokens:,} tokens{own}.",
+            f"Use {tokens} or more, or {remedy}.",
         )  # fmt: skip
 
 

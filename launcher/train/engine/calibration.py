@@ -141,7 +141,8 @@ class Calibration:
 
         Args:
             run: the loop's forward pass: (model, micro-batch) -> terms of the loss.
-            micro_batches: micro-batches of this rank, on the device; repeated if a full window has more.
+            micro_batches: micro-batches of this rank, on the device; repeated if a full window has more. With
+                ``batch.micro_tokens`` they are the window.
 
         Raises:
             SyncPolicyViolated: the collectives that ran are not those of the policy.
@@ -151,6 +152,8 @@ class Calibration:
         if not micro_batches:
             raise EngineMisuse("engine.calibrate() needs at least one batch.")
         self._plan, self._run, self._count = plan, run, plan.batch.accumulation
+        if plan.batch.micro_tokens is not None:
+            self._count = int(self._agree(len(micro_batches))[0])
         self._steps_left = math.inf if plan.train.steps is None else plan.train.steps - steps_done
         self._comm_s: list[float] = []
         self._cold = True  # nothing has run yet

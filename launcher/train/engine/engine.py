@@ -549,7 +549,8 @@ class Engine:
 
         Args:
             forward: (model, batch) -> (loss_sum, items) or the terms; it receives copies of the batches.
-            batches: of this rank, each of micro-batch size; repeated if a window has more.
+            batches: of this rank, each of micro-batch size; repeated if a window has more. With batch.micro_tokens they
+                are the window.
 
         Returns:
             The result; None with one rank, and with ``run.calibrate_s=0``.

@@ -102,19 +102,19 @@ def store_micro_size(submitted: RunPlan, batch: Batch) -> None:
 
 def out_of_memory(error: BaseException, batch: Batch, rank: int, step: int) -> OutOfMemory:
     """Return the error of a rank that ran out of memory in a window and cannot continue in place."""
-    what = (
-        f"Rank {rank} ran out of memory at step {step}, with micro-batches of {batch.micro_size}: {_first_line(error)}"
-    )
+    key, unit = ("micro_size", "") if batch.micro_tokens is None else ("micro_tokens", " tokens")
+    size = f"{getattr(batch, key)}{unit}"
+    what = f"Rank {rank} ran out of memory at step {step}, with micro-batches of {size}: {_first_line(error)}"
     if (smaller := batch.shrunk()) is None:
         remedy = (
             "The micro-batch is one sample already. Use strategy.recompute=blocks, strategy=fsdp on more ranks, or "
             "precision=bf16."
         )
     elif batch.on_oom is OnOom.shrink:
-        remedy = f"The run restarts from its newest checkpoint, with micro-batches of {smaller.micro_size}."
+        remedy = f"The run restarts from its newest checkpoint, with micro-batches of {getattr(smaller, key)}{unit}."
     else:
         remedy = (
-            f"Use batch.micro_size={smaller.micro_size}, or batch.on_oom=shrink, which halves it during the run. The "
+            f"Use batch.{key}={getattr(smaller, key)}, or batch.on_oom=shrink, which halves it during the run. The "
             "global batch stays the same."
         )
     return OutOfMemory(f"{what}\n  {remedy}")

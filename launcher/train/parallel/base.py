@@ -56,7 +56,8 @@ class Parallel:
         """
         self.module = model
         self._parameters = trained(model)
-        self._compress, self._long = plan.strategy.compress, plan.batch.accumulation > MOST_NARROW
+        self._compress = plan.strategy.compress
+        self._long = plan.batch.accumulation > MOST_NARROW or plan.batch.may_exceed_plan
         # some gradients would be added up in a narrow format
         self._narrow_sums = self._compress is Compress.bf16 or (
             self._long and any(p.dtype in NARROW_DTYPES for p in self._parameters)

@@ -322,7 +322,7 @@ def norms_of(plan: RunPlan, parallel: Parallel, precision: Precision, device: to
         return Norms()
     ranks = Ranks(parallel.meter, plan.batch.world_size)
     norms: Normaliser
-    if norm is Norm.sync or not plan.batch.several:  # then a window is one micro-batch of all ranks
+    if norm is Norm.sync or plan.batch.predicted_accumulation == 1:  # then a window is one micro-batch of all ranks
         norms = RankNorms(ranks)
     else:
         made = added_value("batch.norm", norm)

@@ -7,7 +7,8 @@ import dataclasses
 import itertools
 import random
 from itertools import chain
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,14 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import launcher
+from launcher.config.schema import OnOom
 from launcher.errors import ConfigError, DataError, TaskError
 from launcher.plan.batch import Batch
 from launcher.plan.run_plan import TaskPlan
 from launcher.plan.windows import share_of_window
 from launcher.rundir.files import value_from_json
-from launcher.train.data.length_balance import balanced
+from launcher.train.data.length_balance import balanced, first_within_bound
 from launcher.train.data.sample_order import ArrangedData
 from launcher.train.data.window_feed import WindowPosition, open_feed
+from launcher.train.engine import oom
 from launcher.train.inspection.task_probe import probe
 from launcher.train.world import World
 from tests.helpers import inspection_of, make_plan
@@ -85,8 +88,43 @@ def test_a_sample_longer_than_the_bound_is_refused() -> None:
     plan = plan_for(24, 1, "batch.balance=length", f"batch.micro_tokens={longest - 1}")
     with pytest.raises(ConfigError, match=f"sample {LENGTHS.index(longest)} .* takes {longest} tokens"):
         open_feed(DATA, plan, World(0, 1, 0), CPU)
+    rows = launcher.Packing(512)
+    with pytest.raises(ConfigError, match=rf"takes 512 tokens, of which {longest} are its own\.\n.*or make the rows"):
+        open_feed(DATA, plan, World(0, 1, 0), CPU, rows)
     with pytest.raises(ConfigError, match=r"batch.micro_tokens=1K: has no effect with batch.balance=none"):
         make_plan("batch.micro_tokens=1K")
+
+
+def test_micro_batches_bounded_in_tokens_become_smaller_when_memory_runs_out() -> None:
+    """micro_size is far above what the bound permits: halved alone, it would repeat the same window."""
+    plan = plan_for(24, 1, "batch.balance=length", f"batch.micro_tokens={2 * max(LENGTHS)}", "batch.on_oom=shrink")
+    counts: list[int] = []
+    batch: Batch | None = plan.batch
+    assert "with micro-batches of 404 tokens" in str(oom.out_of_memory(MemoryError(), batch, 0, 1))
+    assert "batch.micro_tokens=202, or" in str(
+        oom.out_of_memory(MemoryError(), dataclasses.replace(batch, on_oom=OnOom.stop), 0, 1)
+    )
+    while batch is not None:
+        feed = open_feed(DATA, dataclasses.replace(plan, batch=batch), World(0, 1, 0), CPU)
+        counts.append(next(feed.windows()).count)
+        feed.close()
+        batch = batch.shrunk()
+    assert all(one < two for one, two in itertools.pairwise(counts) if one < 24)
+    assert counts[-1] == 24
+
+
+def test_the_micro_batch_that_memory_is_predicted_with_is_within_the_bound() -> None:
+    plan = plan_for(24, 1, "batch.balance=length", "batch.micro_tokens=1K")
+    most = first_within_bound(DATA.dataset, cast("Any", SimpleNamespace(lengths=lambda _: LENGTHS)), plan)
+    assert most * max(LENGTHS[:most]) <= 1024 < (most + 1) * max(LENGTHS[: most + 1])
+    packed = SimpleNamespace(length=lambda _: 128, collate=launcher.Packing(512))
+    assert first_within_bound(DATA.dataset, cast("Any", packed), plan) == 8
+    assert first_within_bound(DATA.dataset, cast("Any", packed), plan_for(24, 1)) == 24
+
+
+def test_the_first_samples_count_tokens_alike() -> None:
+    first = ArrangedData(DATA.dataset, None, LENGTHS, sum).first(5)
+    assert (first.micro_batch_tokens, len(first)) == (sum, 5)
 
 
 @pytest.mark.usefixtures("alone")

@@ -199,6 +199,28 @@ def test_three_rounds_may_take_a_share_of_the_run(
     assert ("run.calibrate_s=" in phase.result.not_measured) == (not rounds)
 
 
+def test_a_window_bounded_in_tokens_is_measured_as_long_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan has one micro-batch, with which all policies send the same."""
+    monkeypatch.setattr(Calibration, "_agree", lambda _, *values: [float(value) for value in values])
+    monkeypatch.setattr(
+        Calibration,
+        "_measure",
+        lambda self, kinds: Calibrated(rounds=self._count, comm_s=kinds.count(WindowSync.every)),
+    )
+    world = World(rank=0, size=2, local_rank=0, local_size=2)
+    parts: Any = SimpleNamespace(
+        world=world, device=torch.device("cpu"), preserve=object, precision=None, norms=None,
+        parallel=SimpleNamespace(without_effects=nullcontext),
+    )  # fmt: skip
+    plan = make_plan(
+        "strategy=ddp", "cluster.workers_per_node=2", "cluster.device=cpu", "batch.global_size=128",
+        "batch.micro_size=64", "batch.balance=length", "batch.micro_tokens=1K",
+    )  # fmt: skip
+    phase = Calibration(parts)
+    phase.measure(plan, lambda *_: [], [MicroBatch(None, 1)] * 7, 0)
+    assert phase.result == Calibrated(rounds=7, comm_s=1)
+
+
 def test_memory_that_runs_out_while_others_gather_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that continued would wait for the others, which wait for it in all-gathers, until train.hang_timeout."""
 

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import launcher
 from tests.helpers import series, torchrun
 
 BUFFERS = Path(__file__).parent / "buffers_worker.py"
@@ -70,6 +72,34 @@ def test_a_window_of_any_length_has_its_exact_gradient(
     assert errors.keys() == set(lines)
     # a few roundings to bf16, of half a unit in the last place; a sum in bf16 would be half of it or less
     assert max(errors.values()) < 4 * 2**-8, errors
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "options", [["batch.on_oom=shrink"], ["batch.balance=length", "batch.micro_tokens=1"]], ids=["shrunk", "bounded"]
+)
+def test_a_window_of_more_micro_batches_than_planned_has_its_exact_gradient(options: list[str]) -> None:
+    plan = launcher.make_plan(
+        ["batch.global_size=512", "batch.micro_size=512", "train.steps=1", "train.clip_norm=null", "cluster.device=cpu",
+         "schedule=constant", "schedule.warmup_steps=0", "precision=bf16", "precision.parameters=keep", *options],
+        samples=512,
+    )  # fmt: skip
+    assert plan.batch.accumulation == 1
+    model = torch.nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+    torch.nn.init.zeros_(model.weight)
+    engine = launcher.Engine(model, torch.optim.SGD(model.parameters(), 1.0), plan)
+    for window in engine.windows(launcher.ArrangedData(list(torch.ones(512, 1)), lengths=[1] * 512)):
+        try:
+            for batch in window:
+                if len(batch) > 1:
+                    raise torch.OutOfMemoryError("injected")
+                engine.backward(engine.model(batch.bfloat16()).sum(), len(batch))
+        except torch.OutOfMemoryError as error:
+            if not engine.shrinks(error):
+                raise
+            continue
+        assert engine.step().micro_batches == 512
+    assert float(model.weight.detach()) == pytest.approx(-1, abs=4 * 2**-8)
 
 
 def user_model(ranks: int, part: str, where: Path) -> dict[str, Any]:
