@@ -71,8 +71,10 @@ def fits_in_memory(nbytes: int, device: torch.device) -> bool:
     process that takes too much is killed."""
     if device.type != "cuda":
         return True
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # it is freed when needed
-    return torch.cuda.mem_get_info(device)[0] + cached >= _MARGIN * nbytes
+    (free, total), allocated = torch.cuda.mem_get_info(device), torch.cuda.memory_allocated(device)
+    cached = torch.cuda.memory_reserved(device) - allocated  # it is freed when needed
+    allowed = torch.cuda.get_per_process_memory_fraction(device) * total - allocated
+    return min(free + cached, allowed) >= _MARGIN * nbytes
 
 
 def can_abandon(plan: RunPlan, norms: Norms) -> bool:

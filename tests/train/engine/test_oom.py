@@ -146,11 +146,15 @@ def test_words_with_other_causes_count_only_on_a_full_gpu(
     assert oom.is_out_of_memory(RuntimeError(text)) is is_one
 
 
-@pytest.mark.parametrize(("nbytes", "fits"), [(0, True), (90, True), (100, False)])
-def test_memory_of_a_gpu_includes_what_the_allocator_keeps(
-    nbytes: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("nbytes", "fraction", "fits"),
+    [(0, 1.0, True), (90, 1.0, True), (100, 1.0, False), (30, 0.31, True), (31, 0.31, False)],
+)
+def test_memory_of_a_gpu_includes_what_the_allocator_keeps_within_its_limit(
+    nbytes: int, fraction: float, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("mem_get_info", (60, 200)), ("memory_reserved", 70), ("memory_allocated", 30)):
+    of_device = {"mem_get_info": (60, 200), "memory_reserved": 70, "memory_allocated": 30}
+    for name, value in {**of_device, "get_per_process_memory_fraction": fraction}.items():
         monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
     assert oom.fits_in_memory(nbytes, torch.device("cuda", 0)) is fits
     assert oom.fits_in_memory(10**15, torch.device("cpu"))
