@@ -114,9 +114,9 @@ browser:
 	mkdir -p build && npm install --silent --no-save --prefix build axe-core@4
 
 # Every CUDA path that one GPU allows, on a machine that has torch and needs no network: a table of checks, bounds and figures.
-# In three parts of at most 8 minutes: make gpu PART=1, then 2 and 3. GPU_DEVICE=cpu runs what a CPU can.
+# In three parts, each with at most 8 minutes of checks after it has installed the wheels: make gpu PART=1, then 2 and 3. GPU_DEVICE=cpu runs what a CPU can.
 # make gpu-wheels, on a connected machine, makes the folder that `make gpu` installs from: carry it along with the tree.
-# make gpu-node, on a host with 8 GPUs, starts what one GPU cannot: jobs of 1 to 8 ranks over NCCL, and drills.
+# make gpu-node, on a host with 8 GPUs, starts what one GPU cannot: jobs of 2, 4 and 8 ranks over NCCL, and drills.
 GPU_WHEELS ?= build/gpu-wheels
 GPU_PYTHON ?= 3.12
 GPU_DEVICE ?= cuda

@@ -38,15 +38,16 @@ PARTS = {
     ),
     "2": (
         "shrink, one of 2 ranks", "one rank out of memory in FSDP's calibration", "hang verdict, launch queue full",
+        "flight recorder, launch queue full",
         "seconds of communication, 2 ranks", "predicted memory", "compile without recompiles", "own process group",
-        "PowerSGD, 2 ranks", "initial values of 1 B parameters", "launch doctor", "eight pinned loaders", "MFU",
+        "PowerSGD, 2 ranks", "initial values of 1 B parameters", "launch doctor", "eight loader processes", "MFU",
         "fsdp, 2 ranks, fp32", "ddp, 2 ranks, fp32", "hsdp, 4 ranks, fp32", "fsdp, 2 ranks, gather_once, bf16",
         "cpu_offload, fp16, 2 ranks", "recompute, fsdp, bf16", "compress=bf16, 2 ranks",
         "BatchNorm over the window, 2 ranks", "deterministic", "batches of every type", "micro_size=auto",
         "out of memory in a collective: restart", "memory snapshot", "page-locked copies",
         "flags of a window", "launch verify",
     ),
-    "3": ("llama documents", "llama 1b", "llama 1b, compile", "llama 1b, float8", "llama 8b"),
+    "3": ("llama documents", "llama 1b", "llama 1b, compile", "llama 8b", "llama 1b, float8"),
     "node": (
         "ddp, 2 GPUs, bf16", "fsdp, 2 GPUs, bf16", "fsdp, 8 GPUs, bf16", "hsdp, 8 GPUs, bf16", "ddp, 8 GPUs, bf16",
         "launch drill", "a rank that is stopped", "one GPU out of memory", "launch verify, all GPUs",
@@ -103,15 +104,17 @@ class Runner:
                 [sys.executable, "-m", "jobs.gpu", name, self._device, str(folder)], cwd=ROOT, stdout=log,
                 stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
+            status = None
             try:
                 status = process.wait(limit_s)
             except subprocess.TimeoutExpired:
                 end_with_descendants(process)
-                return "over", f"not over within {limit_s:.0f} s"
-        if not (folder / "result.json").exists():
-            return "failed", f"its process ended with status {status}: {_last_line(folder / 'log')}"
-        result = json.loads((folder / "result.json").read_text())
-        return result["state"], result["text"]
+        with suppress(OSError, ValueError):  # it has no result, or half of one
+            result = json.loads((folder / "result.json").read_text())
+            return result["state"], result["text"]
+        if status is None:
+            return "over", f"not over within {limit_s:.0f} s"
+        return "failed", f"its process ended with status {status}: {_last_line(folder / 'log')}"
 
     def _print_result(self, result: Result) -> Result:
         with self._print_lock:
@@ -120,9 +123,15 @@ class Runner:
 
 
 def end_with_descendants(process: subprocess.Popen[bytes]) -> None:
-    """Kill ``process`` and all its descendants: workers and agents have their own sessions."""
+    """Kill ``process`` and all its descendants: workers and agents have their own sessions. All are stopped first, so
+    that none starts another meanwhile."""
     root = psutil.Process(process.pid)
-    for each in (root, *root.children(recursive=True)):
+    found = [root]
+    for each in found:
+        with suppress(psutil.NoSuchProcess):
+            each.suspend()
+            found += [child for child in each.children() if child not in found]
+    for each in found:
         with suppress(psutil.NoSuchProcess):
             each.kill()
     try:

@@ -1,15 +1,18 @@
 """Checks of the GPU acceptance that call the strategies directly, for code that no one-rank job reaches.
 
 A world of one rank trains without DDP, and torch's FSDP2 skips its collectives there. NCCL refuses two ranks on one
-GPU. Therefore the collectives, DDP's hook and the timing events run here, on an NCCL group of one rank. Before each
-collective a kernel sleeps: what does not wait for the collective computes with values that are not there yet.
+GPU. Therefore the collectives, DDP's hook and the timing events run here, on an NCCL group of one rank. Each collective
+starts late, on a stream of its own, and its result is NaN until then: what does not wait for it computes with NaN.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -93,21 +96,36 @@ def flags_of_a_window(environment: Environment) -> str:
 
 @contextmanager
 def delayed(environment: Environment) -> Iterator[list[str]]:
-    """Queue a sleeping kernel before each collective, and list the collectives."""
+    """Start each collective late, with NaN in its result until then, and list the collectives."""
     import torch
     import torch.distributed as dist
 
     from launcher.train.parallel import collectives
 
     ran = list[str]()
+    side = torch.cuda.Stream() if environment.on_gpu else None
+
+    @torch.no_grad()
+    def late(function: Any, output: Any, *arguments: Any, **options: Any) -> Any:
+        current = torch.cuda.current_stream()
+        assert side is not None
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            source = next((each for each in arguments if isinstance(each, torch.Tensor)), output)
+            kept = source.clone()  # one rank's collectives are in place
+            output.fill_(math.nan if output.is_floating_point() else 1)
+            torch.cuda._sleep(_SLEEP_CYCLES)
+            source.copy_(kept)
+            work = function(output, *arguments, **options)
+        if work is None:
+            current.wait_stream(side)
+        return work
 
     def slowly(name: str, function: Any) -> Any:
         def run(*arguments: Any, **options: Any) -> Any:
             ran.append(name)
-            if environment.on_gpu:
-                torch.cuda._sleep(_SLEEP_CYCLES)
             options = {name: getattr(value, "whole", value) for name, value in options.items()}  # see Unskipped
-            return function(*arguments, **options)
+            return late(function, *arguments, **options) if arguments[0].is_cuda else function(*arguments, **options)
 
         return run
 
@@ -298,14 +316,52 @@ def own_group(environment: Environment) -> str:
     with delayed(environment) as ran:
         with mock.patch.object(engine.parallel, "_shard_size", 2):  # so that the norms of the shards are summed
             engine.step()
+        if ran != ["all-reduce"]:
+            raise AssertionError(f"not one all-reduce for the norm: {ran}")
         batches = [MicroBatch(number, 4) for number in range(3)]
         if [*_in_step(iter(batches), World(0, 2, 0), 4)] != batches:
             raise AssertionError("other batches in an evaluation of several ranks")
-    if not ran:
-        raise AssertionError("no all-reduce has run")
+    if len(ran) != 5:
+        raise AssertionError(f"not one all-reduce for each batch of an evaluation and its end: {ran[1:]}")
     backend = dist.get_backend_config()
     dist.destroy_process_group()
     return f"{ran.count('all-reduce')} all-reduce in a group of {backend}"
+
+
+_QUEUED = """
+import torch
+import torch.distributed as dist
+from launcher.train.parallel.collectives import _all_gather
+device = torch.device("cuda", 0)
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+source, target = torch.ones(4, device=device), torch.zeros(4, device=device)
+torch.cuda.synchronize()
+torch.cuda._sleep(2**37)
+work = _all_gather(target, source, async_op=True)
+print("queued", flush=True)
+for _ in range(5000):
+    torch.zeros(1, device=device)
+"""
+
+
+@check("flight recorder, launch queue full", "1 collective queued, 0 completed")
+def recorded(environment: Environment) -> str:
+    """Ask a process whose GPU is busy, and that is stuck behind a full launch queue, for its trace."""
+    from launcher.launch import flight_recorder
+
+    need_cuda(environment)
+    os.environ.update(flight_recorder.variables(str(environment.folder), environment.folder))
+    child = subprocess.Popen([sys.executable, "-c", _QUEUED], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        if child.stdout.readline() != "queued\n":
+            raise AssertionError("the process that queues a collective has failed: see the log")
+        groups = flight_recorder.request_traces([0]).get(0, [])
+    finally:
+        child.kill()
+    if [(group.queued, group.completed) for group in groups] != [(1, 0)]:
+        raise AssertionError(f"groups in the trace: {groups}")
+    return f"not completed: {groups[0].oldest}"
 
 
 @check("page-locked copies", "1.1 times the bytes", alone=True)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from functools import partial
 from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
-from jobs.gpu.registry import Environment, Skip, check
+from jobs.gpu.registry import Environment, Skip, check, missing_compiler
 
 # tokens/s of an 8 B model on one H200, sequences of 4096, bf16, full recompute, compile, fused AdamW (KempnerForge)
 PUBLISHED_8B = 10_471
@@ -32,9 +31,9 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 }
 
 
-def _compiles() -> bool:
-    """Return whether torch.compile can make kernels for a GPU."""
-    return find_spec("triton") is not None and any(shutil.which(name) for name in ("cc", "gcc", "clang"))
+def _require_transformers() -> None:
+    if find_spec("transformers") is None:
+        raise Skip("transformers is not installed")
 
 
 def _require_memory(size: str, settings: tuple[str, ...]) -> None:
@@ -59,18 +58,20 @@ def _predicted_bytes(environment: Environment, micro_size: int) -> int | None:
     from launcher.plan.task_inspection import weigh_memory
 
     plan = RunPlan.load(environment.run / "plan.json")
-    accumulation = plan.batch.global_size // micro_size
-    batch = dataclasses.replace(plan.batch, micro_size=micro_size, accumulation=accumulation)
-    forecasts = weigh_memory(dataclasses.replace(plan, batch=batch), choose=False).strategy.forecasts
+    forecasts = plan.strategy.forecasts
+    if micro_size != plan.batch.micro_size:
+        accumulation = plan.batch.global_size // micro_size
+        batch = dataclasses.replace(plan.batch, micro_size=micro_size, accumulation=accumulation)
+        forecasts = weigh_memory(dataclasses.replace(plan, batch=batch), choose=False).strategy.forecasts
     return next((forecast.peak_bytes for forecast in forecasts if forecast.sync is plan.strategy.sync), None)
 
 
-def _require_float8() -> None:
+def _require_float8(environment: Environment) -> None:
     """Raise Skip if this GPU does not multiply in float8, or not fast."""
     import torch
 
-    if find_spec("torchao") is None or not _compiles():
-        raise Skip("torchao, triton or a C compiler is not installed")
+    if find_spec("torchao") is None or missing_compiler(environment):
+        raise Skip(missing_compiler(environment) or "torchao is not installed")
     if torch.cuda.get_device_capability() < (8, 9):
         raise Skip("this GPU has no float8 units")
 
@@ -81,15 +82,16 @@ def _throughput(environment: Environment, size: str, precision: str, *, compiled
     Args:
         least: smallest utilisation, where the GPU's peak is known.
     """
+    _require_transformers()
     settings = (*SETTINGS[size], f"precision={precision}")
     if precision == "float8" and environment.on_gpu:
-        _require_float8()
+        _require_float8(environment)
     elif precision == "float8":
         settings += ("float8.emulate=true",)
     if environment.on_gpu:
         _require_memory(size, settings)
-        if compiled and not _compiles():
-            raise Skip("triton or a C compiler is not installed")
+        if compiled and (lacking := missing_compiler(environment)):
+            raise Skip(lacking)
         shape = ("task.seq_len=4096", f"train.compile={str(compiled).lower()}")
     else:
         shape = (*TINY, "train.compile=false")
@@ -120,7 +122,7 @@ for _name, _size, _precision, _compiles_it, _least in (
     ("llama 1b, float8", "1b", "float8", True, 0.2),
     ("llama 8b", "8b", "bf16", True, 0.4),
 ):
-    check(_name, f"MFU of {_least:.0%}", seconds=180, alone=True)(
+    check(_name, f"MFU of {_least:.0%}", seconds=300 if _size == "8b" else 180, alone=True)(
         partial(_throughput, size=_size, precision=_precision, compiled=_compiles_it, least=_least)
     )
 
@@ -132,6 +134,7 @@ def documents(environment: Environment) -> str:
 
     from launcher.extensions.hf.llama import Llama
 
+    _require_transformers()
     torch.manual_seed(0)
     task = Llama(width=256, depth=2, heads=4, kv_heads=2, ffn=512, vocab=512, seq_len=512)
     task.eos, task._pack = 3, True
@@ -144,7 +147,7 @@ def documents(environment: Environment) -> str:
     report = list[str]()
     for dtype, within in ((torch.float32, 1e-3), (torch.bfloat16, 5e-2)):
         for way in ("plain", "recompute", "compile", "compile and recompute"):
-            if "compile" in way and not (environment.on_gpu and _compiles()):
+            if "compile" in way and (not environment.on_gpu or missing_compiler(environment)):
                 continue
             model, loss = _trained_in(way, task, reference, rows, environment.device, dtype)
             pairs = zip(model.parameters(), reference.parameters(), strict=True)

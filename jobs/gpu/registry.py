@@ -7,8 +7,11 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +29,10 @@ class Skip(Exception):
 
 @dataclass(frozen=True)
 class Environment:
-    """Environment of a check. ``device``: cpu or cuda. ``folder``: the check's own. ``limit_s``: its time limit."""
+    """Environment of a check. ``device``: cpu or cuda. ``folder``: the check's own."""
 
     device: str
     folder: Path
-    limit_s: float
 
     @property
     def on_gpu(self) -> bool:
@@ -70,6 +72,9 @@ class Environment:
     def records(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
 
+    def events(self) -> list[str]:
+        return [json.loads(line)["event"] for line in (self.run / "events.jsonl").read_text().splitlines()]
+
     def log(self, rank: int = 0) -> str:
         return "".join(path.read_text() for path in sorted((self.run / "logs").glob(f"rank{rank}.*log")))
 
@@ -83,6 +88,16 @@ def last_line(text: str) -> str:
 def need_cuda(environment: Environment) -> None:
     if not environment.on_gpu:
         raise Skip("needs a GPU")
+
+
+def missing_compiler(environment: Environment) -> str:
+    """Return what torch.compile lacks on this machine, or nothing."""
+    from launcher.config.schema import Device
+    from launcher.plan.host import missing_for_compiling
+
+    if environment.on_gpu and find_spec("triton") is None:
+        return "triton is not installed"
+    return missing_for_compiling(Device(environment.device), os.environ)
 
 
 @dataclass(frozen=True)
@@ -133,3 +148,9 @@ def sleeps(environment: Environment) -> str:  # noqa: ARG001
 @check("selftest dies", "fails", selftest=True)
 def dies(environment: Environment) -> str:  # noqa: ARG001
     os.abort()
+
+
+@check("selftest lingers", "ends", selftest=True)
+def lingers(environment: Environment) -> str:  # noqa: ARG001
+    threading.Thread(target=time.sleep, args=(3600,)).start()  # the interpreter would wait for it
+    return "done"

@@ -6,6 +6,7 @@ import hashlib
 import os
 import signal
 import sys
+import time
 from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
 from pathlib import Path
@@ -223,6 +224,28 @@ class Reported(Words):
             with Path(self.report).open("a") as report:
                 report.write(f"{total - free} {frames}\n")
         return loss
+
+
+class Unevaluated(Words):
+    """Task without held-out data."""
+
+    def eval_data(self) -> None:  # type: ignore[override]
+        return None
+
+
+class SlowlyDrawn(Words):
+    """Task whose initial values rank 0 draws again and again for ``drawing_s`` seconds."""
+
+    def __init__(self, drawing_s: float = 0, **others: Any) -> None:
+        super().__init__(**others)
+        self.drawing_s = drawing_s
+
+    def model(self) -> nn.Module:
+        end, model = time.monotonic() + self.drawing_s, super().model()
+        while os.environ.get("RANK") == "0" and time.monotonic() < end:
+            for parameter in model.parameters():
+                nn.init.normal_(parameter, std=0.02)
+        return model
 
 
 class Arithmetic(Words):

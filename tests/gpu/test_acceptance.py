@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import psutil
 import pytest
 import torch
 
@@ -15,8 +16,10 @@ from jobs.gpu import acceptance, checks, llama, node, wheels
 from jobs.gpu.engine_checks import idle_us
 from jobs.gpu.registry import CHECKS, ROOT, Check, Environment
 from jobs.gpu.tasks import Nested, Words
+from launcher.plan import host
 from tests.helpers import make_plan, patience
 from tests.infra import warm
+from tests.infra.runs import wait_for
 
 
 def accept(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -38,6 +41,7 @@ def test_it_reports_what_passes_and_what_does_not(tmp_path: Path) -> None:
     wanted = {
         "HSDP on a (1, 1) mesh, delayed": "ok", "DDP's hook, delayed": "ok", "single fp32": "ok",
         "flags of a window": "ok", "micro_size=auto": "skipped", "selftest fails": "failed", "selftest dies": "failed",
+        "selftest lingers": "ok",
     }  # fmt: skip
     done = accept(out, "--patience", "20", "--budget", "3000", "--parallel", "2", "--only", ";".join(wanted))
     assert done.returncode == 1, done.stdout + done.stderr
@@ -45,7 +49,7 @@ def test_it_reports_what_passes_and_what_does_not(tmp_path: Path) -> None:
     assert "of a plain loop" in done.stdout
     assert "there is no such key" in done.stdout, "why it failed"
     assert "ended with status -6" in done.stdout
-    assert "4 ok, 2 failed, 1 skipped. On: no GPU, torch" in done.stdout
+    assert "5 ok, 2 failed, 1 skipped. On: no GPU, torch" in done.stdout
     log = (out / "part" / "selftest-fails" / "log").read_text()
     assert "$ launch train no.such.key=1" in log
 
@@ -61,10 +65,17 @@ def test_what_is_over_its_limit_has_failed_and_what_the_parts_time_ends_has_not_
         arguments = ["--device", "cpu", "--out", str(tmp_path), "--budget", budget, "--patience", patience_]
         assert acceptance.main([*arguments, "--only", "selftest sleeps"]) == status
         assert rows(tmp_path) == {"selftest sleeps": state}
-    left = [
-        line for line in subprocess.check_output(["ps", "-eo", "args"], text=True).splitlines() if str(tmp_path) in line
-    ]
-    assert not left, "a check that is ended takes its processes with it"
+
+
+def test_a_check_that_is_ended_takes_its_processes_with_it(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    worker = f"import os, time; os.close(os.open({str(started)!r}, os.O_CREAT)); time.sleep(3600)"
+    check = f"import subprocess; subprocess.run({[sys.executable, '-IS', '-c', worker]!r}, start_new_session=True)"
+    process = subprocess.Popen([sys.executable, "-IS", "-c", check], start_new_session=True)
+    wait_for(started.exists, "the worker")
+    (own,) = psutil.Process(process.pid).children()
+    acceptance.end_with_descendants(process)
+    wait_for(lambda: not own.is_running() or own.status() == psutil.STATUS_ZOMBIE, "the end of the worker")
 
 
 @pytest.mark.usefixtures("no_facts")
@@ -105,17 +116,20 @@ def test_idle_time_before_the_optimizer_is_read_from_a_trace() -> None:
     assert idle_us(events) == [5 + 7, 1]
 
 
-class Typed(Exception):
-    """Raised in place of the first command of a check, with its arguments."""
-
-
 def module_of(check: Check) -> str:
     return getattr(check.function, "func", check.function).__module__
 
 
 class Recorded(Environment):
+    """Environment in which `launch` does nothing; ``typed`` has the arguments of each call."""
+
+    typed: ClassVar[list[tuple[str, ...]]] = []
+
     def launch(self, *arguments: str, status: int = 0, **env: str) -> str:  # noqa: ARG002
-        raise Typed(status, *arguments)
+        self.typed.append(arguments)
+        for report in (word.partition("=")[2] for word in arguments if word.startswith("task.report=")):
+            Path(report).write_text("matmul 1e-7\n")
+        return ""
 
 
 @pytest.mark.parametrize(
@@ -127,17 +141,24 @@ class Recorded(Environment):
     ],
 )
 def test_each_check_gives_keys_that_exist(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A check that needs a GPU is typed here too. Its device is replaced: this machine may have none."""
+    """Each check runs up to the files that its commands would have made, also as on a GPU."""
     monkeypatch.setattr(checks, "need_cuda", lambda _: None)
     monkeypatch.setattr(node, "need_gpus", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(shutil, "which", lambda *_, **__: "cc")
-    with pytest.raises(Typed) as typed:
-        CHECKS[name].function(Recorded("cpu", tmp_path, 60))
-    _, verb, *words = typed.value.args
-    if verb != "doctor":
-        keys = [word for word in words if not word.startswith(("-", "cluster.device="))]
+    monkeypatch.setattr(host, "missing_for_compiling", lambda *_: "")
+    monkeypatch.setattr(checks, "plain_loop", lambda *_: None)
+    monkeypatch.setattr(checks, "seconds_of", lambda *_: [1.0])
+    monkeypatch.setattr(Recorded, "typed", [])
+    for device in ("cpu", "cuda") if module_of(CHECKS[name]) == checks.__name__ else ("cpu",):
+        with suppress(Exception):
+            CHECKS[name].function(Recorded(device, tmp_path))
+    assert Recorded.typed
+    if name == "fp32 and TF32":
+        assert any("precision.tf32=true" in words for words in Recorded.typed)
+    commands = {(verb, *(w for w in words if not w.startswith("cluster.device="))) for verb, *words in Recorded.typed}
+    for _, *words in (command for command in commands if command[0] != "doctor"):
+        keys = [word for word in words if not word.startswith("-")]
         plan = make_plan(*keys, "cluster.device=cuda", gpus=8)
         assert plan.batch.global_size % plan.batch.world_size == 0
 
