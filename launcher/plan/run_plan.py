@@ -392,8 +392,8 @@ class RunPlan(LaunchPlan):
     @classmethod
     def load(cls, path: Path) -> Self:
         """Return the plan in ``path``, with precision=auto replaced by the decision of the run's first start."""
-        plan = super().load(path)
-        if plan.precision.kind is not PrecisionKind.auto or (found := read_json(plan.paths.precision)) is None:
+        plan, decision = super().load(path), RunPaths(path.parent).precision  # the run may have been moved
+        if plan.precision.kind is not PrecisionKind.auto or (found := read_json(decision)) is None:
             return plan
         return plan.with_precision(PrecisionKind(found["kind"]), found["reason"])
 

@@ -27,9 +27,9 @@ def choose_checkpoint(paths: RunPaths, *, step: int | None, best: bool) -> Path:
     chosen = paths.checkpoint(step)
     if chosen not in checkpoints:
         steps = [each.name.removeprefix("step_").lstrip("0") or "0" for each in reversed(checkpoints)]
-        option = "--best" if best else f"--step {step}"
+        which = ", that of its best evaluation" if best else ""
         raise UserError(
-            f"{option}: {name} has no checkpoint of step {step}.\n  It has those of steps {first_names(steps, 20)}."
+            f"{name} has no checkpoint of step {step}{which}.\n  It has those of steps {first_names(steps, 20)}."
         )
     return chosen
 
@@ -42,6 +42,6 @@ def _best_step(paths: RunPaths, newest_first: list[Path]) -> int:
         with suppress(OSError, ValueError, LookupError, TypeError):
             return int((read_json(checkpoint / STATE) or {})["run"]["account"]["best"]["step"])
     raise UserError(
-        f"--best: {paths.root.name} has no best checkpoint: it was trained without checkpoint.best, or has not been "
-        "evaluated yet.\n  Leave --best out, or name a step: --step N."
+        f"{paths.root.name} has no best checkpoint: it was trained without checkpoint.best, or has not been evaluated "
+        "yet.\n  Use the newest checkpoint, or that of a step."
     )

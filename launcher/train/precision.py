@@ -11,8 +11,8 @@ import json
 import platform
 import sys
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -75,15 +75,35 @@ def parameters_to_fp32(model: nn.Module, *, frozen: bool, optimizer: Optimizer |
 def set_tf32(allowed: bool) -> None:
     """Allow or forbid TF32 in fp32 matrix products and convolutions on a GPU.
 
-    torch's default forbids it in products and allows it in convolutions. Both of torch's interfaces are set: if only
-    the newer one was, reading the older one, as torch.compile does, raises an error.
+    torch's default forbids it in products and allows it in convolutions.
     """
-    precision = "tf32" if allowed else "ieee"
+    _set_fp32_precisions(["tf32" if allowed else "ieee"] * 3)
+
+
+@contextmanager
+def kept_tf32() -> Iterator[None]:
+    """Context at whose end TF32 is allowed where it was before."""
+    before = [each.fp32_precision for each in _fp32_operations()]
+    try:
+        yield
+    finally:
+        _set_fp32_precisions(before)
+
+
+def _fp32_operations() -> tuple[Any, Any, Any]:
+    cudnn: Any = torch.backends.cudnn
+    return torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn
+
+
+def _set_fp32_precisions(precisions: Sequence[str]) -> None:
+    """Set both of torch's interfaces: if only the newer one was set, reading the older one, as torch.compile does,
+    raises an error."""
+    products, convolutions, _ = precisions
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some versions of torch warn of the older interface
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
-    cudnn: Any = torch.backends.cudnn
-    for operations in (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn):
+        torch.backends.cuda.matmul.allow_tf32 = products == "tf32"
+        torch.backends.cudnn.allow_tf32 = convolutions == "tf32"
+    for operations, precision in zip(_fp32_operations(), precisions, strict=True):
         operations.fp32_precision = precision
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
 import random
+import shutil
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, chdir, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +17,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, default_collate, random_split
+from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate, random_split
 
 import launcher
 from launcher import Loss, open_run
 from launcher.config.hydra import compose_with_yaml
 from launcher.errors import SiteError, UserError, WrongCheckpoint
 from launcher.plan.run_plan import TaskPlan
+from launcher.train.precision import kept_tf32, set_tf32
 from launcher.train.trainer import train
 from tests.helpers import make_plan
 from tests.infra.runs import records
 
 TARGET = f"{__name__}.Split"
 SEEN: dict[int, Tensor] = {}  # samples that were evaluated, by number
+IN_TRAINING: dict[int, list[float]] = {}  # those of the training
 SOURCE = {"seed": 3}
 
 
@@ -61,6 +68,27 @@ class Net(nn.Module):
         return self.body(x * self.mask).squeeze(-1)
 
 
+class Writes:
+    """Callback that an evaluation does not call; its constructor starts a file in the run's working directory."""
+
+    def __init__(self) -> None:
+        Path("norms.csv").write_text("step,norm\n")
+
+    def on_step(self, _engine: Any, result: Any) -> None:
+        with Path("norms.csv").open("a") as file:
+            file.write(f"{result.step},{result.grad_norm}\n")
+
+
+class Around:
+    """Callback that notes the evaluations that it is called for."""
+
+    evaluations = 0
+
+    def around_evaluation(self, _engine: Any) -> AbstractContextManager[None]:
+        Around.evaluations += 1
+        return nullcontext()
+
+
 class Split:
     """Its held-out data is the rest of the random split that ``train_data`` draws; its batches are a loader's."""
 
@@ -75,7 +103,7 @@ class Split:
         return DataLoader(trained, batch_size=3, shuffle=True, collate_fn=lambda rows: default_collate([*rows]))
 
     def eval_data(self) -> Any:
-        return {"held": self.held_out, "stream": Streamed()}
+        return {"held": self.held_out, "stream": Streamed(), "head": Subset(self.held_out, range(9))}
 
     def loss(self, model: Any, batch: dict[str, Tensor]) -> Loss:
         if launcher.current().evaluating:
@@ -95,18 +123,24 @@ class Split:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one rank, trained in this process."""
     place = tmp_path_factory.mktemp("runs") / "split"
+    callbacks = f"callbacks=[{{_target_: {__name__}.Writes}},{{_target_: {__name__}.Around}}]"
     words = ("cluster.workers_per_node=1", "batch.global_size=6", "batch.micro_size=3", "train.steps=4",
-             "train.eval_every=2", "checkpoint.every=2", "run.calibrate_s=0", "train.loader_workers=0")  # fmt: skip
+             "train.eval_every=2", "checkpoint.every=2", "run.calibrate_s=0", "train.loader_workers=0",
+             callbacks)  # fmt: skip
     task = TaskPlan(
         target=TARGET, params={}, samples=42, parameters=1, gradient_bytes=4, unit_parameters=0,
-        eval_sets=("held", "stream"),
+        eval_sets=("held", "stream", "head"),
     )  # fmt: skip
-    plan = make_plan(*words, "precision=fp32", run_dir=str(place), task=task)
     place.mkdir()
+    plan = make_plan(*words, "precision=fp32", run_dir=str(place), task=task)
+    plan = dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, cwd=str(place)))
     plan.save()
     plan.paths.config.write_text(compose_with_yaml([*words, "precision=fp32", f"task._target_={TARGET}"])[1])
-    train(plan, bool)
+    SEEN.clear()
+    with chdir(place):
+        train(plan, bool)
     dist.destroy_process_group()
+    IN_TRAINING.update({number: x.tolist() for number, x in SEEN.items()})
     return place
 
 
@@ -115,21 +149,29 @@ def recorded(run: Path, step: int) -> dict[str, float]:
     return {name: value for name, value in record.items() if name.startswith("eval/")}
 
 
-def random_state() -> list[Any]:
+def process_state() -> list[Any]:
     kind, words, *rest = np.random.get_state()
     waiting = dict(vars(torch.cuda._lazy_seed_tracker))
-    return [torch.get_rng_state().tolist(), random.getstate(), kind, list(words), rest, waiting]
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    tf32 = [products.fp32_precision, convolutions.fp32_precision, products.allow_tf32, torch.backends.cudnn.allow_tf32]
+    return [torch.get_rng_state().tolist(), random.getstate(), kind, list(words), rest, waiting, tf32, dict(os.environ)]
 
 
-def test_samples_and_figures_are_those_of_the_training(run: Path) -> None:
-    seen = dict(SEEN)
+def test_samples_and_figures_are_those_of_the_training(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     SEEN.clear()
-    before = random_state()
-    opened = open_run(run)
-    assert opened.evaluate() == recorded(run, 4) == opened.evaluate()
-    assert random_state() == before
+    evaluations, written = Around.evaluations, (run / "norms.csv").read_text()
+    with kept_tf32():
+        set_tf32(True)
+        before = process_state()
+        opened = open_run(run)
+        assert opened.evaluate() == recorded(run, 4) == opened.evaluate()
+        assert process_state() == before
     assert not dist.is_initialized()
-    assert {n: x.tolist() for n, x in SEEN.items()} == {n: x.tolist() for n, x in seen.items()}
+    assert {number: x.tolist() for number, x in SEEN.items()} == IN_TRAINING
+    assert Around.evaluations == evaluations + 2
+    assert (run / "norms.csv").read_text() == written
+    assert written.count("\n") == 5
+    assert "may not be held out" not in capsys.readouterr().out
     held_out = opened.eval_data["held"].indices
     assert {n for n in SEEN if n < 1000} == {*held_out} == {*range(60)} - {*opened.train_data.dataset.indices}
     assert (opened.step, opened.directory, opened.model.training) == (4, run, False)
@@ -151,6 +193,8 @@ def test_an_earlier_checkpoint_and_other_data(run: Path) -> None:
         (["optimizer.lr=1", "batch.global_size=12"], "batch.global_size, optimizer.lr: cannot change in an evaluation"),
         (["train.loss=1"], "train.loss=1: there is no such key"),
         (["task.shift=far"], "task.shift=far"),
+        (["train.eval_micro_size=0"], "train.eval_micro_size=0: must be at least 1"),
+        (["train.loader_workers=-1"], "train.loader_workers=-1: must be at least 0"),
         (["task.width=9"], "saved from another model, whose parameters and buffers differ"),
     ],
 )
@@ -162,8 +206,34 @@ def test_what_it_cannot_do_is_refused(run: Path, overrides: list[str], message: 
 
 def test_data_that_has_changed_since_is_noticed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SOURCE, "seed", 4)
-    with pytest.warns(UserWarning, match=r"eval_data\(\)\['held'\] is not that of the run: sample \d+ is another"):
+    other = r"eval_data\(\)\['{}'\] is not that of the run: sample \d+ is another"
+    with pytest.warns(match=other.format("held")), pytest.warns(match=other.format("head")):
         open_run(run)
+
+
+def changed_copy(run: Path, place: Path, **groups: dict[str, Any]) -> Path:
+    """A copy of the run in another place, with other values in its plan."""
+    shutil.copytree(run, place)
+    values = json.loads((place / "plan.json").read_text())
+    for name, group in groups.items():
+        values[name] |= group
+    (place / "plan.json").write_text(json.dumps(values))
+    return place
+
+
+def test_a_run_that_was_moved_keeps_its_decision_on_the_precision(run: Path, tmp_path: Path) -> None:
+    copy = changed_copy(run, tmp_path / "moved", precision={"kind": "auto"})
+    (copy / "precision.json").write_text(json.dumps({"kind": "fp32", "reason": "of the cluster"}))
+    assert open_run(copy).plan.precision.reason == "of the cluster"
+
+
+def test_a_callback_whose_package_is_missing_is_left_out(run: Path, tmp_path: Path) -> None:
+    copy = changed_copy(run, tmp_path / "copy")
+    values = json.loads((copy / "plan.json").read_text())
+    values["callbacks"].append({"_target_": "nowhere.Logger"})
+    (copy / "plan.json").write_text(json.dumps(values))
+    with pytest.warns(UserWarning, match=r"leaves a callback of the run out: callbacks\[2\]._target_=nowhere.Logger"):
+        assert open_run(copy).evaluate() == recorded(run, 4)
 
 
 def test_only_a_process_alone_opens_a_run(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -409,7 +409,7 @@ def require_intact(directory: Path) -> None:
     """Raise UserError if a file of the checkpoint is missing or has changed since it was written."""
     if found := damages(ALONE, directory):
         raise UserError(
-            f"{directory} is damaged: {'; '.join(found)}.\n  Use another checkpoint, of --step N; or restore it from a "
+            f"{directory} is damaged: {'; '.join(found)}.\n  Use the checkpoint of another step, or restore it from a "
             "copy."
         )
 

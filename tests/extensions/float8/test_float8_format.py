@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from launcher.config.schema import PrecisionKind
+from launcher.config.schema import Device, PrecisionKind
 from launcher.errors import ConfigError
 from launcher.extensions.float8.float8_format import FLOAT8
 from launcher.extensions.float8.float8_keys import Float8Config, Float8Recipe
 from launcher.plan import host
 from launcher.plan.gpus import GPUS, find_gpu
 from launcher.plan.run_plan import RunPlan
+from launcher.train import opened_run
 from tests.helpers import make_plan
 
 EMULATED = ("precision=float8", "float8.emulate=true")
@@ -50,6 +51,14 @@ def test_what_it_refuses(overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=r"precision|float8\.exclude") as refused:
         make_plan(*overrides, gpus=2 if "cluster.device=cuda" in overrides else 0)
     assert message in str(refused.value)
+
+
+def test_an_evaluation_without_units_is_in_bf16() -> None:
+    plan = make_plan("precision=float8", "cluster.device=cuda", "cluster.gpu=h100", gpus=2)
+    plan = dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, device=Device.cpu))
+    with pytest.warns(UserWarning, match=r"precision=float8: this device \(cpu\) cannot compute in it"):
+        alone, _ = opened_run._for_one_process(plan)
+    assert alone.precision.kind is PrecisionKind.bf16
 
 
 def test_a_gpu_with_units_may() -> None:
