@@ -31,8 +31,9 @@ from launcher.train.parallel.replicas import Buffers
 Forward = Callable[[Callable[..., Any], Any], tuple[Tensor, float | Tensor] | Loss | Sequence[Loss]]
 T = TypeVar("T")
 
-# first windows of a size in which several ranks can give up a window: the size has turned out to fit after them, and
-# the host no longer waits for the device before the last backward pass
+# first windows of a size in which several ranks of `launch train` can give up a window: the size has turned out to fit
+# after them, and the host no longer waits for the device before the last backward pass. If it does not fit after all,
+# a restart makes it smaller, which a loop of the user's own does not have
 SETTLING = 50
 
 
@@ -90,7 +91,8 @@ class CurrentWindow:
         self._norm = plan.batch.norm
         self._buffers, self._optimizer_step, self._count, self._outputs = buffers, optimizer_step, count, outputs
         self._abandons = oom.can_abandon(plan, self._norms) and not outputs.exchanges
-        self._alone, self._windows = plan.batch.world_size == 1, 0  # windows of this size
+        self._settles = plan.batch.world_size > 1 and bool(plan.task.target)
+        self._windows = 0  # of this size
         self._skips = plan.train.on_nonfinite is OnNonfinite.skip
         self._may_abandon = False
         self.window: Window | None = None
@@ -111,7 +113,7 @@ class CurrentWindow:
         self.data_s = 0.0
         self.handed_out, self.stage, self.notes = 0, Stage.running, []
         self._windows += 1
-        self._may_abandon = self._abandons and (self._alone or self._windows <= SETTLING)
+        self._may_abandon = self._abandons and not (self._settles and self._windows > SETTLING)
         self.saved = self._preserve() if self._may_abandon or self._skips else None
         self._batches = batches
         self.started = time.perf_counter()

@@ -43,7 +43,7 @@ def places(
     model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     engine: Any = Engine(model, torch.optim.AdamW(model.parameters(), 1e-3, foreach=True), plan)
     if "batch.on_oom=shrink" in overrides:  # only several ranks have to agree
-        engine.world, engine._current._alone = dataclasses.replace(engine.world, size=2), False
+        engine.world, engine._current._settles = dataclasses.replace(engine.world, size=2), True
     step = (engine._totals, engine._loss, engine._current, engine._optimizer_step)
     for part in (*step, engine.buffers, engine.noise_scale):
         part._device = GPU
