@@ -163,7 +163,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def status_or_error(act: Callable[[], int]) -> int:
-    """Return the result of ``act``, or print its error and return the exit status of that."""
+    """Return the result of ``act``; if it raises an error, print that and return its exit status."""
     try:
         return act()
     except LauncherError as error:

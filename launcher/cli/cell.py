@@ -1,4 +1,4 @@
-"""Process of one cell of a sweep that runs beside others on this machine (``launcher.sweeps.beside``).
+"""Process of one cell of a sweep that runs beside others on this machine (``launcher.sweeps.local_cells``).
 
     python -m launcher.cli.cell RUN_DIR PARENT_PID [CORES]
 

@@ -113,7 +113,7 @@ class Site:
         partition: Slurm partition that the machine is a node of.
         bf16: whether the workers' device computes bf16 natively; None if unknown before they start.
         no_gpu: why the workers cannot use a GPU although one was to be expected; otherwise empty.
-        shared_by: number of cells of a sweep that run at the same time; all but this is then the part of each.
+        shared_by: number of cells of a sweep that share the machine; ``gpus`` and ``cores`` are then those of one cell.
     """
 
     gpus: int
@@ -211,8 +211,9 @@ def gpu_names(env: Mapping[str, str], dev: Path = Path("/dev"), torch_version: s
     if not torch_has_cuda(torch_version):
         return ()
     present = sum(1 for node in dev.glob("nvidia[0-9]*") if node.name.removeprefix("nvidia").isdecimal())
-    listed = env.get("CUDA_VISIBLE_DEVICES")
     of_torch = not present and any((dev / name).exists() for name in ("dxg", "kfd"))
+    listed = env.get("HIP_VISIBLE_DEVICES") if of_torch else None  # HIP prefers it
+    listed = env.get("CUDA_VISIBLE_DEVICES") if listed is None else listed
     seen = _gpus_of_torch(tuple(env.items())) if of_torch else present
     names = [*map(str, range(seen))] if listed is None else [name.strip() for name in listed.split(",")]
     if of_torch:
@@ -396,10 +397,8 @@ def device_model(device: Device, proc: Path = Path("/proc")) -> str:
 
 
 def measured_device(model: str) -> str:
-    """Return the device of measurements: its model, and that other cells of a sweep may have run beside this one.
-
-    Such measurements are comparable with none that were taken alone.
-    """
+    """Return the device of measurements: its model, and that other cells of a sweep may have run beside this one, as
+    measurements of a job that ran alone must not be compared with those."""
     others = cells_at_once() - 1
     return f"{model}, beside {count(others, 'other cell')}" if others else model
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from launcher.rundir.paths import RunPaths, SweepPaths, is_run
 from launcher.runs import control
 from launcher.runs.status import ACTIVE, Run, RunState, statuses_of
 from launcher.sweeps import manifest
-from launcher.sweeps.beside import run_cells
+from launcher.sweeps.local_cells import run_cells
 from launcher.sweeps.manifest import Cell, Sweep, content_of, digest
 from launcher.sweeps.reuse import look_at_sweeps, recognise, run_name
 
@@ -59,13 +60,14 @@ def require_one_sweep(requested: Sequence[RequestedCell]) -> None:
                 raise ConfigError(key, value, "must be the same for all cells of a sweep.", "Do not vary it.")
 
 
-_TIMES = ("time/", "throughput/")
+# what the tasks report by themselves (train/, eval/, task/) is theirs to judge
+_TIMES = re.compile(r"(time|throughput)/|comm/(speedup|overlap)|(?!train/|eval/|task/)\S+_s(_every|_low|_high|_max)?$")
 
 
 def _require_comparable_results(config: Config) -> None:
     """Raise ConfigError for a result that cells side by side change."""
     objective, at_once = config.sweep.objective or "", config.sweep.at_once or 1
-    if config.cluster.kind == ClusterKind.local and at_once > 1 and objective.startswith(_TIMES):
+    if config.cluster.kind == ClusterKind.local and at_once > 1 and _TIMES.match(objective):
         raise ConfigError(
             "sweep.objective", objective, f"is not comparable between cells that run side by side (sweep.at_once="
             f"{at_once}).", "Leave sweep.at_once out.",
@@ -287,21 +289,22 @@ class Conductor:
         done = [replaced[run.dir] for run in old if run.state is RunState.done]
         if active := [replaced[run.dir] for run in old if run.state in ACTIVE]:
             raise UserError(
-                f"sweep.name={paths.root.name}: {len(active)} of these cells are active with other code or another "
-                f"torch: {first_names(active)}.\n"
+                f"sweep.name={paths.root.name}: {len(active)} of these cells are active with other code, another "
+                f"torch or another share of the machine (sweep.at_once): {first_names(active)}.\n"
                 "  `launch cancel` ends them; or choose another sweep.name."
             )
         if done and not self._confirmed:
             raise UserError(
-                f"sweep.name={paths.root.name}: the code, or torch, is not that of "
-                f"{count(len(done), 'finished cell')}, which would start again: {first_names(done)}.\n"
+                f"sweep.name={paths.root.name}: the code, torch, or a cell's share of the machine "
+                f"(sweep.at_once) is not that of {count(len(done), 'finished cell')}, which would start again: "
+                f"{first_names(done)}.\n"
                 f"  Add --yes; or `launch retry {paths.root.name} --failed` starts only the failed cells, with "
                 "their own code; or choose another sweep.name."
             )
         if old:
             self._say(
-                f"The code, or torch, differs from that of {count(len(old), 'run')}: these cells start again, and the "
-                "old runs are kept."
+                "The code, torch, or a cell's share of the machine (sweep.at_once) differs from that of "
+                f"{count(len(old), 'run')}: these cells start again, and the old runs are kept."
             )
 
     def _named(self, cell: _Planned, paths: SweepPaths, name: str) -> _Planned:

@@ -16,7 +16,7 @@ from launcher.plan.launch_plan import LaunchPlan
 from launcher.rundir.paths import RunPaths, SweepPaths, find_sweeps, is_run
 from launcher.runs.status import ACTIVE, Run, RunState, statuses_of
 from launcher.sweeps import manifest
-from launcher.sweeps.beside import run_cells
+from launcher.sweeps.local_cells import run_cells
 from launcher.sweeps.manifest import Cell
 from launcher.tracebacks import in_one_line
 

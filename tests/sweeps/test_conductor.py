@@ -116,7 +116,9 @@ def test_what_is_under_way_is_not_replaced(machine: Machine) -> None:
     paths = RunPaths(Path("runs/s").resolve() / machine.ran[0])
     history.amend_submission(paths, pid=os.getpid(), born=history.process_start_id(os.getpid()), ended=False)
     Path("made.py").write_text("class Task: edited = True")
-    with pytest.raises(UserError, match=r"1 of these cells are active with other code.*seed=1.\n.*launch cancel"):
+    with pytest.raises(
+        UserError, match=r"1 of these cells are active with other code.*sweep.at_once.*seed=1.\n.*launch cancel"
+    ):
         begin(machine, "sweep.name=s", seeds=(1, 2))
     assert len(machine.ran) == 1
 
@@ -126,10 +128,11 @@ def test_settings_that_cannot_be_are_refused(machine: Machine, monkeypatch: pyte
     monkeypatch.setattr(clusters, "_added", lambda: {"own": point})
     with pytest.raises(ConfigError, match=r"sweep.at_once=2: has no effect with cluster=own"):
         begin(machine, "sweep.at_once=2", "cluster.kind=own", seeds=(1,))
-    with pytest.raises(
-        ConfigError, match=r"sweep.objective=time/step_s: is not comparable between cells that run side"
-    ):
-        begin(machine, "sweep.at_once=2", "sweep.objective=time/step_s", seeds=(1, 2), results=True)
+    for time in ("time/step_s", "comm/exposed_s_low", "comm/speedup", "added/time_s"):
+        with pytest.raises(
+            ConfigError, match=rf"sweep.objective={time}: is not comparable between cells that run side"
+        ):
+            begin(machine, "sweep.at_once=2", f"sweep.objective={time}", seeds=(1, 2), results=True)
     assert not machine.ran
 
 

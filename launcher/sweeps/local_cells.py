@@ -15,12 +15,12 @@ from typing import TypeVar
 
 from launcher.config.schema import Device
 from launcher.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESUMABLE, UserError
-from launcher.plan.host import gpu_names
+from launcher.plan.host import gpu_names, shares_gpus
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.process import CELLS_AT_ONCE, STOP_SIGNALS, signal_handler
+from launcher.quantities import count
 from launcher.rundir import history
 from launcher.rundir.job_end import STOPS
-from launcher.rundir.paths import RunPaths
 
 CELL = (sys.executable, "-P", "-m", "launcher.cli.cell")
 _POLL_S = 0.1
@@ -32,7 +32,7 @@ P = TypeVar("P", bound=LaunchPlan)
 
 @dataclass(frozen=True)
 class Share:
-    """Part of this machine: values of CUDA_VISIBLE_DEVICES, and cores. Without any, all cells use what there is."""
+    """Part of this machine: values of CUDA_VISIBLE_DEVICES, and cores; empty if there are fewer than cells."""
 
     gpus: tuple[str, ...]
     cores: tuple[int, ...]
@@ -103,6 +103,7 @@ def _run_beside(
             while waiting and free and not (signals or error or {*statuses} & {*STOPS}):
                 try:
                     plan = waiting.popleft()()
+                    _require_gpus(plan, free[0], at_once)
                 except UserError as raised:
                     error = raised
                 else:
@@ -123,7 +124,8 @@ def _run_beside(
                 statuses.append(process.returncode if process.returncode >= 0 else killed)
             # until a cell's process has recorded that it runs the cell, the cell looks lost
             if time.monotonic() - watched >= _WATCH_EVERY_S and all(
-                _process_of(plan.paths) == process.pid for process, (_, plan) in running.items()
+                [entry.pid for entry in history.submissions(plan.paths)][-1:] == [process.pid]
+                for process, (_, plan) in running.items()
             ):
                 watch()
                 watched = time.monotonic()
@@ -135,20 +137,27 @@ def _run_beside(
     return statuses
 
 
-def _process_of(paths: RunPaths) -> int | None:
-    """Return the process that has started the run last."""
-    return next((entry.pid for entry in reversed(history.submissions(paths))), None)
+def _require_gpus(plan: LaunchPlan, share: Share, at_once: int) -> None:
+    """Check that a cell which was planned when other GPUs were visible has enough of them. Raises UserError."""
+    workers = plan.cluster.workers_per_node
+    if plan.cluster.device is Device.cuda and not shares_gpus() and len(share.gpus) < workers:
+        raise UserError(
+            f"{plan.run.name}: was planned for {count(workers, 'GPU')}, and with sweep.at_once={at_once} each cell has "
+            f"{len(share.gpus)} here.\n  Make as many GPUs visible as before (CUDA_VISIBLE_DEVICES), or name one cell, "
+            "which then has all of them."
+        )
 
 
 def _start(plan: LaunchPlan, share: Share, at_once: int) -> subprocess.Popen[bytes]:
     on_gpus = plan.cluster.device is Device.cuda
-    gpus = {"CUDA_VISIBLE_DEVICES": ",".join(share.gpus)} if on_gpus and share.gpus else {}
+    # HIP ignores the first if the second is set, CUDA the second
+    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if on_gpus and share.gpus else ()
     cores = [] if on_gpus else [",".join(map(str, share.cores))]
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # inherited, until the cell has handlers
     try:
         return subprocess.Popen(
             [*CELL, plan.run.dir, str(os.getpid()), *cores],
-            env={**os.environ, CELLS_AT_ONCE: str(at_once), **gpus},
+            env={**os.environ, CELLS_AT_ONCE: str(at_once), **dict.fromkeys(names, ",".join(share.gpus))},
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # the terminal's Ctrl-C must only reach this process, which sends it on
         )

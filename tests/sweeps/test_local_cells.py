@@ -15,14 +15,23 @@ import pytest
 
 from launcher.config.hydra import compose
 from launcher.config.schema import Device
-from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESUMABLE, ConfigError, SiteError
+from launcher.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_RESUMABLE,
+    ConfigError,
+    SiteError,
+    UserError,
+)
 from launcher.plan import host
 from launcher.plan.host import Site, gpu_names, measured_device
 from launcher.plan.placement import solve_cluster, solve_env
 from launcher.process import CELLS_AT_ONCE
+from launcher.rundir import history
 from launcher.rundir.paths import RunPaths
-from launcher.sweeps import beside
-from launcher.sweeps.beside import Share, run_cells, shares
+from launcher.sweeps import local_cells
+from launcher.sweeps.local_cells import Share, run_cells, shares
 
 # a cell that writes what it has, waits until there is a file "go", and ends with the status in its name
 CELL = """
@@ -31,6 +40,7 @@ run, asked = sys.argv[1], []
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
     signal.signal(number, lambda number, _: asked.append(number))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2))
+assert os.environ.get("HIP_VISIBLE_DEVICES") in (None, os.environ.get("CUDA_VISIBLE_DEVICES"))
 has = (os.environ.get("CUDA_VISIBLE_DEVICES", "all"), os.environ["LAUNCHER_CELLS_AT_ONCE"], *sys.argv[3:])
 for name, content in ("has", " ".join(has)), ("job.json", json.dumps({"submissions": [
     {"at": "", "host": "", "user": "", "pid": os.getpid()}]})):
@@ -61,8 +71,8 @@ class Machine:
         self.began.append(name)
         paths = RunPaths(Path.cwd() / name)
         paths.root.mkdir()
-        run = SimpleNamespace(dir=str(paths.root))
-        return SimpleNamespace(cluster=SimpleNamespace(device=device), run=run, paths=paths)
+        run = SimpleNamespace(dir=str(paths.root), name=name)
+        return SimpleNamespace(cluster=SimpleNamespace(device=device, workers_per_node=1), run=run, paths=paths)
 
     def run(self, names: Sequence[str], watch: Callable[[], object], device: Device = Device.cuda) -> list[int]:
         """Run cells, four at a time. ``watch``: called when all that can run wait."""
@@ -80,9 +90,9 @@ class Machine:
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(beside, "CELL", (sys.executable, "-S", "-c", CELL))
-    monkeypatch.setattr(beside, "gpu_names", lambda _: ("4", "5", "GPU-a", "GPU-b"))
-    monkeypatch.setattr(beside, "_WATCH_EVERY_S", 0.0)
+    monkeypatch.setattr(local_cells, "CELL", (sys.executable, "-S", "-c", CELL))
+    monkeypatch.setattr(local_cells, "gpu_names", lambda _: ("4", "5", "GPU-a", "GPU-b"))
+    monkeypatch.setattr(local_cells, "_WATCH_EVERY_S", 0.0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(8)})
     return Machine()
 
@@ -116,6 +126,17 @@ def test_a_stop_ends_all_and_no_other_starts(machine: Machine, number: int, stat
     assert len(machine.said) == 1
 
 
+@pytest.mark.parametrize("visible", [("0", "1"), ()])
+def test_cells_that_were_planned_for_other_gpus_do_not_share_one(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, visible: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(local_cells, "gpu_names", lambda _: visible)
+    with pytest.raises(UserError, match=r"a: was planned for 1 GPU, and with sweep.at_once=4 each cell has 0 here"):
+        machine.run(["a", "b"], Path("go").touch)
+    assert machine.began == ["a"], "no other directory is made"
+    assert not Path("a/has").exists()
+
+
 def test_a_directory_that_cannot_be_made_ends_the_sweep_after_the_cells_that_run(machine: Machine) -> None:
     with pytest.raises(SiteError, match="disk is full"):
         machine.run(["a", "b", "full", "c"], Path("go").touch)
@@ -126,14 +147,16 @@ def test_a_directory_that_cannot_be_made_ends_the_sweep_after_the_cells_that_run
 def test_a_killed_cell_has_failed(machine: Machine) -> None:
     def watch() -> None:
         if not Path("go").exists():
-            os.kill(beside._process_of(RunPaths(Path.cwd() / "a")) or 0, signal.SIGKILL)
+            (submission,) = history.submissions(RunPaths(Path.cwd() / "a"))
+            assert submission.pid, "kill(0) would end all of pytest's group"
+            os.kill(submission.pid, signal.SIGKILL)
             Path("go").touch()
 
     assert sorted(machine.run(["a", "b"], watch)) == [EXIT_DONE, EXIT_FAILED]
 
 
 def test_hardware_threads_of_a_core_stay_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside, "gpu_names", lambda _: ())
+    monkeypatch.setattr(local_cells, "gpu_names", lambda _: ())
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(8)})
     for core in range(8):
         place = tmp_path / f"cpu{core}" / "topology"
@@ -159,6 +182,15 @@ def test_names_of_gpus(tmp_path: Path, visible: str | None, names: tuple[str, ..
         (tmp_path / name).touch()
     env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert gpu_names(env, tmp_path, "2.13.0+cu130") == names
+
+
+def test_names_of_gpus_of_rocm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kfd").touch()
+    monkeypatch.setattr(host, "_gpus_of_torch", lambda _: 2)
+    for env, names in (({}, "01"), ({"CUDA_VISIBLE_DEVICES": "3,1"}, "31"), ({"HIP_VISIBLE_DEVICES": "2,3"}, "23")):
+        assert gpu_names({"ROCR_VISIBLE_DEVICES": "0,1,2,3"} | env, tmp_path, "2.13.0+rocm7") == tuple(names)
+    both = {"CUDA_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "2,3"}
+    assert gpu_names(both, tmp_path, "2.13.0+rocm7") == ("2", "3")
 
 
 def test_the_plan_of_a_cell_is_for_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
