@@ -32,7 +32,7 @@ def require_credentials(config: Config, *, of_script: bool = False) -> None:
         try:
             require_wandb_key(env)
         except SiteError as error:
-            if "export" not in config.cluster.sbatch:
+            if _carries_all(config.cluster):
                 raise
             remedy = "Name WANDB_API_KEY there, or add `export WANDB_API_KEY` to cluster.setup if login files set it."
             raise SiteError(f"{error}\n  cluster.sbatch.export restricts what the job gets. {remedy}") from None
@@ -57,16 +57,28 @@ def job_environment(cluster: ClusterConfig, env: Mapping[str, str]) -> Mapping[s
     if cluster.kind != ClusterKind.slurm:
         return env
     # as sbatch reads the option: NONE, NIL, or names with or without a value; ALL adds the shell's
-    carried = str(cluster.sbatch.get("export", "ALL")).split(",")
-    job = {name: value for name, value in env.items() if "ALL" in carried or name in (*carried, "HOME")}
+    carried = _export_option(cluster)
+    job = {name: value for name, value in env.items() if _carries_all(cluster) or name in (*carried, "HOME")}
     job |= dict(word.split("=", 1) for word in carried if "=" in word)
-    for line in cluster.setup:
+    for text in cluster.setup:
+        line = re.sub(r"""('[^']*'|"[^"]*")|(?<!\S)#.*""", r"\1", text)  # without a comment
         if re.search(r"(^|[;&|]|\bthen\b)\s*(source|\.|eval)\s", line):
             return None
-        for names in re.findall(r"\bexport\s+([^;&|]*)", line):
-            exported = re.findall(r"(?:^|\s)([A-Za-z_]\w*)(?:=[\"']?([^\s\"']*))?", names)
-            job |= {name: value or job.get(name) or "set by cluster.setup" for name, value in exported}
+        for command, names in re.findall(r"\b(export|unset)\s+([^;&|]*)", line):
+            found = re.findall(r"(?:^|\s)([A-Za-z_]\w*)(?:=[\"']?([^\s\"']*))?", names)
+            if command == "unset" or names.startswith("-n"):
+                job = {name: value for name, value in job.items() if name not in dict(found)}
+            else:
+                job |= {name: value or job.get(name) or "set by cluster.setup" for name, value in found}
     return job
+
+
+def _export_option(cluster: ClusterConfig) -> list[str]:
+    return str(cluster.sbatch.get("export", "ALL")).split(",")
+
+
+def _carries_all(cluster: ClusterConfig) -> bool:
+    return "ALL" in map(str.upper, _export_option(cluster))  # sbatch compares without case
 
 
 def require_wandb_key(env: Mapping[str, str]) -> None:

@@ -30,11 +30,17 @@ def setup(*lines: str) -> str:
         (True, [export("A,B")], False),
         (True, [export("A,WANDB_API_KEY")], True),
         (True, [export("ALL,A=1")], True),
+        (True, [export("all,A=1")], True),
+        (False, [export("ALL,A=1")], False),
         (False, [export("WANDB_API_KEY=0123")], True),
         (False, [setup("module load x && export A=1 WANDB_API_KEY=$(cat ~/.key)")], True),
         (True, [NONE, setup("export WANDB_API_KEY")], True),
         (True, [NONE, setup("export WANDB_API_KEY='0123'")], True),
         (True, [NONE, setup("echo WANDB_API_KEY", "export MY_WANDB_API_KEY=1")], False),
+        (False, [setup("# export WANDB_API_KEY=0123", "x=1 # export WANDB_API_KEY")], False),
+        (False, [setup("echo 'a # b'; export WANDB_API_KEY=0123  # mine")], True),
+        (True, [setup("unset A WANDB_API_KEY")], False),
+        (True, [setup("export -n WANDB_API_KEY")], False),
         (False, [setup("cd /x; source keys.sh")], True),
         (False, [setup(". ./keys.sh")], True),
         (False, [setup("./keys.sh")], False),
@@ -54,7 +60,9 @@ def test_the_key_of_wandb_is_looked_for_in_the_jobs_environment(
         return
     with pytest.raises(SiteError, match="neither in WANDB_API_KEY") as caught:
         require_credentials(config)
-    assert ("cluster.sbatch.export restricts" in str(caught.value)) == ("export" in config.cluster.sbatch)
+    assert ("cluster.sbatch.export restricts" in str(caught.value)) == (
+        "export" in config.cluster.sbatch and "ALL" not in config.cluster.sbatch["export"]
+    )
     # the file in the home directory is there in the job, too
     (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password 0123\n")
     require_credentials(config)
