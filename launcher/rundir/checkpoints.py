@@ -18,6 +18,8 @@ def choose_checkpoint(paths: RunPaths, *, step: int | None, best: bool) -> Path:
         UserError: there is no such checkpoint.
     """
     name, checkpoints = paths.root.name, paths.committed_checkpoints()
+    if best and step is not None:
+        raise UserError(f"step {step} and the best checkpoint of {name}: only one can be chosen.\n  Name one of them.")
     if not checkpoints:
         raise UserError(f"{name}: has no checkpoint yet.\n  `launch status {name}` shows the run's state.")
     if best:
