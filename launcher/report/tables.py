@@ -173,8 +173,9 @@ def _updates(plan: RunPlan, clip: str) -> list[str]:
         rates += f" with {count(schedule.warmup_steps, 'warm-up step')}"
     if task.own_optimizer:
         return [f"the task's own optimizer, {rates}, {clip}"]
-    sizes = (task.group_parameters or (0,) * (len(optimizer.groups) + 1))[1:]
-    used = [(group, size) for group, size in zip(optimizer.groups, sizes, strict=True) if size or not any(sizes)]
+    known = task.group_parameters
+    sizes = (None,) * len(optimizer.groups) if known is None else known[1:]
+    used = [(group, size) for group, size in zip(optimizer.groups, sizes, strict=True) if size != 0]
     others = "".join(f"{name} and " for name in dict.fromkeys(group[TARGET] for group, _ in used if TARGET in group))
     lines = [f"{others}{optimizer.name}, lr {_rate(optimizer)}, {rates}, {clip}"]
     for group, number in used:

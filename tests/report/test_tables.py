@@ -40,6 +40,13 @@ def test_the_plan() -> None:
     )
 
 
+def test_groups_without_parameters_are_not_shown() -> None:
+    plan = make_plan()
+    for sizes, listed in ((None, True), ((1000, 0), False), ((900, 100), True)):
+        task = dataclasses.replace(plan.task, group_parameters=sizes)
+        assert ("ndim<2" in shown(plan_table(dataclasses.replace(plan, task=task)))) == listed
+
+
 def test_the_plan_shows_what_the_square_root_rule_has_scaled() -> None:
     text = shown(plan_table(make_plan("optimizer.lr_scaling=sqrt", "optimizer.reference_batch=16")))
     assert "adamw, lr 0.006 (from 0.003, sqrt rule, k=4)" in text
