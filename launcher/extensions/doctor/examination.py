@@ -233,7 +233,7 @@ def judge_hosts(
         *on_each(host_checks.torch),
         *on_each(partial(host_checks.gpus, cluster.device, cluster.workers_per_node)),
         *on_each(partial(host_checks.compiler, cluster.device, config.train.compile)),
-        *on_each(partial(host_checks.infiniband, cluster.device)),
+        *on_each(partial(host_checks.infiniband, cluster.device, cluster.nodes)),
         *on_each(host_checks.limits),
         *on_each(partial(host_checks.run_dir, run_dir, submitter, with_facts)),
         *on_each(partial(host_checks.working_directory, submitter, unwritten)),

@@ -170,7 +170,7 @@ def compiler(device: Device, compiles: bool, answer: Answer) -> Iterator[Check]:
 _LOCKED_BYTES = 2**30
 
 
-def infiniband(device: Device, answer: Answer) -> Iterator[Check]:
+def infiniband(device: Device, hosts: int, answer: Answer) -> Iterator[Check]:
     """Check what NCCL needs to use the host's InfiniBand ports; gloo does not use them."""
     facts: Answer | None = answer["facts"]["infiniband"]
     if device is Device.cpu or facts is None:
@@ -179,8 +179,10 @@ def infiniband(device: Device, answer: Answer) -> Iterator[Check]:
     found = f"{len(active)} of {len(facts['ports'])} ports active"
     found += f" ({', '.join(f'{name} {gbit:g} Gbit/s' for name, gbit in active)})" if active else ""
     locked, tcp = facts["locked_bytes"], "NCCL uses TCP instead, several times slower"
-    if not active:
-        yield warning("infiniband", f"{found}: {tcp}", "See `ibstat`; unused ports do not matter with one host.")
+    if hosts == 1:
+        yield ok("infiniband", f"{found}; one host does not use them")
+    elif not active:
+        yield warning("infiniband", f"{found}: {tcp}", "See `ibstat`.")
     elif not facts["library"]:
         remedy = "Install it, on Debian and Ubuntu: apt-get install libibverbs1 ibverbs-providers."
         yield warning("infiniband", f"{found}, and no libibverbs.so.1: {tcp}", remedy)

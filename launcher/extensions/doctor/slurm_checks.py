@@ -129,7 +129,7 @@ def container(plan: LaunchPlan) -> list[Check]:
 
 
 NAME = "launch-doctor"
-_LIMIT_S = 300
+_LIMIT_S = 420
 _POLL_S = 0.5
 # seconds; a network file system may show new files late
 _SHOWN_WITHIN_S = 10

@@ -206,17 +206,18 @@ def test_a_compiler_is_missing_where_something_compiles() -> None:
 
 
 def test_what_nccl_needs_for_infiniband() -> None:
-    def found(device: Device = Device.cuda, **other: Any) -> list[Check]:
+    def found(device: Device = Device.cuda, hosts: int = 2, **other: Any) -> list[Check]:
         ports = [["mlx5_0:1", True, 400.0], ["mlx5_1:1", False, 10.0]]
         facts = {"ports": ports, "library": True, "devices": True, "locked_bytes": None} | other
-        return [*host_checks.infiniband(device, answer(of={"infiniband": facts}))]
+        return [*host_checks.infiniband(device, hosts, answer(of={"infiniband": facts}))]
 
     has(found(), CheckState.ok, "1 of 2 ports active (mlx5_0:1 400 Gbit/s)", "libibverbs")
-    assert found(Device.cpu) == [*host_checks.infiniband(Device.cuda, answer())] == []
+    assert found(Device.cpu) == [*host_checks.infiniband(Device.cuda, 2, answer())] == []
     has(found(library=False), CheckState.warning, "no libibverbs.so.1", "TCP", "apt-get install libibverbs1")
     has(found(devices=False), CheckState.warning, "/dev/infiniband/uverbs", "--device=/dev/infiniband")
     has(found(locked_bytes=8 * 2**20), CheckState.warning, "8 MiB", "--ulimit memlock=-1", "LimitMEMLOCK")
     has(found(ports=[["mlx5_0:1", False, 10.0]]), CheckState.warning, "0 of 1 ports active", "ibstat")
+    has(found(hosts=1, ports=[["mlx5_0:1", False, 10.0]]), CheckState.ok, "0 of 1 ports active", "one host")
 
 
 def test_a_link_that_is_much_slower_than_its_ports() -> None:
