@@ -116,7 +116,16 @@ def _speed(rows: Sequence[Row]) -> Interval | None:
 
 
 def _name(group: TaskGroup, rows: Sequence[Row]) -> str:
-    return group.describe(rows[0]) + (f", from {len(rows)} runs" if len(rows) > 1 else "")
+    """Return the name of a setting: of its first run, or, for cells of a sweep, what they have in common: no seed."""
+    name = group.describe(rows[0])
+    if len(rows) == 1:
+        return name
+    common = [
+        (key, value) for key, value in rows[0].varied.items() if all(row.varied.get(key) == value for row in rows)
+    ]
+    if "=" in rows[0].entry.label and common:
+        name = compare.settings_text(tuple(common))
+    return f"{name}, from {len(rows)} runs"
 
 
 def _claims(group: TaskGroup, ranking: _Ranking, ratio: Interval, form: str) -> tuple[str, str]:
@@ -213,7 +222,7 @@ def _best_loss(group: TaskGroup, settings: Sequence[Sequence[Row]]) -> Finding |
             "rounding of their precision.",
         )  # fmt: skip
     last = ranking[-1]
-    text += f" The highest is {_text(last[1], '.4f')}: {group.describe(last[0][0])}."
+    text += f" The highest is {_text(last[1], '.4f')}: {_name(group, last[0])}."
     lengths = " The runs have different numbers of steps." if len({row["step"] for row in rows}) > 1 else ""
     claim, _ = _claims(group, ranking, Interval(1, 1, 1), "")
     return Finding("Lowest loss", text + lengths + claim)

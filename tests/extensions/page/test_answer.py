@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import statistics
@@ -102,6 +103,16 @@ def test_no_difference_is_claimed_where_intervals_overlap(tmp_path: Path) -> Non
     )
     assert "Scaling" not in found
     assert "Sync policy" not in found
+
+
+def test_cells_of_several_seeds_are_named_by_what_they_have_in_common(tmp_path: Path) -> None:
+    for clip, seed in itertools.product((1, 2), (0, 1)):
+        words = f"train.clip_norm={clip}", f"train.seed={seed}"
+        make_run(tmp_path, f"clip_norm={clip} seed={seed}", *words, loss=2 + clip + 0.01 * seed)
+    found = answer(tmp_path)["Lowest loss"]
+    assert "clip_norm=1, from 2 runs. The highest is " in found
+    assert "clip_norm=2, from 2 runs" in found
+    assert "seed" not in found
 
 
 def test_repeated_settings_have_the_interval_of_their_runs(tmp_path: Path) -> None:
