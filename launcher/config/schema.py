@@ -226,7 +226,7 @@ class BatchConfig:
         None,
         TOKENS,
         only="batch.balance=length",
-        hint="Which samples fit is known by their lengths.",
+        hint="Which samples fit is known by the task's lengths(data); samples of one length need micro_size only.",
         affects="time memory",
     )
     """Most tokens of a micro-batch, padding included, in the unit of the samples' lengths, such as 16K; micro_size is

@@ -261,10 +261,10 @@ def _warn_of_other_data(opened: OpenedRun, before: dict[str, Any]) -> None:
     datasets = {"train_data()": None} | {eval_set_text(name): data for name, data in opened._sets.items()}
     plan = dataclasses.replace(plan, train=dataclasses.replace(plan.train, loader_workers=0, data_shards=1))
     now = require_same_data(datasets, plan, opened._engine.sites.whole_job(), device, stored=True)
-    for name, sample in other_data(before, now, datasets, plan, device):
+    for name, difference in other_data(before, now, datasets, plan, device):
         warnings.warn(
-            f"{name} is not that of the run: sample {sample} is another one than in training. Restore the data and the "
-            "code that the run had.", stacklevel=3,
+            f"{name} is not that of the run: {difference}. Restore the data and the code that the run had.",
+            stacklevel=3,
         )  # fmt: skip
 
 

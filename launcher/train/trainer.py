@@ -124,10 +124,10 @@ def _changed_data(engine: Engine, restored: Restored, fingerprint: Fingerprint, 
     found = world.of_rank_0(found)
     if not found:
         return []
-    lines = "; ".join(f"{name}: sample {sample} is another one" for name, sample in found)
+    lines = "; ".join(f"{name}: {difference}" for name, difference in found)
     if not any(key.startswith("task") for key in plan.forced):
         raise WrongCheckpoint(
-            f"{restored.directory} was saved with other data of the same length ({lines}).\n  Restore the data that "
+            f"{restored.directory} was saved with other data ({lines}).\n  Restore the data that "
             f"the run had; or continue with this data from here on: `launch resume {plan.run.name} --force`."
         )
     if world.rank == 0:

@@ -191,8 +191,9 @@ class _Sketch:
             self.limits.append(absolute + relative * part.abs().mean().item())
 
 
-# outlines by data set and sample; None: there was no time to read it
+# outlines by data set and sample, and that of the number of samples; None: there was no time to read it
 Fingerprint = dict[str, dict[str, Outline | None]]
+_LENGTH = "length"
 
 
 class _Read(NamedTuple):
@@ -218,7 +219,7 @@ def require_same_data(
         stored: whether the result is needed, for checkpoints; otherwise it is empty where there is nothing to compare.
 
     Returns:
-        The outlines of the samples that were read, for a later start of the run.
+        The lengths, and the outlines of the samples that were read, for a later start of the run.
 
     Raises:
         DataError: a data set differs between ranks; raised on all ranks.
@@ -242,11 +243,11 @@ def require_same_data(
     if suspects:
         _require_stable_samples_agree(suspects, world.of_all(_outlines(mapped, suspects, plan, device)))
     first_outlines: dict[str, list[Outline | None]] = {}
-    found: Fingerprint = {}
+    found: Fingerprint = {name: {_LENGTH: outline(len(data))} for name, data in mapped.items()}
     for read, each in zip(reads, own, strict=True):
         first_outlines.setdefault(read.name, []).append(each)
         finite = each is not None and all(map(math.isfinite, (*each.numbers, *each.limits)))  # JSON has no others
-        found.setdefault(read.name, {})[str(read.sample)] = each if finite else None
+        found[read.name][str(read.sample)] = each if finite else None
     trained_on = next(iter(datasets))
     if world.rank == 0 and (name := _same_beginning(first_outlines, trained_on)) is not None:
         print(
@@ -264,26 +265,26 @@ def other_data(
     datasets: Mapping[str, Any],
     plan: RunPlan,
     device: torch.device,
-) -> list[tuple[str, int]]:
-    """Return the data sets that are not those of an earlier start of the run, each with a sample that differs. Samples
+) -> list[tuple[str, str]]:
+    """Return the data sets that are not those of an earlier start of the run, each with a text on what differs. Samples
     that differ between reads are ignored, as between ranks.
 
     Args:
         before: result of ``require_same_data`` at that time, from JSON.
         now: its result of this start.
     """
-    suspects = [
-        (_Read(name, int(sample), _REREADS), Outline(*earlier))
-        for name, samples in before.items() for sample, earlier in samples.items()
+    differing = [
+        (name, sample, Outline(*earlier)) for name, samples in before.items() for sample, earlier in samples.items()
         if earlier is not None and (own := now.get(name, {}).get(sample)) is not None
         and not own.agrees(Outline(*earlier))
     ]  # fmt: skip
+    found = {name: "it has another number of samples" for name, sample, _ in differing if sample == _LENGTH}
+    suspects = [(_Read(name, int(sample), _REREADS), each) for name, sample, each in differing if name not in found]
     everything = _outlines(datasets, [read for read, _ in suspects], plan, device) if suspects else []
-    found: dict[str, int] = {}
     for (read, earlier), outlines in zip(suspects, everything, strict=True):
         stable = None not in outlines and _all_agree(outlines)
         if stable and not any(each is not None and each.agrees(earlier) for each in outlines):
-            found.setdefault(read.name, read.sample)
+            found.setdefault(read.name, f"sample {read.sample} is another one")
     return [*found.items()]
 
 

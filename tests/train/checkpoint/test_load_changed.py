@@ -61,11 +61,11 @@ class Grows(nn.Module):
         return self.out(x)
 
 
-SHIFT = {"train": 0.0, "held out": 0.0}
+SHIFT = {"train": 0.0, "held out": 0.0, "held out, fewer": 0.0}
 
 
 class Data:
-    """A task whose data is another one, of the same length, if ``SHIFT`` is changed."""
+    """A task whose data is another one, or of another length, if ``SHIFT`` is changed."""
 
     def model(self) -> nn.Module:
         return nn.Linear(4, 1)
@@ -74,7 +74,8 @@ class Data:
         return [sample + SHIFT["train"] for sample in DATA]
 
     def eval_data(self) -> list[Tensor]:
-        return [sample * 2 + SHIFT["held out"] for sample in DATA]
+        rows = len(DATA) - int(SHIFT["held out, fewer"])
+        return [sample * 2 + SHIFT["held out"] for sample in DATA[:rows]]
 
     def loss(self, model: Any, batch: Tensor) -> Loss:
         return Loss((model(batch) - 1).square().sum(), len(batch))
@@ -113,9 +114,7 @@ def test_figures_of_other_hardware_or_settings_are_not_mixed(
     assert [*summary.get("worlds", [{}])[0]] == (["step", "from", "to"] if listed else [])
 
 
-def test_other_data_of_the_same_length(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     keys = ("batch.global_size=4", "train.loader_workers=0", "precision=fp32", "run.calibrate_s=0", "strategy=single",
             "cluster.device=cpu", "cluster.workers_per_node=1", "checkpoint.every=2", "checkpoint.best=eval/loss",
             "train.eval_every=2")  # fmt: skip
@@ -125,10 +124,14 @@ def test_other_data_of_the_same_length(
 
     attempt(4)
     attempt(6)  # the same data
-    for name, text in (("train", r"train_data\(\): sample \d+"), ("held out", r"eval_data\(\): sample \d+")):
+    for name, text in (
+        ("train", r"train_data\(\): sample \d+"),
+        ("held out", r"eval_data\(\): sample \d+"),
+        ("held out, fewer", r"eval_data\(\): it has another number of samples"),
+    ):
         with monkeypatch.context() as patch:
-            patch.setitem(SHIFT, name, 5.0)
-            with pytest.raises(WrongCheckpoint, match=rf"other data of the same length \({text}[^\n]*\n.* --force"):
+            patch.setitem(SHIFT, name, 1.0)
+            with pytest.raises(WrongCheckpoint, match=rf"was saved with other data \({text}[^\n]*\n.* --force"):
                 attempt(8)
     monkeypatch.setitem(SHIFT, "held out", 5.0)
     before = {record["eval/loss"] for record in records(tmp_path) if "eval/loss" in record}
