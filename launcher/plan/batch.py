@@ -106,6 +106,10 @@ class Batch:
         tokens = None if self.micro_tokens is None else max(1, self.micro_tokens * micro_size // self.micro_size)
         return dataclasses.replace(self, micro_size=micro_size, accumulation=accumulation, micro_tokens=tokens)
 
+    def on_one_rank(self) -> Batch:
+        """Return the same windows on one rank, in micro-batches of the same size."""
+        return dataclasses.replace(self, world_size=1, sites=1).in_micro_batches_of(self.micro_size)
+
     def of_ready_batches(self, size: int | None) -> Batch:
         """Return the same windows, counted in batches that are used as micro-batches.
 

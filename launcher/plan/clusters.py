@@ -10,12 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from launcher.config.schema import ClusterConfig, ClusterKind, without_effect
 from launcher.errors import ConfigError, did_you_mean
 from launcher.plan.launch_plan import LaunchPlan, NodeRange
-from launcher.rundir.job_end import Summary
 from launcher.targets import load_entry_point, present_entry_points
 
 GROUP = "launcher.clusters"
@@ -51,7 +50,7 @@ class Peers:
     """
 
     def __init__(self) -> None:
-        self._summary: Summary = {}
+        self._summary: dict[str, Any] = {}
         self._reset()
 
     def _reset(self) -> None:
@@ -67,7 +66,7 @@ class Peers:
     def stop(self, by: str) -> None:
         """Report that the job was stopped on this host. ``by``: Ctrl-C, or the name of a signal."""
 
-    def ended(self, summary: Summary) -> None:
+    def ended(self, summary: dict[str, Any]) -> None:
         """Report that this host's agent has ended."""
         self._summary = summary
 
@@ -85,7 +84,7 @@ class Peers:
     def start_regrouped(self) -> None:
         """Start the regrouped job: node 0 lets the other hosts begin."""
 
-    def conclude(self) -> Summary:
+    def conclude(self) -> dict[str, Any]:
         """Return the summary of the whole job, as far as known, and close the connections."""
         return self._summary
 

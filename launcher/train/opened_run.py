@@ -176,9 +176,8 @@ def _changed(plan: RunPlan, overrides: Sequence[str]) -> tuple[RunPlan, Config |
     params |= {c.key.removeprefix("task."): c.after for c in changed if c.key.removeprefix("task.") in config.task}
     values = {name: getattr(config.train, name) for name in ("eval_samples", "eval_micro_size", "loader_workers")}
     device = config.cluster.device if any(c.key == "cluster.device" for c in changed) else plan.cluster.device
-    if (
-        device is Device.cuda and plan.cluster.device is not Device.cuda
-    ):  # otherwise a machine without a GPU uses its CPU
+    # a machine without a GPU uses its CPU, unless the user asks for a GPU
+    if device is Device.cuda and plan.cluster.device is not Device.cuda:
         device_of(ALONE, device)
     plan = dataclasses.replace(
         plan,
@@ -194,7 +193,7 @@ def _for_one_process(plan: RunPlan) -> tuple[RunPlan, torch.device]:
     cpu = plan.cluster.device is Device.cpu or not torch.cuda.is_available()
     device = device_of(ALONE, Device.cpu if cpu else Device.cuda)
     batch = plan.batch if plan.sites is None else plan.batch.of_site(plan.sites.count)
-    batch = dataclasses.replace(batch, world_size=1, sites=1, norm=Norm.leave, on_oom=OnOom.stop)
+    batch = dataclasses.replace(batch.on_one_rank(), norm=Norm.leave, on_oom=OnOom.stop)
     if (added := float_format(plan)) is not None and not added.computes(device):
         trained, reason = plan.precision.kind, f"the run's format is not that of this device ({device})"
         plan = plan.with_precision(PrecisionKind.bf16, reason)
@@ -204,7 +203,7 @@ def _for_one_process(plan: RunPlan) -> tuple[RunPlan, torch.device]:
         )  # fmt: skip
     alone = dataclasses.replace(
         plan,
-        batch=batch.in_micro_batches_of(batch.micro_size),
+        batch=batch,
         cluster=dataclasses.replace(plan.cluster, device=Device(device.type)),
         strategy=dataclasses.replace(
             plan.strategy, kind=StrategyKind.single, sync=Sync.boundary, compress=Compress.none, shard_size=1,
