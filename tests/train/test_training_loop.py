@@ -1,4 +1,4 @@
-"""What is due at the end of an epoch, lines that rank 0 prints between the steps, and errors of the loss."""
+"""Evaluations and checkpoints at an epoch's end, lines that rank 0 prints between the steps, and errors of the loss."""
 
 from __future__ import annotations
 

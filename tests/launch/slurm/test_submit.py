@@ -115,7 +115,7 @@ def test_a_cell_that_is_refused_again_leaves_the_book_as_it_was(
 
     monkeypatch.setattr(submit, "submit_in_arrays", send_all)
     monkeypatch.setattr(submit, "max_array_size", lambda: 1000)
-    begun = reuse.restart_runs(paths, lambda: runs, retry, lambda plan: 0, print, print)  # noqa: ARG005
+    begun = reuse.restart_runs(paths, lambda: runs, retry, lambda _: 0, print, print)
     assert begun.jobs == ["8_0"]
     assert begun.statuses == [2]
     assert begun.refused == ["r1: no such reservation"]
