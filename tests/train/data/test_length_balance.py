@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import random
 from itertools import chain
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -28,11 +30,11 @@ from launcher.train.data.window_feed import WindowPosition, open_feed
 from launcher.train.engine import oom
 from launcher.train.inspection.task_probe import probe
 from launcher.train.world import World
-from tests.helpers import inspection_of, make_plan
-from tests.train.data import order_tasks
+from tests.helpers import inspection_of, make_plan, torchrun
+from tests.train.data import length_balance_worker, order_tasks
 from tests.train.data.feeds import CPU, plan_for, read
+from tests.train.data.length_balance_worker import LENGTHS, trained
 
-LENGTHS = [random.Random(n).choice((3, 10, 40, 200)) + n % 3 for n in range(103)]
 DATA = ArrangedData(list(range(103)), lengths=LENGTHS)
 TASKS = order_tasks.__name__
 
@@ -127,30 +129,19 @@ def test_the_first_samples_count_tokens_alike() -> None:
     assert (first.micro_batch_tokens, len(first)) == (sum, 5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
-def test_a_window_with_more_micro_batches_than_planned_has_the_same_gradient() -> None:
-    values = list(torch.linspace(-1, 1, 309).reshape(103, 3))
-
-    def trained(*options: str) -> tuple[Any, list[int]]:
-        plan = launcher.make_plan(
-            [*options, "batch.global_size=16", "batch.micro_size=16", "train.steps=8", "cluster.device=cpu",
-             "precision=fp32", "train.loader_workers=0", "run.calibrate_s=0"], samples=103,
-        )  # fmt: skip
-        torch.manual_seed(0)
-        model = torch.nn.Linear(3, 1)
-        engine = launcher.Engine(model, torch.optim.SGD(model.parameters(), 0.1), plan)
-        counts: list[int] = []
-        for window in engine.windows(ArrangedData(values, lengths=LENGTHS)):
-            for batch in window:
-                engine.backward((engine.model(batch) - 1).square().sum(), len(batch))
-            counts.append(engine.step().micro_batches)
-        return torch.cat([*map(torch.flatten, model.parameters())]).detach(), counts
-
-    whole, planned = trained()
-    bounded, counts = trained("batch.balance=length", "batch.micro_tokens=1K")
+def test_a_window_with_more_micro_batches_than_planned_has_the_same_gradient(tmp_path: Path) -> None:
+    """On one rank, and on two, whose own parts have other numbers of micro-batches."""
+    whole, planned = trained("batch.micro_size=16")
+    bounded, counts = trained("batch.micro_size=16", "batch.balance=length", "batch.micro_tokens=1K")
     assert planned == [1] * 8
     assert min(counts) > 1
-    torch.testing.assert_close(bounded, whole)
+    assert bounded == pytest.approx(whole, rel=1e-5, abs=1e-6)
+    output = torchrun(Path(length_balance_worker.__file__), [], 2, tmp_path)
+    for strategy, (values, of_ranks) in json.loads(output.splitlines()[-1]).items():
+        assert max(of_ranks) > 1, strategy
+        assert values == pytest.approx(whole, rel=1e-5, abs=1e-6), strategy
 
 
 @given(lengths=st.lists(st.integers(1, 500), min_size=48, max_size=48))
