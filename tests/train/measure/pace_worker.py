@@ -17,7 +17,9 @@ from tests.helpers import make_plan
 from tests.infra.workers import leave_group, print_on_rank_0
 
 STEPS, SLEEP_S = 32, 0.02
-TIMES = 4  # as long as the last passes took, at least, so that the share of the delay does not fall on a busy machine
+# The delays of a window take at least so many times as long as the rest of the window before: their share of a step
+# does not fall on a busy machine, where passes, gathers and waits for the other rank take longer.
+TIMES = 4
 CASES = {
     "computes": [],
     "computes, every": ["strategy.sync=every"],
@@ -65,25 +67,26 @@ def train(name: str, overrides: list[str]) -> dict[str, Any]:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     engine = Engine(model, torch.optim.SGD(model.parameters(), 0.1), plan, shard_units=lambda model: [model[0]])
-    slow, took_s = dist.get_rank() == 1, 0.0
+    slow, rest_s = dist.get_rank() == 1, 0.0
 
     def delay_s() -> float:
-        """Return the delay of a micro-batch of two samples on the slow rank."""
-        return max(2 * SLEEP_S, TIMES * took_s) if slow else 0.0
+        """Return the delay of a micro-batch on the slow rank."""
+        return max(2 * SLEEP_S, TIMES * rest_s / plan.batch.accumulation) if slow else 0.0
 
     if "events" in name:  # the meter of a GPU, where the host's clock says nothing about collectives
         torch.cuda.Event = Event  # type: ignore[misc]
         engine.parallel.meter._cuda = True
     said: list[str] = []
     first, metrics = None, dict[str, float]()
+    started = time.perf_counter()
     for window in engine.windows(Samples(lambda: delay_s() / 2 if name == "reads" else 0.0)):
+        delays_s = plan.batch.accumulation * delay_s()
         for data in window:
             if "computes" in name:
                 time.sleep(delay_s())
-            started = time.perf_counter()
             engine.backward(engine.model(data).square().sum(), len(data))
-            took_s = time.perf_counter() - started
         result = engine.step()
+        rest_s, started = max(0.0, time.perf_counter() - started - delays_s), time.perf_counter()
         if engine.stragglers.news is not None:
             said.append(engine.stragglers.news)
             first = first or result.step
