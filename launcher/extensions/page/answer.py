@@ -10,11 +10,10 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from launcher.extensions.page import compare
 from launcher.extensions.page.compare import Row, TaskGroup
-from launcher.quantities import Interval, bytes_text, count, first_names, interval, number_text
+from launcher.quantities import Interval, count, first_names, interval, number_text
 
 # runs of the same settings from which an interval can be computed
 _FEWEST_REPEATS = 3
@@ -44,8 +43,7 @@ def findings(group: TaskGroup) -> list[Finding]:
     settings, of_times = compare.repeats(done), compare.repeats(timed)
     found = [
         _fastest(group, of_times), *_cheapest(group, of_times), _best_loss(group, settings), _scaling(group, timed),
-        _accumulation(group, timed), _policy(group, done), _outer_steps(group, of_times),
-        _limits(group, settings),
+        _accumulation(group, timed), _policy(group, done), _limits(group, settings),
     ]  # fmt: skip
     return [finding for finding in found if finding is not None]
 
@@ -301,43 +299,6 @@ def _policy(group: TaskGroup, rows: Sequence[Row]) -> Finding | None:
     bytes_saved = f"{best['comm/saved_fraction']:.1%} fewer bytes on the wire"
     text = f"{best['sync']} instead of every: {gain}, with {bytes_saved}."
     return Finding("Sync policy", text, f" This is {group.describe(best)}, compared within the run.")
-
-
-def _outer_steps(group: TaskGroup, settings: Sequence[Sequence[Row]]) -> Finding | None:
-    """Return what outer steps cost and save beside synchronous runs that saw the same samples, for the pair in which
-    they reach the lowest held-out loss."""
-    keys = [key for key in compare.axes(group.rows, (compare.SEED,)) if not key.startswith("outer.")]
-
-    def mean(rows: Sequence[Row], figure: str) -> float:
-        return statistics.mean(row[figure] for row in rows)
-
-    def job(rows: Sequence[Row]) -> tuple[Any, ...]:
-        of_all = (rows[0]["batch/world_size"], *sorted({row["progress/samples"] for row in rows}))
-        return (*(rows[0].varied[key] for key in keys), *of_all)
-
-    evaluated = [
-        rows
-        for rows in settings
-        if all(row["eval/loss"] is not None and row["throughput/samples_per_s"] for row in rows)
-    ]
-    synchronous = {job(rows): rows for rows in evaluated if rows[0].varied.get("outer.kind") == "none"}
-    pairs = [
-        (rows, synchronous[job(rows)])
-        for rows in evaluated
-        if rows[0]["outer/step_s"] is not None and job(rows) in synchronous
-    ]
-    if not pairs:
-        return None
-    rows, others = min(pairs, key=lambda pair: mean(pair[0], "eval/loss"))
-    losses, seconds = ([mean(each, figure) for each in (rows, others)] for figure in ("eval/loss", "time/total_s"))
-    text = (
-        f"a held-out loss of {losses[0]:.4f} instead of {losses[1]:.4f} after the same "
-        f"{rows[0]['progress/samples']:,} samples, in {seconds[0] / seconds[1]:.2f} times the time. A site sent "
-        f"{bytes_text(mean(rows, 'outer/step_bytes'))} a step to the others, a rank of the synchronous job "
-        f"{bytes_text(mean(others, 'comm/wire_bytes'))}."
-    )
-    more = f" This is {_name(group, rows)}, beside {_name(group, others)}. They do not learn the same."
-    return Finding("Outer steps", text, more)
 
 
 def _limits(group: TaskGroup, settings: Sequence[Sequence[Row]]) -> Finding:

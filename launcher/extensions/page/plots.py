@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -10,7 +11,6 @@ from typing import Any
 
 from launcher.extensions.page import compare
 from launcher.extensions.page.compare import Key, Row, TaskGroup, agree, natural_sort_key, settings_text
-from launcher.extensions.page.plotly_format import MAX_BARS, NEUTRAL, Plot, axes_layout, bar_layout, escape
 from launcher.quantities import count
 from launcher.record.measurements import SMOOTHED_OVER, fewer_points, rounded
 
@@ -28,6 +28,54 @@ _MAX_CURVES, _MAX_LINES = 14, 9
 _ALL_POINTS, _FEWEST_POINTS = 9000, 48
 _EVERY = "if every micro-batch were synchronised"
 _AXES = {"smoothed": "training loss, smoothed"}
+
+# visible on white and on black
+_NEUTRAL = "#7c8aa0"
+# above this number of bars, they are identified by hovering instead of a label
+_MAX_BARS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """Plot in plotly's format with title and caption.
+
+    Attributes:
+        choices: groups of buttons. A button has what it changes in the traces (a value for each) and in the layout;
+            the first one of each group is in effect at first.
+    """
+
+    title: str
+    caption: str
+    data: list[dict[str, Any]]
+    layout: dict[str, Any]
+    wide: bool = False
+    choices: Sequence[dict[str, tuple[dict[str, Any], dict[str, Any]]]] = ()
+
+
+def _escape(text: str) -> str:
+    """Escape text for use inside a plot, where plotly would interpret some markup."""
+    return html.escape(text).replace("%{", "%&#123;")
+
+
+def _axes_layout(x: str, y: str, *, height: int = 380, legend: bool = True) -> dict[str, Any]:
+    """Return a layout with the axes' names and units; page.js has what all layouts share."""
+    return {
+        "height": height, "showlegend": legend, "xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}},
+    }  # fmt: skip
+
+
+def _bar_layout(rows: Sequence[Row], axis: str, *, legend: bool) -> dict[str, Any]:
+    """Return the layout of horizontal bars, the first on top, labelled with the runs' names if there is room."""
+    labelled = len(rows) <= _MAX_BARS
+    height = 96 + 34 * legend + (26 * len(rows) if labelled else 600)
+    side = "" if labelled else "runs in the order of the table; hover for names"
+    layout = _axes_layout(axis, side, height=height, legend=legend)
+    layout |= {"barmode": "stack", "bargap": 0.28 if labelled else 0.1}
+    layout["yaxis"] |= {
+        "autorange": "reversed", "showgrid": False, "zeroline": False, "showticklabels": labelled,
+        "tickvals": list(range(len(rows))), "ticktext": [f"{_escape(row.name)}  " for row in rows],
+    }  # fmt: skip
+    return layout
 
 
 def plots(group: TaskGroup) -> list[Plot]:
@@ -77,7 +125,7 @@ def _dash(number: int) -> str:
 
 def _level(value: float) -> dict[str, Any]:
     """Return a horizontal dashed line."""
-    line = {"color": NEUTRAL, "width": 1, "dash": "dash"}
+    line = {"color": _NEUTRAL, "width": 1, "dash": "dash"}
     return {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": value, "y1": value, "line": line, "layer": "below"}
 
 
@@ -102,7 +150,7 @@ def _step_split(group: TaskGroup) -> list[Plot]:
             "type": "bar", "name": name, "orientation": "h", "marker": {"color": colour, "line": {"width": 0}},
             "x": rounded(None if seconds is None else 1e3 * seconds for seconds in values.values()),
             "y": [place[row] for row in values],
-            "text": [escape(group.describe(row)) for row in values], "textposition": "none",
+            "text": [_escape(group.describe(row)) for row in values], "textposition": "none",
             "hovertemplate": f"%{{text}}<br>{name}: %{{x:.4g}} ms<extra></extra>",
         }
         for name, colour, values in parts
@@ -111,7 +159,7 @@ def _step_split(group: TaskGroup) -> list[Plot]:
     caption = "Exposed communication: how much longer a step takes than the same micro-batches without any collective."
     if unsplit:
         caption += " Pale bars: it was not measured, so compute and communication are one bar."
-    layout = bar_layout(rows, "ms per step (median)", legend=True)
+    layout = _bar_layout(rows, "ms per step (median)", legend=True)
     return [Plot(title="Where the time of a step goes", caption=caption, data=data, layout=layout, wide=True)]
 
 
@@ -121,11 +169,11 @@ def _cost(group: TaskGroup, style: _Style) -> list[Plot]:
     unit, factor = group.time_unit
     costs = {row: None if row["loss/hours"] is None else row["loss/hours"] * factor for row in group.rows}
     hover = [
-        f"{escape(group.describe(row))}<br>"
+        f"{_escape(group.describe(row))}<br>"
         + ("not reached" if cost is None else f"{cost:.4g} {unit}, at step {row['loss/step']:,}")
         for row, cost in costs.items()
     ]
-    layout = bar_layout(group.rows, f"{unit} to a training loss of {group.loss:.4g}", legend=False)
+    layout = _bar_layout(group.rows, f"{unit} to a training loss of {group.loss:.4g}", legend=False)
     layout["xaxis"]["range"] = [0, 1.15 * max(cost or 0 for cost in costs.values()) or 1]
     which = (
         "the loss given by --loss"
@@ -137,7 +185,7 @@ def _cost(group: TaskGroup, style: _Style) -> list[Plot]:
         "x": [cost or 0.0 for cost in costs.values()], "y": list(range(len(costs))),
         "marker": {"color": [style.colour(row) for row in costs], "line": {"width": 0}},
         "text": ["  not reached" if cost is None else f"  {cost:.3g}" for cost in costs.values()],
-        "textposition": "outside" if len(costs) <= MAX_BARS else "none",
+        "textposition": "outside" if len(costs) <= _MAX_BARS else "none",
         "hovertext": hover, "hovertemplate": "%{hovertext}<extra></extra>",
     }  # fmt: skip
     title = f"{unit[0].upper()}{unit[1:]} to a loss"
@@ -173,18 +221,18 @@ class _Lines:
             if not rows:
                 continue
             colours = [self.style.colour(row) for row in rows]
-            stroke = {"color": NEUTRAL, "dash": _dash(number)} if self.neutral else {"color": colours[0]}
+            stroke = {"color": _NEUTRAL, "dash": _dash(number)} if self.neutral else {"color": colours[0]}
             data.append(
                 {
                     "type": "scatter", "mode": "lines+markers",
-                    "name": escape(compare.settings_text(key)) or "all runs",
+                    "name": _escape(compare.settings_text(key)) or "all runs",
                     "x": [row[self.x] for row in rows], "y": [row[y] * factor for row in rows],
                     "line": {**stroke, "width": 2},
                     "marker": {
                         "size": 9, "color": colours if self.neutral else colours[0],
                         "symbol": ["circle" if row.done else "circle-open" for row in rows],
                     },
-                    "text": [escape(self.group.describe(row)) for row in rows],
+                    "text": [_escape(self.group.describe(row)) for row in rows],
                     "hovertemplate": f"%{{text}}<br>{hover}<extra></extra>",
                 }
             )  # fmt: skip
@@ -192,7 +240,7 @@ class _Lines:
 
     def layout(self, y_axis: str, level: float | None = None) -> dict[str, Any]:
         """Return the layout: logarithmic x axis with ticks only at values that were run, y axis from zero."""
-        layout = axes_layout(self.axis, y_axis, legend=len(self.lines) <= _MAX_LINES)
+        layout = _axes_layout(self.axis, y_axis, legend=len(self.lines) <= _MAX_LINES)
         ticks = sorted({row[self.x] for line in self.lines.values() for row in line})
         layout["xaxis"] |= {"type": "log", "tickvals": ticks, "ticktext": [str(tick) for tick in ticks]}
         layout["yaxis"]["rangemode"] = "tozero"
@@ -223,7 +271,7 @@ def _wire(lines: _Lines) -> Plot:
         sent[0]["name"] = "as run"
     for number, trace in enumerate(every):  # all share one legend entry
         trace |= {"name": _EVERY, "legendgroup": "every", "showlegend": number == 0}
-        trace |= {"line": {"color": NEUTRAL, "width": 1.6, "dash": "dot"}, "marker": {"color": NEUTRAL, "size": 6}}
+        trace |= {"line": {"color": _NEUTRAL, "width": 1.6, "dash": "dot"}, "marker": {"color": _NEUTRAL, "size": 6}}
     if lines.same(lambda row: row["batch/global_size"]):
         constant = "The global batch is constant along each line."
     elif lines.same(lambda row: row["batch/micro_size"]):
@@ -318,16 +366,16 @@ def _loss(group: TaskGroup, style: _Style) -> Plot:
     data = [
         {
             "type": "scatter", "mode": "lines+markers" if kind == "held-out loss" else "lines",
-            "name": escape(row.name),
+            "name": _escape(row.name),
             "y": columns[3],
             "line": {"color": style.colour(row), "dash": style.dash(row), "width": 1.8 if few else 1},
             "opacity": 0.95 if few else 0.6, "connectgaps": False,
-            "text": escape(group.describe(row)),
+            "text": _escape(group.describe(row)),
             "hovertemplate": f"%{{text}}<br>{kind} %{{y:.4f}} at %{{x:,.6g}}<extra></extra>",
         }
         for kind, row, columns in curves
     ]  # fmt: skip
-    layout = axes_layout("optimizer steps", "training loss (mean over the step's items)", height=500, legend=few)
+    layout = _axes_layout("optimizer steps", "training loss (mean over the step's items)", height=500, legend=few)
     if group.loss is not None:
         layout["shapes"] = [_level(group.loss)]
         layout["annotations"] = [
@@ -445,10 +493,10 @@ class _Grid:
         grid = [[self._value(one, other, figure, factor) for one in along] for other in down]
         if sum(value is not None for line in grid for value in line) < 2:
             return None
-        across, below = (escape(settings_text(((key, ""),)).removesuffix("=")) for key in self.keys)
+        across, below = (_escape(settings_text(((key, ""),)).removesuffix("=")) for key in self.keys)
         labelled = len(along) * len(down) <= _MAX_LABELLED
         data = {
-            "type": "heatmap", "x": [*map(escape, along)], "y": [*map(escape, down)], "z": grid, "xgap": 2, "ygap": 2,
+            "type": "heatmap", "x": [*map(_escape, along)], "y": [*map(_escape, down)], "z": grid, "xgap": 2, "ygap": 2,
             "colorscale": [[0, _WORST if higher else _BEST], [1, _BEST if higher else _WORST]],
             "showscale": not labelled, "texttemplate": "%{z:,.4~g}" if labelled else "", "textfont": {"color": _INK},
             "hovertemplate": f"{across} %{{x}}, {below} %{{y}}: %{{z:,.4~g}} {unit}<extra></extra>",
@@ -456,7 +504,7 @@ class _Grid:
         if one_colour:
             values = [value for line in grid for value in line if value is not None]
             data |= {"zmin": min(values) - 1, "zmax": max(values) + 1}
-        layout = axes_layout(across, below, height=150 + max(150, 34 * len(down)), legend=False)
+        layout = _axes_layout(across, below, height=150 + max(150, 34 * len(down)), legend=False)
         layout["xaxis"] |= {"type": "category", "showgrid": False}
         layout["yaxis"] |= {"type": "category", "showgrid": False, "autorange": "reversed"}
         unit_text = f"In {unit}. " if unit else ""

@@ -52,16 +52,16 @@ def launch_report(arguments: list[str]) -> int:
     chosen = [paths for word in words for paths in _runs_of(word, options.dir)]
     names = [Path(word).name or str(word) for word in words]
     compared = compare_runs(chosen, title=first_names(names, 3), loss=options.loss)
+    answer = [findings(group) for group in compared.groups]
     if options.csv or options.json:
         as_text = comparison_tables.as_csv if options.csv else comparison_tables.as_json
         print(printable(as_text(compared)), end="" if options.csv else "\n")
         if options.html is not None:
-            write_page(compared, options.html, standalone=options.standalone)
+            write_page(compared, answer, options.html, standalone=options.standalone)
         return EXIT_DONE
-    answer = [findings(group) for group in compared.groups]
     comparison_tables.print_comparison(live.console(), compared, answer)
     page = options.html or _page_of(options.what, chosen, options.dir)
-    write_page(compared, page, answer, standalone=options.standalone)
+    write_page(compared, answer, page, standalone=options.standalone)
     library = "one file" if options.standalone else f"with {library_name()} beside it"
     print(f"\nThe page: {near(page.absolute())} ({library}; opens without network)")
     return EXIT_DONE
@@ -75,7 +75,8 @@ def write_report(sweep: Path, loss: float | None = None) -> Path:
         loss: training loss up to which hours are counted.
     """
     paths = SweepPaths(sweep)
-    write_page(compare_runs([paths], title=sweep.name, loss=loss), paths.report)
+    compared = compare_runs([paths], title=sweep.name, loss=loss)
+    write_page(compared, [findings(group) for group in compared.groups], paths.report)
     return paths.report
 
 

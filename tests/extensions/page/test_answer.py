@@ -15,7 +15,7 @@ from launcher.extensions.page import compare
 from launcher.extensions.page.answer import findings
 from launcher.extensions.page.comparison_tables import as_json
 from launcher.extensions.page.plots import plots
-from launcher.extensions.page.report_command import compare_runs
+from launcher.extensions.page.report_command import compare_runs, launch_report
 from launcher.quantities import interval
 from launcher.rundir.paths import RunPaths, find
 from tests.infra.made_runs import make_run, read_records, write_records
@@ -137,6 +137,8 @@ def test_repeated_settings_have_the_interval_of_their_runs(tmp_path: Path) -> No
 
 def test_one_run_is_compared_with_nothing(tmp_path: Path) -> None:
     make_run(tmp_path, "one", workers(1))
+    assert launch_report([str(tmp_path / "one")]) == 0
+    assert (tmp_path / "report.html").exists()
     found = answer(tmp_path)
     assert found.keys() == {"Speed", "Loss", "Basis"}
     assert "other numbers of workers" in found["Basis"]
@@ -229,33 +231,6 @@ def test_the_interval_of_a_run_is_that_of_its_full_windows(tmp_path: Path) -> No
     (row,) = compare_runs([paths], title="one").rows
     assert row["time/step_s"] == statistics.median(own)
     assert (row["time/step_low_s"], row["time/step_high_s"]) == (interval(own).low, interval(own).high)
-
-
-def test_outer_steps_beside_the_synchronous_run_of_the_same_samples(tmp_path: Path) -> None:
-    outer = {"outer/sites": 2, "outer/wire_bytes": 300.0, "outer/time_s": 0.01}
-    for seed in (1, 2):
-        make_run(tmp_path, f"sync{seed}", workers(2), f"train.seed={seed}", loss=2 + seed / 100)
-    make_run(tmp_path, "longer", workers(2), "train.seed=3", steps=40, loss=1.5)
-    for name, every, loss in (("rare", 100, 2.5), ("often", 10, 2.25)):
-        paths = make_run(tmp_path, name, workers(2), step_s=0.1, loss=loss, **outer)
-        config = json.loads(paths.config.read_text())
-        config["outer"] |= {"kind": "diloco", "every": every}
-        paths.config.write_text(json.dumps(config))
-    found = answer(tmp_path)["Outer steps"]
-    assert found.startswith("a held-out loss of 2.3750 instead of 2.1400 after the same 1,920 samples, in 0.86 times")
-    assert "A site sent 300 B a step to the others, a rank of the synchronous job 7.00 kB." in found
-    assert "This is often (" in found
-    assert "beside sync1" in found
-    assert "from 2 runs. They do not learn the same." in found
-
-
-def test_outer_steps_are_compared_with_the_same_settings_and_samples_only(tmp_path: Path) -> None:
-    make_run(tmp_path, "other", workers(1))
-    paths = make_run(tmp_path, "outer", workers(2), **{"outer/sites": 2, "outer/wire_bytes": 3.0, "outer/time_s": 0.1})
-    config = json.loads(paths.config.read_text())
-    config["outer"]["kind"] = "diloco"
-    paths.config.write_text(json.dumps(config))
-    assert "Outer steps" not in answer(tmp_path)
 
 
 def test_every_accumulation_is_compared_with_the_lowest(tmp_path: Path) -> None:

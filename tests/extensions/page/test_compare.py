@@ -186,23 +186,6 @@ def test_a_loss_that_is_asked_for(grid: Path) -> None:
     assert by_name(grid, "--loss", "1")["accumulation=1 workers_per_node=1"]["loss/hours"] is None
 
 
-def test_metrics_of_the_task_are_figures(grid: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = RunPaths(grid / "a4w2")
-    lines = read_records(run)
-    for number, line in enumerate(lines):
-        line["train/accuracy"] = number / 100
-    lines[5]["eval/accuracy"] = 0.75
-    write_records(run, lines)
-    runs = {Path(each["dir"]).name: each for each in as_json(grid)["runs"] if each["dir"]}
-    assert runs["a4w2"]["train/accuracy"] == (len(lines) - 1) / 100
-    assert runs["a4w2"]["eval/accuracy"] == 0.75, "the last one, though later records have none"
-    assert runs["a1w1"]["eval/accuracy"] is None
-    assert launch_report([str(grid), "--csv"]) == 0
-    assert "train/accuracy" in capsys.readouterr().out.splitlines()[0]
-    assert launch_report([str(grid)]) == 0
-    assert "eval/accuracy" in capsys.readouterr().out
-
-
 def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
     paths = make_run(tmp_path, "wild", verdict="failed")
     write_records(paths, [line | {"train/loss": None} for line in read_records(paths)])
@@ -251,12 +234,16 @@ def test_runs_with_the_same_problem_share_a_note(tmp_path: Path) -> None:
 
 def test_metrics_of_the_evaluation_are_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Runs of other metrics, and one without any."""
-    make_run(tmp_path, "a", **{"eval/accuracy": 0.75, "eval/far/auroc": 0.5, "best/step": 7, "best/value": 0.875})
+    run = make_run(tmp_path, "a", **{"eval/far/auroc": 0.5, "best/step": 7, "best/value": 0.875})
+    lines = [line | {"train/accuracy": number / 100} for number, line in enumerate(read_records(run))]
+    lines[5]["eval/accuracy"] = 0.75  # the last one, though later records have none
+    write_records(run, lines)
     make_run(tmp_path, "b", **cast("dict[str, Any]", {"eval/f1": None}))
     make_run(tmp_path, "c")
     runs = by_name(tmp_path)
     assert [runs[name]["eval/accuracy"] for name in "abc"] == [0.75, None, None]
     assert (runs["a"]["eval/far/auroc"], runs["a"]["best/value"], runs["b"]["eval/f1"]) == (0.5, 0.875, None)
+    assert (runs["a"]["train/accuracy"], runs["c"]["train/accuracy"]) == ((len(lines) - 1) / 100, None)
     assert runs["c"]["eval/loss"] == 3.125
     assert launch_report([str(tmp_path), "--csv"]) == 0
     lines = [*csv.DictReader(io.StringIO(capsys.readouterr().out))]
