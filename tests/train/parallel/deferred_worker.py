@@ -25,7 +25,7 @@ from launcher.train.parallel import deferred_init
 from launcher.train.parallel.base import own_region
 from launcher.train.parallel.deferred_init import build_for_shards
 from launcher.train.world import World
-from tests.train.parallel.deferred_models import FULL, MODELS, Make, instructed
+from tests.train.parallel.deferred_models import FULL, MODELS, Make
 
 
 class Uneven(nn.Module):
@@ -195,13 +195,8 @@ def main() -> None:
     world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank())
     seen: dict[str, Any] = {}
     if world.size == 2:
-        draw = random.Random(5)
-        sequences = {
-            f"sequence {n}": instructed([(draw.randrange(11), draw.randrange(4), draw.randrange(4)) for _ in range(20)])
-            for n in range(20)
-        }
         seen["memory"] = memory(world)
-        seen["models"] = {name: world.of_all(built(make, world)) for name, make in (MODELS | sequences).items()}
+        seen["models"] = {name: world.of_all(built(make, world)) for name, make in MODELS.items()}
         seen["full"] = {name: world.of_all(built(make, world)) for name, (make, _) in FULL.items()}
         seen["waits"] = world.of_all(waits_with_heartbeats(world))
         seen["elsewhere"] = world.of_all(elsewhere(world))
