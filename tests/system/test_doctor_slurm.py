@@ -34,7 +34,7 @@ def test_the_nodes_are_checked(tmp_path: Path) -> None:
         assert "all 2 ways" in checks["connections"]
         assert checks["interface"].count("eth0") == 2
         assert "Gbit/s of a host's link" in checks["between hosts"]
-        assert {"partition", "preemption", "time limit", "requeue", "accounting", "clocks"} <= checks.keys()
+        assert {"partition", "preemption", "time limit", "clocks"} <= checks.keys()
 
         found, _ = doctor(there, tmp_path, "cluster.nodes=2", "cluster.interface=eth9", status=1)
         assert any("cluster.interface=eth9: is not an interface" in check["found"] for check in found)

@@ -157,9 +157,9 @@ def inspect_torch(worker: Worker) -> dict[str, Any]:
 
     Returns:
         ``cuda``: version for which torch is built, None for a CPU build. ``driver``: newest version that the driver
-        knows, as 1000 * major + 10 * minor; 0 without a driver. ``architectures``: those of torch's kernels.
-        ``tried``: ``index``, ``name``, ``capability``, ``error`` and ``problem`` of each GPU: the relative error of a
-        product of matrices, None with the reason in ``problem`` if no kernel ran.
+        knows, as 1000 * major + 10 * minor; 0 without a driver. ``tried``: ``index``, ``name``, ``error`` and
+        ``problem`` of each GPU: the relative error of a product of matrices, None with the reason in ``problem`` if no
+        kernel ran.
     """
     import torch
 
@@ -170,7 +170,6 @@ def inspect_torch(worker: Worker) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "gpus": gpus,
         "driver": cast("Any", torch)._C._cuda_getDriverVersion() if torch.version.cuda else 0,
-        "architectures": torch.cuda.get_arch_list(),
         "nccl": ".".join(map(str, cast("Any", torch.cuda).nccl.version())) if cuda and torch.version.cuda else None,
         "tried": [_try_gpu(index) for index in own] if cuda else [],
         "samples": [],
@@ -180,12 +179,11 @@ def inspect_torch(worker: Worker) -> dict[str, Any]:
 def _try_gpu(index: int) -> dict[str, Any]:
     import torch
 
-    found: dict[str, Any] = {"index": index, "name": "", "capability": [], "error": None, "problem": ""}
+    found: dict[str, Any] = {"index": index, "name": "", "error": None, "problem": ""}
     try:
-        capability = torch.cuda.get_device_capability(index)
-        found |= {"name": torch.cuda.get_device_name(index), "capability": [*capability]}
+        found["name"] = torch.cuda.get_device_name(index)
         # older GPUs have no units for bf16
-        narrow = torch.bfloat16 if capability >= (8, 0) else torch.float16
+        narrow = torch.bfloat16 if torch.cuda.get_device_capability(index) >= (8, 0) else torch.float16
         error = product_error(torch.device("cuda", index), narrow)
         found |= {"error": error} if math.isfinite(error) else {"problem": "its products are not finite"}
     except Exception as error:  # the driver, a kernel, or memory; judged with the GPU's name

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 
 import launcher
@@ -72,13 +71,7 @@ def _check_slurm(config: Config, joined: Partition) -> list[Check]:
             slurm_checks.partition(partition, own_settings.get("State", "UP")),
             slurm_checks.preemption(settings, own_settings, config.cluster.grace_s),
         ]
-    return [
-        *checks,
-        *slurm_checks.cuda_build(joined, metadata.version("torch")),
-        slurm_checks.time_limits(joined, config.cluster),
-        slurm_checks.requeueing(settings),
-        slurm_checks.accounting(settings, sacct=shutil.which("sacct") is not None),
-    ]
+    return [*checks, slurm_checks.time_limits(joined, config.cluster)]
 
 
 # seconds for the probe of this host

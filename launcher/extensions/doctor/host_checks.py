@@ -127,32 +127,15 @@ def _driver_is_old(measured: Answer) -> bool:
 def _wrong_gpus(measured: Answer) -> Iterator[Check]:
     """Yield a failure for each GPU on which torch does not compute, or computes otherwise than the CPU."""
     for gpu in measured.get("tried", ()):
-        capability, architectures = tuple(gpu["capability"]), measured["architectures"]
         name = f"GPU {gpu['index']} ({gpu['name'] or 'unknown'})"
-        if capability and not _has_kernels(architectures, capability):
-            found = f"{name}: torch has no kernels for compute capability {capability[0]}.{capability[1]}"
-            remedy = "Install a build of torch that lists it, such as one for another CUDA (https://pytorch.org)."
-            yield failure("gpu", f"{found}, only {' '.join(architectures)}", remedy)
-        elif gpu["error"] is None:
+        if gpu["error"] is None:
             remedy = f"See `nvidia-smi -q -i {gpu['index']}` for its errors and processes, and `dmesg` for Xid."
+            if "no kernel image" in gpu["problem"]:  # CUDA's words for a GPU that the build was not made for
+                remedy = "Install a build of torch for this GPU, such as one for another CUDA (https://pytorch.org)."
             yield failure("gpu", f"{name} does not compute: {gpu['problem']}", remedy)
         elif gpu["error"] > _PRODUCT_ERROR:
             found = f"{name} computes a product of matrices that is {gpu['error']:.0%} off the CPU's"
             yield failure("gpu", found, "Do not use it: it is defective. See `nvidia-smi -q` for errors of its memory.")
-
-
-def _has_kernels(architectures: Sequence[str], capability: tuple[int, ...]) -> bool:
-    """Return whether torch has kernels for a GPU: machine code for its major version up to its minor one, or code that
-    the driver compiles, for any earlier version. An "a" marks code for exactly one version, an "f" for its family."""
-    known = [match for each in architectures if (match := re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", each))]
-    if not known:  # ROCm has other names
-        return True
-    for kind, major, minor, suffix in (match.groups() for match in known):
-        version = (int(major), int(minor))
-        later = version[0] == capability[0] or (kind == "compute" and not suffix)
-        if version == capability or (version < capability and later and suffix != "a"):
-            return True
-    return False
 
 
 def compiler(device: Device, compiles: bool, answer: Answer) -> Iterator[Check]:
@@ -304,16 +287,11 @@ def named_interfaces(answer: Answer) -> Iterator[Check]:
 def addresses(answers: dict[int, Answer]) -> list[Check]:
     """List the interface and address of each host."""
     used = [
-        f"{answer['host']} {answer['interface']} {answer['address']}{_own_name(answer)}"
+        f"{answer['host']} {answer['interface']} {answer['address']}"
         for answer in answers.values()
         if "address" in answer
     ]
     return [ok("interface", ", ".join(used))] if used else []
-
-
-def _own_name(answer: Answer) -> str:
-    own = answer["facts"]["hostname_address"]
-    return f" (its own name means {own} there, which is not used)" if own and own.startswith("127.") else ""
 
 
 def connections(answers: dict[int, Answer]) -> list[Check]:

@@ -58,9 +58,8 @@ def host_facts() -> dict[str, Any]:
     """Return the facts of this host.
 
     ``packages``: versions, None for a missing one. ``devices``: number of GPUs, whether or not torch can use them.
-    ``gpu_use``: [index, MiB in use, utilization in %] of each GPU, None without nvidia-smi. ``hostname_address``: what
-    this host's own name resolves to. ``shm_bytes``: free space of /dev/shm, None without one. ``no_compiler``: what
-    torch.compile lacks, by device.
+    ``gpu_use``: [index, MiB in use, utilization in %] of each GPU, None without nvidia-smi. ``shm_bytes``: free space
+    of /dev/shm, None without one. ``no_compiler``: what torch.compile lacks, by device.
     """
     return {
         "host": socket.gethostname(),
@@ -70,7 +69,6 @@ def host_facts() -> dict[str, Any]:
         "packages": {name: _version(name) for name in PACKAGES},
         "devices": visible_gpus(os.environ, torch_version=""),
         "gpu_use": _gpu_use(),
-        "hostname_address": _hostname_address(),
         "shm_bytes": shutil.disk_usage(SHM).free if SHM.is_dir() else None,
         "open_files": raise_open_files(),  # as a node's agent does
         "no_compiler": {
@@ -145,13 +143,6 @@ def _version(package: str) -> str | None:
     except metadata.PackageNotFoundError:
         # a checkout on PYTHONPATH is not installed
         return "a checkout" if package == "launcher" and CONF.is_dir() else None
-
-
-def _hostname_address() -> str | None:
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return None
 
 
 def _gpu_use() -> list[list[int]] | None:

@@ -15,7 +15,7 @@ from launcher.extensions.doctor.check import Check, failure, ok, warning
 from launcher.extensions.doctor.probe import Answer, Question, read_answers, run_slurm_task
 from launcher.launch.slurm import client, submit
 from launcher.launch.slurm.client import ENDED, WAITING, SlurmJob
-from launcher.plan.host import Partition, torch_has_cuda
+from launcher.plan.host import Partition
 from launcher.plan.launch_plan import LaunchPlan, node_range
 from launcher.plan.sbatch_options import clock, least_s
 from launcher.process import wait_until
@@ -30,14 +30,6 @@ def partition(found: Partition, state: str) -> Check:
         remedy = "Choose another cluster.partition (see `sinfo`)."
         return warning("partition", f"{shown}; its state is {state}: no job starts there", remedy)
     return ok("partition", shown)
-
-
-def cuda_build(found: Partition, torch: str) -> list[Check]:
-    """Return a warning if the nodes have GPUs and the torch installed here is a CPU build."""
-    if not found.gpus or torch_has_cuda(torch):
-        return []
-    shown = f"a node of {found.name} has {found.gpus}, and torch {torch} is a build for CPUs"
-    return [warning("gpu", shown, "Install the CUDA build of torch; CPU workers run until then.")]
 
 
 def time_limits(found: Partition, config: ClusterConfig) -> Check:
@@ -57,15 +49,6 @@ def time_limits(found: Partition, config: ClusterConfig) -> Check:
         remedy = f'Set cluster.time="{clock(-(-least // 60) * 60)}" or more.'
         return warning("time limit", f"{shown}: too short for one checkpoint, which needs {clock(least)}", remedy)
     return ok("time limit", shown)
-
-
-def requeueing(settings: Mapping[str, str]) -> Check:
-    by_default = "requeued by default" if settings.get("JobRequeue") == "1" else "not requeued by default"
-    return ok(
-        "requeue",
-        f"the launcher asks for it (JobRequeue={settings.get('JobRequeue', '?')}: other jobs are {by_default}); "
-        f"KillWait {settings.get('KillWait', '?')}",
-    )
 
 
 def preemption(settings: Mapping[str, str], partition: Mapping[str, str], grace_s: int) -> Check:
@@ -95,16 +78,6 @@ def preemption(settings: Mapping[str, str], partition: Mapping[str, str], grace_
             f"{remedy}a GraceTime of {grace_s} s; or lower cluster.grace_s if a save is quick.",
         )  # fmt: skip
     return ok("preemption", f"{shown}, and the signal to save comes first")
-
-
-def accounting(settings: Mapping[str, str], *, sacct: bool) -> Check:
-    """Describe the accounting, which is optional. ``sacct``: True if the command exists."""
-    storage = settings.get("AccountingStorageType", "?")
-    age = settings.get("MinJobAge", "?")
-    if sacct and not storage.endswith("/none"):
-        return ok("accounting", f"sacct ({storage}); Slurm itself remembers ended jobs for {age}")
-    why = "no sacct" if not sacct else f"nothing is kept ({storage})"
-    return ok("accounting", f"{why}: not needed; Slurm itself remembers ended jobs for {age}")
 
 
 def container(plan: LaunchPlan) -> list[Check]:

@@ -30,7 +30,7 @@ RUNS = Path("/shared/runs")
 def facts(**other: Any) -> dict[str, Any]:
     return {
         "host": "login", "python": "3.11.7", "executable": "/env/bin/python", "package_dir": "/env/launcher",
-        "packages": PACKAGES, "devices": 0, "gpu_use": None, "hostname_address": "10.0.0.1", "shm_bytes": 8 * 10**9,
+        "packages": PACKAGES, "devices": 0, "gpu_use": None, "shm_bytes": 8 * 10**9,
         "open_files": 65536, "no_compiler": {"cpu": "", "cuda": ""}, "infiniband": None,
     } | other  # fmt: skip
 
@@ -143,9 +143,9 @@ def test_gpus(device: Device, of: dict[str, Any], seen: dict[str, Any], state: C
 
 
 def tried(**other: Any) -> dict[str, Any]:
-    h100 = {"index": 1, "name": "NVIDIA H100", "capability": [9, 0], "error": 0.002, "problem": ""}
+    h100 = {"index": 1, "name": "NVIDIA H100", "error": 0.002, "problem": ""}
     return {
-        "gpus": 2, "cuda": "13.0", "driver": 13000, "nccl": "2.28.9", "architectures": ["sm_80", "sm_90", "sm_100"],
+        "gpus": 2, "cuda": "13.0", "driver": 13000, "nccl": "2.28.9",
         "tried": [h100 | {"index": 0}, h100 | other],
     }  # fmt: skip
 
@@ -160,7 +160,10 @@ def tried(**other: Any) -> dict[str, Any]:
             ["sees 0 GPUs", "driver for up to 12.4", "Update the driver, or install a build of torch"],
         ),
         (tried() | {"driver": 0, "gpus": 0, "tried": []}, CheckState.failure, ["sees 0 GPUs", "nvidia-smi"]),
-        (tried(capability=[7, 0]), CheckState.failure, ["GPU 1", "no kernels for compute capability 7.0", "sm_80"]),
+        (
+            tried(error=None, problem="CUDA error: no kernel image is available for execution on the device"),
+            CheckState.failure, ["GPU 1 (NVIDIA H100) does not compute", "Install a build of torch for this GPU"],
+        ),
         (
             tried(error=None, problem="CUDA error: uncorrectable ECC error"), CheckState.failure,
             ["GPU 1 (NVIDIA H100) does not compute: CUDA error: uncorrectable ECC", "nvidia-smi -q -i 1"],
@@ -172,30 +175,6 @@ def tried(**other: Any) -> dict[str, Any]:
 )  # fmt: skip
 def test_each_gpu_is_tried(seen: dict[str, Any], state: CheckState, words: list[str]) -> None:
     has(host_checks.gpus(Device.cuda, 2, answer(of={"devices": 2}, bandwidth=seen)), state, *words)
-
-
-@pytest.mark.parametrize(
-    ("architectures", "capability", "expected"),
-    [
-        ("sm_80 sm_90", (8, 9), True),  # machine code runs on later GPUs of the major version
-        ("sm_80 sm_86", (9, 0), False),
-        ("sm_86", (8, 0), False),
-        ("sm_90 compute_90", (12, 0), True),  # the driver compiles it
-        ("sm_90a", (9, 0), True),
-        ("sm_100a", (10, 3), False),
-        ("sm_100f", (10, 3), True),
-        ("compute_100f", (12, 0), False),
-        ("sm_90", (12, 0), False),
-        ("gfx942", (9, 4), True),  # ROCm
-        ("", (9, 0), True),
-    ],
-)
-def test_the_architectures_of_torchs_kernels(architectures: str, capability: tuple[int, int], expected: bool) -> None:
-    found = tried(capability=[*capability]) | {"architectures": architectures.split()}
-    (*wrong,) = host_checks.gpus(
-        Device.cuda, 2, answer(of={"devices": 2}, bandwidth=found | {"tried": found["tried"][1:]})
-    )
-    assert (wrong[0].state is CheckState.ok) == expected
 
 
 def test_a_compiler_is_missing_where_something_compiles() -> None:
@@ -283,9 +262,8 @@ def test_working_directory() -> None:
 
 def test_interfaces() -> None:
     on = {"address": "10.0.0.1", "interface": "eth0"}
-    loopback = {"of": {"hostname_address": "127.0.1.1"}}
-    (check,) = host_checks.addresses(two(on, on | {"address": "10.0.0.2"} | loopback))
-    has(check, CheckState.ok, "node1 eth0 10.0.0.1, node2 eth0 10.0.0.2 (its own name means 127.0.1.1 there")
+    (check,) = host_checks.addresses(two(on, on | {"address": "10.0.0.2"}))
+    has(check, CheckState.ok, "node1 eth0 10.0.0.1, node2 eth0 10.0.0.2")
     wrong = answer(named_interfaces={"GLOO_SOCKET_IFNAME": "eth7"})
     words = ("GLOO_SOCKET_IFNAME=eth7", "Unset GLOO_SOCKET_IFNAME", "lo, eth0")
     has(host_checks.named_interfaces(wrong), CheckState.failure, *words)
@@ -388,9 +366,6 @@ def test_partition() -> None:
     has(slurm_checks.partition(partition(), "DOWN"), CheckState.warning, "its state is DOWN", "sinfo")
     unlike = partition(shapes=((32, 0), (64, 4)), gres=("gpu:4",))
     has(slurm_checks.partition(unlike, "UP"), CheckState.ok, "8 nodes, 32 to 64 cores, gpu:4 or none a node")
-    four = partition(shapes=((64, 4),))
-    assert slurm_checks.cuda_build(four, "2.13.0") == slurm_checks.cuda_build(partition(), "2.13.0+cpu") == []
-    has(slurm_checks.cuda_build(four, "2.13.0+cpu")[0], CheckState.warning, "has 4, and torch 2.13.0+cpu", "CUDA build")
 
 
 @pytest.mark.parametrize(
@@ -420,23 +395,6 @@ def test_preemption() -> None:
     )
     silent = signal | {"SlurmctldParameters": "(null)"}
     has(slurm_checks.preemption(silent, back, 30), CheckState.warning, "without the signal", "preempt_send_user_signal")
-
-
-def test_requeue_and_accounting() -> None:
-    has(
-        slurm_checks.requeueing({"JobRequeue": "0", "KillWait": "30 sec"}),
-        CheckState.ok,
-        "not requeued by default",
-        "KillWait 30 sec",
-    )
-    kept = {"AccountingStorageType": "accounting_storage/slurmdbd", "MinJobAge": "300 sec"}
-    has(slurm_checks.accounting(kept, sacct=True), CheckState.ok, "sacct", "300 sec")
-    has(slurm_checks.accounting(kept, sacct=False), CheckState.ok, "no sacct: not needed")
-    has(
-        slurm_checks.accounting({"AccountingStorageType": "accounting_storage/none"}, sacct=True),
-        CheckState.ok,
-        "nothing is kept",
-    )
 
 
 def asked(state: str, answers: dict[int, dict[str, Any]], words: dict[int, str]) -> ProbeJob:

@@ -119,11 +119,10 @@ def test_a_gpu_is_tried_by_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_90"])
     monkeypatch.setattr(torch, "device", lambda *_: cpu)
     alone = bandwidth.inspect_torch(Worker(0, 1, 0, 1, "", "cuda", 0))
     assert [gpu["index"] for gpu in alone["tried"]] == [0, 1], "a worker alone tries all of them"
-    assert all(gpu["error"] < 0.01 and gpu["capability"] == [9, 0] for gpu in alone["tried"])
+    assert all(gpu["error"] < 0.01 for gpu in alone["tried"])
     second = bandwidth.inspect_torch(Worker(1, 2, 1, 2, "", "cuda", 0))["tried"]
     assert [gpu["index"] for gpu in second] == [1]
 
