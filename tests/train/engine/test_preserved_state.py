@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import random
 import sys
 import threading
@@ -27,11 +26,9 @@ from launcher.errors import TaskError
 from launcher.plan.run_plan import RunPlan
 from launcher.train.engine import preserved_state
 from launcher.train.engine.preserved_state import ChangingParameters, PreservedState, SavedAttributes
-from tests.helpers import make_plan, torchrun
+from tests.helpers import make_plan
 from tests.train.engine import clocks
 from tests.train.engine.clocks import WIDTH, Clocks, Counting, OfWindow
-
-WORKER = Path(__file__).parent / "preserved_state_worker.py"
 
 
 class Part:
@@ -353,12 +350,6 @@ def test_each_training_pass_is_counted_once(
     made = task()
     assert trained(made, overrides, **options).numbers() == [passes] * 6
     assert made.calls == len(clocks.SEEN) == passes
-
-
-@pytest.mark.slow
-def test_a_calibration_leaves_nothing_behind(tmp_path: Path) -> None:
-    losses = json.loads(torchrun(WORKER, [], 2, tmp_path).splitlines()[-1])
-    assert losses["calibrated"] == losses["not calibrated"] == pytest.approx(losses["plain"], rel=1e-5)
 
 
 class Late(nn.Module):

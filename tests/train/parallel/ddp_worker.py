@@ -3,13 +3,15 @@
 Arguments: the number of samples, the index of the window after which a pass without collectives runs (-1: none), and
 overrides.
 
-Prints one JSON object from rank 0: the number of micro-batches of each window, how far the parameters are from those of
-plain torch after it, and how many storages held the gradients in it, those until the next window included.
+Prints one JSON object from rank 0. Of each window: the number of micro-batches, how far the parameters are from those
+of plain torch after it, how many storages held the gradients in it, those until the next window included, the payload
+of each kind of collective, their number, and the bytes that they save.
 """
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +41,7 @@ def main() -> None:
     def loss(net: nn.Module, batch: Tensor) -> Tensor:
         return net(batch).square().sum()
 
-    seen: list[tuple[int, float, int]] = []
+    seen: list[Any] = []
     start = 0
     for window in engine.windows(TensorDataset(data)):
         used: set[int] = set()
@@ -59,7 +61,9 @@ def main() -> None:
         optimizer.zero_grad()
         start = stop % samples
         off = max((a - b).abs().max().item() for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-        seen.append((result.micro_batches, off, len(used)))
+        comm = result.comm
+        sent = [[traffic.payload_bytes for traffic in comm.kinds.values()], comm.collectives]
+        seen.append((result.micro_batches, off, len(used), *sent, comm.wire_bytes_every - comm.wire_bytes))
     print_on_rank_0(seen)
     leave_group()
 

@@ -6,9 +6,9 @@ plain torch's is, of the same window as one batch in one process; and the messag
 
 from __future__ import annotations
 
-import copy
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,13 +18,10 @@ from torch.distributed.nn.functional import all_gather
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from launcher import Engine, make_plan
 from launcher.errors import TaskError
-from launcher.train.data.randomness import Permutation
 from launcher.train.parallel.shard_units import is_direct_use
-from launcher.train.world import World, device_of, join
-from tests.infra.workers import distance, flat, leave_group, print_on_rank_0
-from tests.train.parallel.uses_worker import OPTIONS, SAMPLES, WIDTH, Block, batch_of
+from tests.infra.workers import distance, leave_group, print_on_rank_0
+from tests.train.parallel.uses_worker import SAMPLES, WIDTH, Block, LossOf, by_hand, joined, windows
 
 POLICIES: list[tuple[str, ...]] = [
     ("strategy=ddp", "strategy.sync=boundary"),
@@ -108,14 +105,12 @@ def checkpointed(model: Model, x: Tensor) -> Tensor:
     return square(model.head(hidden))
 
 
-LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    loss.__name__: loss for loss in (attributes, methods, both, parameters, root_alone, target, inner, checkpointed)
-}
+LOSSES: list[LossOf] = [attributes, methods, both, parameters, root_alone, target, inner, checkpointed]
 
 
-def full(name: str, model: Any, x: Tensor) -> Tensor:
-    """The loss of the case, and a term of a parameter that no forward pass uses."""
-    return LOSSES[name](model, x) + square(model.scale) * len(x)
+def full(loss: LossOf) -> LossOf:
+    """The loss, and a term of a parameter that no forward pass uses."""
+    return lambda model, x: loss(model, x) + square(model.scale) * len(x)
 
 
 def build() -> Model:
@@ -123,38 +118,14 @@ def build() -> Model:
     return Model()
 
 
-def trained(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+def gradients(loss: LossOf, *options: str) -> list[Tensor]:
+    """The gradients that the engine applies in two windows."""
+    return windows(build(), loss, "train.steps=2", "run.calibrate_s=0", *options, calibrates=False)[0]
 
 
-def by_hand(name: str, dtype: torch.dtype, *, autocast: bool) -> Tensor:
-    """The gradient of the window as one batch: plain torch."""
-    model = build().to(dtype)
-    samples = batch_of(list(Permutation(SAMPLES, 0, 0).take(0, SAMPLES))).to(dtype)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        total = full(name, model, samples)
-    (total / SAMPLES).backward()
-    return flat([p.grad for p in trained(model)])
-
-
-def windows(loss: Callable[[Any, Tensor], Tensor], *options: str) -> list[Tensor]:
-    """The gradients that the engine applies in two windows; the learning rate is 0."""
-    plan = make_plan([*OPTIONS, "train.steps=2", *options], samples=SAMPLES)
-    model = copy.deepcopy(build())
-    engine = Engine(model, torch.optim.SGD(trained(model), 0.0), plan)
-    assert engine.model is model
-    found: list[Tensor] = []
-    engine.optimizer.register_step_pre_hook(lambda *_: found.append(flat([p.grad for p in trained(model)])))
-    for batches in engine.windows(range(SAMPLES), batch_of):
-        for batch in batches:
-            engine.backward(loss(engine.model, batch), len(batch))
-        engine.step()
-    return found
-
-
-def refused(loss: Callable[[Any, Tensor], Tensor]) -> str:
+def refused(loss: LossOf) -> str:
     try:
-        windows(loss, "strategy=fsdp", "strategy.sync=boundary", "precision=fp32", "run.calibrate_s=0")
+        gradients(loss, "strategy=fsdp", "strategy.sync=boundary", "precision=fp32")
     except TaskError as refusal:
         return str(refusal)
     except RuntimeError as error:
@@ -184,48 +155,32 @@ def contrastive(model: Model, x: Tensor) -> Tensor:
     return functional.cross_entropy(logits.double(), torch.arange(first, first + len(x)), reduction="sum")
 
 
-def contrasts() -> dict[str, Any]:
-    """Compare a window of one micro-batch per rank, whose ranks gather each other's samples, with one big batch."""
-    found: dict[str, Any] = {}
-    LOSSES["contrastive"] = contrastive
-    exact = by_hand("contrastive", torch.float64, autocast=False)
-    for policy in ("ddp", "fsdp"):
-        for precision in ("bf16", "fp32"):
-            at_once = distance(by_hand("contrastive", torch.float32, autocast=precision == "bf16"), exact)
-            whole = f"batch.micro_size={SAMPLES // dist.get_world_size()}"
-            gradients = windows(
-                lambda model, x: full("contrastive", model, x),
-                f"strategy={policy}", f"precision={precision}", "run.calibrate_s=0", whole,
-            )  # fmt: skip
-            error = max(distance(gradient, exact) for gradient in gradients)
-            found[f"{policy} {precision}"] = {"error": error, "at once": at_once}
+def compared(loss: LossOf, cases: Iterable[tuple[str, tuple[str, ...]]]) -> dict[str, Any]:
+    """Compare windows with one big batch. ``cases``: precision, and options of the plan."""
+    exact, found = by_hand(build(), full(loss), torch.float64), dict[str, Any]()
+    for precision, options in cases:
+        at_once = distance(by_hand(build(), full(loss), torch.float32, autocast=precision == "bf16"), exact)
+        error = max(distance(each, exact) for each in gradients(full(loss), f"precision={precision}", *options))
+        found[f"{loss.__name__} {precision} {' '.join(options)}"] = {"error": error, "at once": at_once}
     return found
 
 
 def main() -> None:
-    plan = make_plan([*OPTIONS, *POLICIES[0]], samples=SAMPLES)
-    join(World.here(), device_of(World.here(), plan.cluster.device), None)
+    joined()
     results: dict[str, Any] = {}
-    refusals = sys.argv[2] == "refusals"
-    for case, name in enumerate(LOSSES if sys.argv[2] in ("some", "all") else ()):
-        exact = by_hand(name, torch.float64, autocast=False)
-        at_once = {
-            kind: distance(by_hand(name, torch.float32, autocast=kind == "bf16"), exact) for kind in ("bf16", "fp32")
-        }
-        for number, policy in enumerate(POLICIES):  # bf16 is the default; each policy and each loss has both
-            if sys.argv[2] == "some" and (number - case) % len(POLICIES) not in (0, 2, 3):
-                continue
-            precision = ("bf16", "fp32")[(number + case) % 2]
-            found = windows(
-                lambda model, x, name=name: full(name, model, x),
-                *policy, f"precision={precision}", "run.calibrate_s=0",
-            )  # fmt: skip
-            error = max(distance(gradient, exact) for gradient in found)
-            results[f"{name} {precision} {' '.join(policy)}"] = {"error": error, "at once": at_once[precision]}
-    if sys.argv[2] == "contrasts":
-        results = contrasts()
-    if refusals:
-        results = {loss.__name__: refused(loss) for loss in (weight_of_a_unit, decay_of_all, part_of_a_unit)}
+    match sys.argv[2]:
+        case "refusals":
+            results = {loss.__name__: refused(loss) for loss in (weight_of_a_unit, decay_of_all, part_of_a_unit)}
+        case "contrasts":  # a window of one micro-batch per rank, whose ranks gather each other's samples
+            whole = f"batch.micro_size={SAMPLES // dist.get_world_size()}"
+            policies = [(f"strategy={policy}", whole) for policy in ("ddp", "fsdp")]
+            results = compared(contrastive, itertools.product(("bf16", "fp32"), policies))
+        case part:  # bf16 is the default; each policy and each loss has both
+            for number, loss in enumerate(LOSSES):
+                results |= compared(loss, (
+                    (("bf16", "fp32")[(place + number) % 2], policy) for place, policy in enumerate(POLICIES)
+                    if part == "all" or (place - number) % len(POLICIES) in (0, 2, 3)
+                ))  # fmt: skip
     print_on_rank_0(results)
     leave_group()
 

@@ -125,7 +125,9 @@ def vocabulary(model: Any, x: Tensor) -> Tensor:
     return model(x, x.argmin(1), x.argmax(1))
 
 
-LOSSES: dict[str, tuple[int, Callable[[Any, Tensor], Tensor]]] = {
+LossOf = Callable[[Any, Tensor], Tensor]
+# with the rounds of the model; 0: that of words
+LOSSES: dict[str, tuple[int, LossOf]] = {
     "shared": (3, shared),
     "siamese": (1, siamese),
     "penalty": (1, penalty),
@@ -143,34 +145,36 @@ def batch_of(indices: list[int]) -> Tensor:
     return torch.stack([torch.sin(torch.arange(1.0, WIDTH + 1) * (index + 1)) for index in indices])
 
 
-def by_hand(name: str, dtype: torch.dtype, *, autocast: bool) -> Tensor:
+def by_hand(model: nn.Module, loss: LossOf, dtype: torch.dtype, *, autocast: bool = False) -> Tensor:
     """The gradient of the window as one batch: plain torch."""
-    rounds, loss = LOSSES[name]
-    model = build(rounds).to(dtype)
+    model = model.to(dtype)
     samples = batch_of(list(Permutation(SAMPLES, 0, 0).take(0, SAMPLES))).to(dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         total = loss(model, samples)
     (total / SAMPLES).backward()
-    return flat([p.grad for p in model.parameters()])
+    return flat([p.grad for p in model.parameters() if p.grad is not None])
 
 
-def window(name: str, *options: str) -> tuple[Tensor, dict[str, int]]:
-    """The gradient that the engine applies, and the collectives of the window."""
-    rounds, loss = LOSSES[name]
+def windows(model: Any, loss: LossOf, *options: str, calibrates: bool = True) -> tuple[list[Tensor], dict[str, int]]:
+    """The gradients that the engine applies in each window, with a learning rate of 0, and the last one's collectives.
+
+    Args:
+        model: the model, or a function that makes it.
+    """
 
     def forward(model: Any, batch: Tensor) -> tuple[Tensor, int]:
         return loss(model, batch), len(batch)
 
     plan = make_plan([*OPTIONS, *options], samples=SAMPLES)
-    engine = Engine(lambda: build(rounds), lambda p: torch.optim.SGD(p, 1e-3), plan)
-    parameters, found = list(engine.parallel.module.parameters()), list[Tensor]()
+    engine = Engine(model, lambda p: torch.optim.SGD(p, 0.0), plan)
+    parameters = [p for p in engine.parallel.module.parameters() if p.requires_grad]
+    found, collectives = list[Tensor](), dict[str, int]()
     engine.optimizer.register_step_pre_hook(lambda *_: found.append(flat([p.grad for p in parameters])))
-    collectives: dict[str, int] = {}
-    for batches in engine.windows(range(SAMPLES), batch_of, forward=forward):
+    for batches in engine.windows(range(SAMPLES), batch_of, forward=forward if calibrates else None):
         for batch in batches:
             engine.backward(*forward(engine.model, batch))
         collectives = {kind.value: traffic.collectives for kind, traffic in engine.step().comm.kinds.items()}
-    return found[0], collectives
+    return found, collectives
 
 
 def with_evaluations(sync: str, *, evaluates: bool) -> list[float]:
@@ -198,23 +202,29 @@ def with_evaluations(sync: str, *, evaluates: bool) -> list[float]:
     return losses
 
 
-def main() -> None:
+def joined() -> None:
+    """Let all ranks join before their first model is made."""
     plan = make_plan([*OPTIONS, "strategy=ddp" if RANKS > 1 else "strategy=single"], samples=SAMPLES)
     join(World.here(), device_of(World.here(), plan.cluster.device), None)
+
+
+def main() -> None:
+    joined()
     results: dict[str, Any] = {}
     if "evaluations" in sys.argv:
         for sync in ("every", "boundary", "gather_once"):
             results[sync] = [with_evaluations(sync, evaluates=evaluates) for evaluates in (False, True)]
-    for case, name in enumerate(LOSSES if not results else ()):
-        exact = by_hand(name, torch.float64, autocast=False)
+    for case, (name, (rounds, loss)) in enumerate([] if results else LOSSES.items()):
+        exact = by_hand(build(rounds), loss, torch.float64)
         for wide, precision in enumerate(("bf16", "fp32")):  # bf16 is the default
-            at_once = distance(by_hand(name, torch.float32, autocast=precision == "bf16"), exact)
+            at_once = distance(by_hand(build(rounds), loss, torch.float32, autocast=precision == "bf16"), exact)
             for number, policy in enumerate(POLICIES[RANKS]):
                 if "half" in sys.argv and (case + wide + number) % 2:  # each loss and policy once, in one of them
                     continue
                 # the calibration runs the same losses without collectives
                 calibrates = "run.calibrate_s=0" if precision == "bf16" else "run.calibrate_s=0.01"
-                gradient, collectives = window(name, *policy, f"precision={precision}", calibrates)
+                options = (*policy, f"precision={precision}", calibrates)
+                (gradient,), collectives = windows(functools.partial(build, rounds), loss, *options)
                 error = {"error": distance(gradient, exact), "at once": at_once}
                 results[f"{name} {precision} {' '.join(policy)}"] = {**error, "collectives": collectives}
     print_on_rank_0(results)
