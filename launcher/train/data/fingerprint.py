@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from launcher.errors import DataError
+from launcher.plan.data_shards import own_shards
 from launcher.plan.run_plan import RunPlan
 from launcher.task import is_mapped
 from launcher.train.data.loader import prefetch
 from launcher.train.data.randomness import Permutation, SampleRandom
 from launcher.train.data.sample_order import ArrangedData
-from launcher.train.data.stream_shards import own_shards
 from launcher.train.world import Everyone
 
 SAMPLES = 8

@@ -25,22 +25,36 @@ T = TypeVar("T")
 Seed = Callable[[int, int], None]  # (epoch, position of the sample in it)
 
 
-def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Return the generators' state as tensors, so that a checkpoint can hold it without pickled objects."""
-    _, words, gauss = random.getstate()
+# states of torch's, Python's and NumPy's global generators; the last is None if NumPy is not imported
+States = tuple[Tensor, Any, Any]
+
+
+def _states() -> States:
+    numpy = sys.modules.get("numpy")
+    return torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state(legacy=False)
+
+
+def as_tensors(states: States) -> dict[str, Tensor]:
+    """Return the generators' states as tensors, so that a checkpoint can hold them without pickled objects."""
+    torch_state, (_, words, gauss), numpy = states
     state = {
-        "torch": torch.get_rng_state(),
+        "torch": torch_state,
         "python": torch.tensor(words),
         "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
     }
+    # if the user has replaced NumPy's generator, its state is the user's responsibility
+    if numpy is not None and numpy["bit_generator"] == "MT19937":
+        words = [*numpy["state"]["key"].tolist(), int(numpy["state"]["pos"]), int(numpy["has_gauss"])]
+        state["numpy"] = torch.tensor(words)
+        state["numpy_gauss"] = torch.tensor([float(numpy["gauss"])], dtype=torch.float64)
+    return state
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """Return the generators' state as tensors, with that of a GPU if ``device`` is one."""
+    state = as_tensors(_states())
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
-    numpy = sys.modules.get("numpy")
-    # if the user has replaced NumPy's generator, its state is the user's responsibility
-    if numpy is not None and (legacy := numpy.random.get_state(legacy=False))["bit_generator"] == "MT19937":
-        words = [*legacy["state"]["key"].tolist(), int(legacy["state"]["pos"]), int(legacy["has_gauss"])]
-        state["numpy"] = torch.tensor(words)
-        state["numpy_gauss"] = torch.tensor([float(legacy["gauss"])], dtype=torch.float64)
     return state
 
 
@@ -209,7 +223,7 @@ class SampleRandom:
         self._drawn = False
         self._watch = _Watch(self._install_numpy)
         self._numpy: _NumpyGenerator | None = None
-        self.stream_state: tuple[Tensor, Any, Any] | None = None
+        self.stream_state: States | None = None
 
     @contextmanager
     def own(self) -> Iterator[None]:
@@ -274,9 +288,13 @@ class SampleRandom:
                 yield
             finally:
                 # NumPy's too: to change its generator drops the second of two normal numbers
-                numpy = sys.modules.get("numpy")
-                numpy_state = numpy and numpy.random.get_state(legacy=False)
-                self.stream_state = torch.get_rng_state(), random.getstate(), numpy_state
+                self.stream_state = _states()
+
+    def continue_from(self, state: dict[str, Tensor]) -> None:
+        """Let ``continued`` continue from ``stream_state`` of an earlier process, as tensors."""
+        with self.own():
+            restore_random_state(state, torch.device("cpu"))
+            self.stream_state = _states()
 
 
 _ROUNDS = 4

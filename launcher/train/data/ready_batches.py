@@ -8,11 +8,9 @@ loop; a resume first repeats the draws of the earlier epochs.
 
 from __future__ import annotations
 
-import base64
 import collections
 import copy
 import functools
-import io
 import multiprocessing
 import os
 import signal
@@ -31,8 +29,7 @@ from launcher.process import STOP_SIGNALS
 from launcher.task import ReadyBatches, is_loader, seed_everything, seed_for
 from launcher.train.data.loader import guard_loader_process
 from launcher.train.data.randomness import SampleRandom
-from launcher.train.data.stream import start_epoch
-from launcher.train.data.stream_state import Identified, has_state
+from launcher.train.data.stream import Identified, has_state, start_epoch
 
 # epochs for which the samplers and generators of a DataLoader were used in this process
 _EPOCHS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -102,7 +99,7 @@ class BatchStream(IterableDataset[Identified]):
             if self._batches.batch_sampler is not None:  # collate_fn is called with a list of samples
                 self._batches.collate_fn = functools.partial(_collate_and_count, self._batches.collate_fn)
         if has_state(self._batches):
-            self.state_dict, self.load_state_dict = self._state, self._load_state
+            self.state_dict, self.load_state_dict = self._batches.state_dict, self._batches.load_state_dict
         elif self._loader and not isinstance(self._batches.dataset, IterableDataset):
             name = "sampler" if self._batches.batch_sampler is None else "batch_sampler"
             # without processes, the samplers may draw from the same random numbers as the samples
@@ -197,15 +194,6 @@ class BatchStream(IterableDataset[Identified]):
                     self._indices.taken.clear()
         if loader.num_workers and loader.persistent_workers:
             loader.generator = torch.Generator().manual_seed(self._seed)  # which gave its seed in the first epoch
-
-    def _state(self) -> dict[str, str]:
-        buffer = io.BytesIO()
-        torch.save(self._batches.state_dict(), buffer)  # may hold tensors and bytes, which JSON cannot
-        return {"state": base64.b85encode(buffer.getvalue()).decode()}
-
-    def _load_state(self, state: dict[str, str]) -> None:
-        buffer = io.BytesIO(base64.b85decode(state["state"]))
-        self._batches.load_state_dict(torch.load(buffer, weights_only=True))
 
 
 class _DealtSampler:

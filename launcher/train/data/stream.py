@@ -1,23 +1,244 @@
-"""Reading of a stream: the shards that this rank reads, in turn, and its micro-batches collated."""
+"""Reading of a stream: the shards that this rank reads, in turn, its micro-batches, and its state in checkpoints.
+
+A stream has a state if it, or the iterator that it returns, has the methods ``state_dict`` and ``load_state_dict``, as
+those of Hugging Face and torchdata have: a resume does not read again what was read before. The stream is read ahead of
+the step, in a loader process, so its state is taken before each window is read, and sent with it. Outlines of the
+samples that follow are saved with the state: a state that does not lead to them (of a shuffle buffer, for example,
+whose samples are not part of it) is not used.
+"""
 
 from __future__ import annotations
 
 import collections
+import copy
+import io
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker
 
+from launcher.errors import DataError, WrongCheckpoint
 from launcher.plan.batch import Batch
-from launcher.plan.data_shards import Division
+from launcher.plan.data_shards import Division, has_hidden_state
 from launcher.plan.windows import share_of_window
+from launcher.quantities import count
 from launcher.task import seed_for
-from launcher.train.data.loader import Collate
-from launcher.train.data.randomness import SampleRandom
-from launcher.train.data.stream_shards import shard_of
-from launcher.train.data.stream_state import OUTLINED_SAMPLES, StreamReader, StreamState, outlines_of
+from launcher.train.data.fingerprint import Outline, outline
+from launcher.train.data.loader import Collate, copied
+from launcher.train.data.randomness import SampleRandom, as_tensors
+
+# samples of which outlines are compared
+OUTLINED_SAMPLES = 4
+
+
+class StreamState(NamedTuple):
+    """State of a stream, or of one of its shards, before it was read for a window.
+
+    Args:
+        window: index of the window in the run.
+        rank: the rank whose share it is, of a stream that shards itself; None: it is that of every rank.
+        position: samples read in the epoch by all readers.
+        stream: what ``state_dict`` returned.
+        random: state of the random numbers that the stream draws.
+        following: outlines of the samples that follow.
+        shard: number of the shard.
+        over: there are no more samples.
+    """
+
+    window: int
+    rank: int | None
+    position: int
+    stream: Any
+    random: Any
+    following: list[Any]
+    shard: int = 0
+    over: bool = False
+
+
+class Identified(NamedTuple):
+    """A batch whose ``identity`` is compared in its place. ``samples``: number in it, if that is known."""
+
+    sample: Any
+    identity: Any
+    samples: int | None = None
+
+
+class SavedShards(NamedTuple):
+    """A rank's part of the state of a stream.
+
+    Args:
+        own_shards: number of shards that the stream had; 0 if it was not divided.
+        states: of the shards that the rank reads; None if one is not known.
+    """
+
+    own_shards: int
+    states: list[StreamState] | None
+
+
+def outlines_of(samples: Iterable[Any]) -> list[Any]:
+    """Return the outlines of the first samples as tuples."""
+    first = itertools.islice(samples, OUTLINED_SAMPLES)
+    return [tuple(outline(each.identity if isinstance(each, Identified) else each)) for each in first]
+
+
+class StreamReader:
+    """The samples of one epoch of a stream, or of one of its shards, with random numbers of its own.
+
+    Attributes:
+        over: all samples were taken.
+    """
+
+    def __init__(self, dataset: Iterable[Any], random: SampleRandom, epoch: int) -> None:
+        self._random, self._epoch = random, epoch
+        with random.continued(epoch):
+            self._samples: Iterator[Any] = iter(dataset)
+        holders: list[Any] = [dataset, self._samples]
+        hidden = has_hidden_state(dataset)
+        self._owner: Any = None if hidden else next((each for each in holders if has_state(each)), None)
+        self._ahead: list[Any] = []  # read and not taken
+        self._ended = False
+
+    @classmethod
+    def restored(
+        cls, dataset: Iterable[Any], random: SampleRandom, epoch: int, state: StreamState
+    ) -> StreamReader | None:
+        """Return a reader that continues from ``state``; None if the stream does not continue as it did then.
+
+        A copy of the data set is read: loading a state may change what its later epochs begin with.
+        """
+        try:
+            dataset = copy.deepcopy(dataset)
+            if has_state(dataset):
+                dataset.load_state_dict(state.stream)  # pyright: ignore[reportAttributeAccessIssue]
+            reader = cls(dataset, random, epoch)
+            if reader._owner is None:
+                return None
+            if reader._owner is not dataset:
+                reader._owner.load_state_dict(state.stream)
+            # not before: an iterator may draw when it is made, which it did with the epoch's first random numbers
+            random.continue_from(state.random)
+            following = reader.peek(len(state.following))
+        except Exception:  # open files cannot be copied, and a stream may refuse its state, also when it is read
+            return None
+        pairs = zip(outlines_of(following), state.following, strict=False)
+        if len(following) < len(state.following) or not all(Outline(*a).agrees(Outline(*b)) for a, b in pairs):
+            return None
+        return reader
+
+    def peek(self, size: int) -> list[Any]:
+        """Return the next ``size`` samples, or fewer at the end, without taking them.
+
+        Several are copied: a stream may write each sample into the same memory.
+        """
+        return self._read(size, copies=size > 1)
+
+    def _read(self, size: int, *, copies: bool = False) -> list[Any]:
+        if (missing := size - len(self._ahead)) > 0 and not self._ended:
+            with self._random.continued(self._epoch):
+                for _ in range(missing):  # not islice: it calls __iter__ again, in which a stream may start again
+                    try:
+                        sample = next(self._samples)
+                        self._ahead.append(copied(sample) if copies else sample)
+                    except StopIteration:
+                        break
+            self._ended = len(self._ahead) < size
+        return self._ahead[:size]
+
+    def take(self, size: int) -> list[Any]:
+        """Return the next ``size`` samples; fewer at the end."""
+        samples = self._read(size)
+        del self._ahead[:size]
+        return samples
+
+    @property
+    def over(self) -> bool:
+        return self._ended and not self._ahead
+
+    def state(self) -> tuple[Any, Any] | None:
+        """Return the present state of the stream and of its random numbers; None if it has none, and if it was read
+        further than samples were taken."""
+        if self._owner is None or self._ahead or self._ended:
+            return None
+        return copy.deepcopy(self._owner.state_dict()), self._random.stream_state
+
+
+def has_state(stream: Any) -> bool:
+    return all(callable(getattr(stream, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+class StreamCheckpoint:
+    """A rank's part of the stream's state in checkpoints.
+
+    Each rank saves the states of the shards that it reads, except that rank 0 saves those that all ranks read. A rank
+    loads the states that all ranks have saved, and uses those of the shards that it reads now: the state of a shard
+    before a window does not depend on the number of ranks.
+    """
+
+    def __init__(self) -> None:
+        self.source: Callable[[], SavedShards] = lambda: SavedShards(0, None)
+        self._restored: list[StreamState] = []
+        self._own_shards: set[int] = set()
+        self._reported = False
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the states at the next window, as bytes that ``torch.save`` wrote; empty if nothing is known."""
+        own_shards, states = self.source()
+        known = [state._replace(random=state.random and as_tensors(state.random)) for state in states or ()]
+        try:
+            content = _saved(own_shards, known)
+        except Exception:  # an object of any class may be in the state
+            known = []
+            content = _saved(own_shards, known)
+            if not self._reported:
+                self._reported = True
+                print(
+                    "The state of the stream has values that no checkpoint holds: a resume reads it again.", flush=True
+                )
+        return {"states": torch.frombuffer(content, dtype=torch.uint8)} if known or own_shards else {}
+
+    def load_state_dict(self, of_ranks: Iterable[Mapping[str, Tensor]]) -> None:
+        """Restore what ``state_dict`` returned on all ranks."""
+        for tensors in of_ranks:
+            if "states" in tensors:
+                own_shards, states = _loaded(bytes(tensors["states"].cpu().numpy()))
+                self._own_shards |= {own_shards} - {0}
+                self._restored += [StreamState(*each) for each in states]
+
+    def restored(self, window: int, rank: int, shards: Iterable[int]) -> dict[int, StreamState] | None:
+        """Return the restored states of ``shards``; None if one of them is not known for ``window`` and ``rank``."""
+        found = {
+            state.shard: state for state in self._restored if state.window == window and state.rank in (None, rank)
+        }
+        return {shard: found[shard] for shard in shards} if all(shard in found for shard in shards) else None
+
+    def require_own_shards(self, own_shards: int) -> None:
+        """Check that the stream has as many shards of its own as when it was saved.
+
+        Raises:
+            WrongCheckpoint: it has not: samples would be lost, or read twice.
+        """
+        for saved in self._own_shards - {own_shards}:
+            raise WrongCheckpoint(
+                f"The stream has {count(own_shards, 'shard')} of its own, and had {saved} when the checkpoint was "
+                "saved, within an epoch: it would be divided in another way.\n"
+                "  Resume with the files that the stream had; or start a new run: launch train."
+            )
+
+
+def _saved(own_shards: int, states: Iterable[StreamState]) -> bytearray:
+    """Return the states as bytes, which ``_loaded`` accepts."""
+    file = io.BytesIO()
+    torch.save((own_shards, [tuple(state) for state in states]), file)
+    _loaded(file.getvalue())
+    return bytearray(file.getvalue())
+
+
+def _loaded(content: bytes) -> tuple[int, list[tuple[Any, ...]]]:
+    return torch.load(io.BytesIO(content), weights_only=True)
 
 
 def is_sharded(stream: Any) -> bool:
@@ -203,7 +424,7 @@ class StreamShare(IterableDataset[tuple[Any, int, StreamNote]]):
         random = SampleRandom(self._seed)
         with random.own():
             random.seed(self._epoch, -1)  # a stream that draws while it is divided draws the same for every shard
-            part = shard_of(self._dataset, self._division.shards, shard)
+            part = _shard_of(self._dataset, self._division.shards, shard)
             start_epoch(part, self._epoch)
         return part
 
@@ -238,6 +459,22 @@ class StreamShare(IterableDataset[tuple[Any, int, StreamNote]]):
         with self._collating.own():
             self._collating.seed(self._epoch, position)
             return self._collate(samples)
+
+
+def _shard_of(stream: Any, shards: int, index: int) -> Any:
+    """Return shard ``index`` of ``shards``, which shares no state with the stream and its other shards.
+
+    Raises:
+        DataError: it cannot be copied.
+    """
+    shard = stream.shard(num_shards=shards, index=index)
+    try:
+        return copy.deepcopy(shard)  # a shard may be a shallow copy, whose generator is that of all shards
+    except Exception as error:
+        raise DataError(
+            f"A shard of the stream cannot be copied: {type(error).__name__}: {error}\n"
+            "  Open files in __iter__; or use train.data_shards=1."
+        ) from error
 
 
 def _read(readers: list[StreamReader], first: int, size: int) -> list[Any]:

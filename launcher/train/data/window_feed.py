@@ -21,7 +21,14 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter  # pyright: ignore[r
 from launcher.config.schema import Balance, OnOom, ShortWindow
 from launcher.errors import ConfigError, DataError
 from launcher.plan.batch import require_short_batches
-from launcher.plan.data_shards import START_AGAIN, Division, require_second_epoch
+from launcher.plan.data_shards import (
+    START_AGAIN,
+    Division,
+    own_shards,
+    require_divisible,
+    require_second_epoch,
+    stream_info,
+)
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.windows import Span, Windows, share_of_window
 from launcher.quantities import count, first_names
@@ -32,9 +39,15 @@ from launcher.train.data.loader import Collate, MicroBatch, prefetch, read_sampl
 from launcher.train.data.randomness import SampleRandom, Seed
 from launcher.train.data.ready_batches import BatchStream, require_usable, samples_in, the_batch
 from launcher.train.data.sample_order import ArrangedData, SampleOrder, samples_per_epoch
-from launcher.train.data.stream import StreamShare, blocks_of_windows, is_sharded, start_epoch
-from launcher.train.data.stream_shards import own_shards, require_shards, stream_info
-from launcher.train.data.stream_state import SavedShards, StreamCheckpoint, StreamState
+from launcher.train.data.stream import (
+    SavedShards,
+    StreamCheckpoint,
+    StreamShare,
+    StreamState,
+    blocks_of_windows,
+    is_sharded,
+    start_epoch,
+)
 from launcher.train.world import World
 
 # windows whose division by length is kept: those that are read ahead
@@ -107,8 +120,10 @@ def open_feed(
         require_same_data({"The training data": dataset_of(dataset)}, plan, world, device)
     checkpoint = checkpoint or StreamCheckpoint()
     if ready is not None or plan.task.samples is None:
-        require_shards(dataset, plan.train.data_shards)
-        require_second_epoch(plan.train.epochs, stream_info(dataset))
+        info = stream_info(dataset)
+        if plan.train.data_shards > 1:
+            require_divisible(plan.train.data_shards, info)
+        require_second_epoch(plan.train.epochs, info)
     if ready is not None:
         _require_length(ready.samples, plan, world)
         if collate is not None:

@@ -34,7 +34,7 @@ from launcher.train.callback_set import CallbackSet, callbacks_of
 from launcher.train.checkpoint.initial import InitialValues, initial_values
 from launcher.train.context import ContextSource
 from launcher.train.data.loader import Collate, MicroBatch, to_device
-from launcher.train.data.stream_state import StreamCheckpoint
+from launcher.train.data.stream import StreamCheckpoint
 from launcher.train.data.window_feed import BEGINNING, Window, WindowPosition, open_feed
 from launcher.train.engine import loss_terms, oom
 from launcher.train.engine.build import ModelFrom, OptimizerFrom, build_parts

@@ -27,6 +27,7 @@ from launcher.errors import DataError, LauncherError, TaskError, UserError
 from launcher.loss import has_window_loss
 from launcher.plan.batch import require_tokens
 from launcher.plan.callback_plan import require_callbacks
+from launcher.plan.data_shards import stream_info
 from launcher.plan.float_format import float_format
 from launcher.plan.optimizer_plan import assign, require_members, solve_optimizer
 from launcher.plan.run_plan import NoForecast, OptimizerPlan, RunPlan, SchedulePlan, solved_part
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 # modules that the inspections of several tasks need, and which take long to import
 _IMPORTED = (
     "torch._dynamo", "torch.distributed.fsdp", "torch.utils.data", "launcher.train.eval_metrics",
-    "launcher.train.data.length_balance", "launcher.train.data.sample_order", "launcher.train.data.stream_shards",
+    "launcher.train.data.length_balance", "launcher.train.data.sample_order",
     "launcher.train.engine.modes", "launcher.train.measure.flops", "launcher.train.optimizers",
     "launcher.train.parallel.batchnorm", "launcher.train.parallel.mixed_precision",
     "launcher.train.parallel.shard_units", "launcher.train.precision",
@@ -202,7 +203,6 @@ def _check_arrangement(task: Task, data: Any, request: InspectionRequest, notes:
 def _arrangement(task: Task, data: Any, seed: int, balance: Balance, notes: list[str]) -> dict[str, Any]:
     from launcher.train.data.length_balance import require_length_of_first
     from launcher.train.data.sample_order import ArrangedData, checked_lengths, samples_per_epoch
-    from launcher.train.data.stream_shards import stream_info
 
     own_order, lengths = callable(getattr(task, "order", None)), callable(getattr(task, "lengths", None))
     if own_order:

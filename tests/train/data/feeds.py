@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 
 from launcher.plan.run_plan import RunPlan
 from launcher.train.data.loader import Collate
-from launcher.train.data.stream_state import StreamCheckpoint
+from launcher.train.data.stream import StreamCheckpoint
 from launcher.train.data.window_feed import BEGINNING, Feed, WindowPosition, open_feed
 from launcher.train.world import World
 from tests.helpers import make_plan

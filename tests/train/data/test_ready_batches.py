@@ -427,7 +427,7 @@ def test_draws_of_earlier_epochs_keep_no_indices() -> None:
 
 def test_samples_that_differ_between_reads_are_no_fault() -> None:
     """Ranks compare the indices that a sampler draws, and not what augmentation makes of them."""
-    from launcher.train.data.stream_state import outlines_of
+    from launcher.train.data.stream import outlines_of
 
     class Noisy(Numbers):
         def __getitem__(self, index: int) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from launcher.errors import ConfigError, DataError
-from launcher.train.data.stream_shards import stream_info
+from launcher.plan.data_shards import stream_info
 from launcher.train.data.window_feed import WindowPosition, open_feed
 from launcher.train.world import World
 from tests.helpers import make_plan

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from launcher.plan.data_shards import stream_info
 from launcher.plan.windows import StreamInfo
 from launcher.task import train_data
-from launcher.train.data.stream_shards import stream_info
 from tests.train.data.feeds import run_resumably
 from tests.train.data.test_stream_shards import READS, Stateful, plan_of
 

@@ -15,13 +15,12 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from launcher.errors import ConfigError, DataError, WrongCheckpoint
-from launcher.plan.data_shards import Division, data_shards_text
+from launcher.plan.data_shards import Division, data_shards_text, own_shards, stream_info
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.windows import StreamInfo
 from launcher.task import seed_for
 from launcher.train.checkpoint.origin import origin_of, require_same_run
 from launcher.train.data.randomness import SampleRandom
-from launcher.train.data.stream_shards import own_shards, stream_info
 from launcher.train.data.window_feed import BEGINNING, open_feed
 from launcher.train.world import World
 from tests.helpers import make_plan
