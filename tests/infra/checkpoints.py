@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from launcher.rundir.paths import STATE
-from launcher.train.checkpoint.file_format import Reader, SavePlanner, checksums, write_manifest
+from launcher.train.checkpoint.file_format import Reader, SavePlanner, checksums, pickled, write_manifest
 
 
 def tensors(directory: Path) -> dict[str, Tensor]:
@@ -36,6 +36,7 @@ def make_checkpoint(directory: Path, model: dict[str, Any], **more: Any) -> Path
     """Write a checkpoint with this model's state in one process, and return its directory."""
     directory.mkdir(parents=True)
     writer = dcp.FileSystemWriter(directory)
+    model = {name: value if isinstance(value, Tensor) else pickled(value) for name, value in model.items()}
     dcp.save({"model": model, **more}, storage_writer=writer, planner=SavePlanner(), no_dist=True)
     (directory / STATE).write_text("{}")
     write_manifest(directory, checksums(sorted(directory.iterdir())))

@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import KeyPath, keystr, tree_leaves, tree_leaves_with_path, tree_map_with_path
+from torch.utils._pytree import KeyPath, keystr, tree_leaves_with_path, tree_map_with_path
 
 from launcher.errors import TaskError
 from launcher.quantities import first_names
-from launcher.train.checkpoint.file_format import STREAM_KEY, unreadable
+from launcher.train.checkpoint.file_format import STREAM_KEY, pickled, unpickled
 from launcher.train.checkpoint.optimizer_parts import named_parameters, optimizer_state
 from launcher.train.data.randomness import random_state
 from launcher.train.engine.engine import Engine
@@ -68,8 +68,7 @@ def checkpoint_tensors(
 def evaluated_tensors(engine: Engine, changing_buffers: list[str]) -> dict[str, Any]:
     """Return the entries of ``checkpoint_tensors`` that an evaluation needs: model, buffers and state of callbacks."""
     module = engine.parallel.module
-    model = get_model_state_dict(module)
-    _require_text_keys(model)
+    model = {name: _stored(name, value) for name, value in get_model_state_dict(module).items()}
     buffers = dict(module.named_buffers())
     callbacks, _ = engine.callbacks.state_dict()
     return {
@@ -92,16 +91,10 @@ def require_restorable(engine: Engine) -> None:
     try:
         state = get_model_state_dict(module)
         left_out = [name for name, p in named_parameters(module) if p.requires_grad and name not in state]
-        leaves = [(name, leaf) for name, value in state.items() for leaf in tree_leaves(value)]
-        wrong = [
-            f"{name}: {why}" for name, leaf in leaves if not isinstance(leaf, Tensor) and (why := unreadable(leaf))
-        ]
         if left_out:
             problem = f"state_dict() leaves out trained parameters: {first_names(left_out)}"
-        elif wrong:
-            problem = wrong[0]
         elif type(module).load_state_dict is not nn.Module.load_state_dict:
-            with any_signature(module):
+            with _any_signature(module):
                 set_model_state_dict(module, state, options=StateDictOptions(strict=False))
     except Exception as error:  # of the user's methods, or of torch on what they return
         problem = f"{type(error).__name__}: {error}"
@@ -111,31 +104,34 @@ def require_restorable(engine: Engine) -> None:
             "Let its state_dict() return all parameters under their names, and its load_state_dict(state_dict, strict) "
             "load that; or train\n  without checkpoints: checkpoint.enabled=false."
         )
-    _require_text_keys(state)
+    for name, value in state.items():
+        _stored(name, value)
     schedule_state(engine.schedule)
 
 
-def _require_text_keys(state: Mapping[str, Any]) -> None:
-    """Raise TaskError if a module's extra state has a dict with other keys, which torch stores as texts."""
-    for name, value in state.items():
-        for key in _other_keys(value):
-            raise TaskError(
-                f"{name} in the model's state_dict() has the key {key!r}, a {type(key).__name__}, which a resume would "
-                f"restore as {str(key)!r}.\n  Use texts as keys in get_extra_state(), and convert them in "
-                "set_extra_state(); or train without checkpoints: checkpoint.enabled=false."
-            )
+def _stored(name: str, value: Any) -> Tensor | bytes:
+    """Return a value of the model's state as a checkpoint stores it: extra state whole, because torch would make texts
+    of a dict's keys, and drop an empty dict.
+
+    Raises:
+        TaskError: it could not be restored.
+    """
+    if isinstance(value, Tensor):
+        return value
+    try:
+        return pickled(value)
+    except TypeError as error:
+        raise TaskError(
+            f"{name} in the model's state_dict(): {error}.\n  Keep tensors, numbers, texts, lists and dicts of them in "
+            "it only; or train without checkpoints: checkpoint.enabled=false."
+        ) from None
 
 
-def _other_keys(value: object) -> Iterator[object]:
-    """Yield the keys that are no texts of dicts in nested dicts and lists: torch stores other objects whole."""
-    if isinstance(value, Mapping):
-        for key, inner in cast("Mapping[object, object]", value).items():
-            if not isinstance(key, str):
-                yield key
-            yield from _other_keys(inner)
-    elif isinstance(value, list):
-        for inner in cast("list[object]", value):
-            yield from _other_keys(inner)
+def load_model(module: nn.Module, values: Mapping[str, Tensor | bytes]) -> None:
+    """Give a model the values that a checkpoint has stored. Their names must have been compared."""
+    state = {name: unpickled(value) if isinstance(value, bytes) else value for name, value in values.items()}
+    with _any_signature(module):
+        set_model_state_dict(module, state, options=StateDictOptions(strict=False))
 
 
 @torch.no_grad()
@@ -147,7 +143,7 @@ def take_training_values(engine: Engine, values: Mapping[str, Tensor]) -> None:
 
 
 @contextmanager
-def any_signature(module: nn.Module) -> Iterator[nn.Module]:
+def _any_signature(module: nn.Module) -> Iterator[nn.Module]:
     """Context manager in which torch's functions can load a model whose own ``load_state_dict`` lacks the argument
     ``assign``, or ``strict``, of newer versions, or has another name for the first one."""
     load = module.load_state_dict

@@ -12,7 +12,7 @@ import io
 import os
 import pickle
 import zlib
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
 
 import launcher
@@ -293,19 +293,15 @@ def entries_under(stored: Metadata, key: str) -> Iterator[tuple[tuple[Any, ...],
             yield tuple(path), entry
 
 
-def empty_values(
-    stored: Metadata, key: str, device: torch.device | None = None, *, but: Collection[str] = ()
-) -> dict[str, Any]:
+def empty_values(stored: Metadata, key: str, device: torch.device) -> dict[str, Any]:
     """Return what the part ``key`` of a checkpoint is loaded into, where a fresh engine does not know names and shapes:
-    its containers, with an empty tensor for each tensor, and a placeholder for other values. ``but``: names to leave
-    out."""
+    its containers, with an empty tensor for each tensor, and a placeholder for other values."""
     values: dict[str, Any] = {}
     for path, entry in entries_under(stored, key):
-        if path[0] not in but:
-            empty = empty_value(entry, device)
-            if empty is None and isinstance(path[-1], int):  # torch takes a list without tensors for one value
-                empty = torch.empty(0)
-            set_element(values, path, empty)
+        empty = empty_value(entry, device)
+        if empty is None and isinstance(path[-1], int):  # torch takes a list without tensors for one value
+            empty = torch.empty(0)
+        set_element(values, path, empty)
     return values
 
 
@@ -334,50 +330,39 @@ def _member(kind: Any, name: str) -> Enum:
     raise pickle.UnpicklingError(f".metadata asks for {name} of {kind!r}, which no checkpoint needs")
 
 
-def unreadable(value: Any) -> str:
-    """Return why a value that is no tensor could not be read from a checkpoint again; "" if it can."""
+def pickled(value: Any) -> bytes:
+    """Return ``value`` serialized by torch.
+
+    Raises:
+        TypeError: it could not be read from a checkpoint again.
+    """
     file = io.BytesIO()
     try:
         torch.save(value, file)
-        file.seek(0)
-        torch.load(file, weights_only=True)
-    except (pickle.PickleError, AttributeError, TypeError) as error:
+        unpickled(file.getvalue())
+    except (pickle.PickleError, AttributeError, TypeError, RuntimeError) as error:
         why = (str(error).partition("WeightsUnpickler error: ")[2] or str(error)).strip().partition(". ")[0]
-        return f"a {type(value).__name__} cannot be read from a checkpoint again ({why})"
-    return ""
+        raise TypeError(f"a {type(value).__name__} cannot be read from a checkpoint again ({why})") from error
+    return file.getvalue()
+
+
+def unpickled(content: bytes) -> Any:
+    """Return what ``pickled`` was given, without executing code. Tensors of a GPU are on the CPU."""
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
-    """Save planner that keeps empty dicts in a module's extra state, and refuses values that could not be read again.
-
-    torch drops empty dicts, and every dict that contains nothing else.
-    """
+    """Save planner that refuses values that could not be read again."""
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002
-        if write_item.type is WriteItemType.BYTE_IO and (why := unreadable(object)):
-            raise TaskError(f"{write_item.index.fqn}: {why}; keep tensors, numbers, texts, lists and dicts of them")
+        if write_item.type is WriteItemType.BYTE_IO:
+            try:
+                pickled(object)
+            except TypeError as error:
+                raise TaskError(
+                    f"{write_item.index.fqn}: {error}; keep tensors, numbers, texts, lists and dicts of them"
+                ) from None
         return super().transform_object(write_item, object)
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        for name, value in state_dict.get("model", {}).items():
-            for path in _empty_dicts(value, ("model", name)):
-                key = ".".join(map(str, path))
-                self.state_dict[key], self.mappings[key] = {}, path
-
-
-def _empty_dicts(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
-    """Yield the paths of empty dicts in nested dicts and lists."""
-    if isinstance(value, Mapping):
-        if not value:
-            yield path
-        for key, inner in cast("Mapping[Any, Any]", value).items():
-            yield from _empty_dicts(inner, (*path, str(key)))
-    elif isinstance(value, list):
-        for index, inner in enumerate(cast("list[Any]", value)):
-            yield from _empty_dicts(inner, (*path, index))
 
 
 class Planner(dcp.DefaultLoadPlanner):

@@ -20,7 +20,7 @@ from launcher.plan.initial_weights import KEY, InitialWeights
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir.paths import MANIFEST
 from launcher.train.checkpoint.file_format import damages
-from launcher.train.checkpoint.weights import READ_ERRORS, CheckpointWeights, StoredTensor, Weights, open_weights
+from launcher.train.checkpoint.weights import READ_ERRORS, StoredTensor, Weights, open_weights
 from launcher.train.parallel.base import local, own_region
 from launcher.train.world import World
 
@@ -114,16 +114,13 @@ class InitialValues:
                 tied parameter have different values. On all ranks.
         """
         assert self._weights is not None
-        stored, state = _by_plain_name(self._weights.tensors), model_state(model)
+        stored = _by_plain_name([*self._weights.tensors, *self._weights.others])
+        state = model_state(model)
         problem: str | None = None
         try:
             for names, target in state.named:
                 problem = problem or self._fill(target, [stored[name] for name in names if name in stored])
-            extra = {
-                name: self._weights.read(stored[plain]) if (plain := plain_name(name)) in stored else {}
-                for name in state.extra
-            }
-            if extra:
+            if extra := {name: self._weights.read(stored[plain_name(name)]) for name in state.extra}:
                 model.load_state_dict(extra, strict=False)
         except READ_ERRORS as error:
             problem = f"{KEY}={self._source.path}: cannot be read: {type(error).__name__}: {error}."
@@ -180,21 +177,8 @@ def _misfits(state: ModelState, weights: Weights) -> list[str]:
     lines = misfits(state, weights.tensors, weights.others)
     problem = "is in the model's state_dict, and is neither a parameter nor a buffer: its value would not be replaced"
     lines += _shortened([f"{name} {problem}" for name in state.others])
-    divided = [name for name in map(plain_name, state.extra) if _has_parts(name, map(plain_name, weights.tensors))]
-    unreadable = dict.fromkeys([*(name for name in weights.others if not _is_empty(name, weights)), *divided])
-    lines += _shortened([f"{name} is not a tensor, and cannot be read" for name in unreadable])
     pairs = _pairs(state, weights.tensors)
     return lines + _shortened([line for pair in pairs if (line := _unconvertible(*pair)) is not None])
-
-
-def _is_empty(name: str, weights: Weights) -> bool:
-    """Return whether a stored value is a module's extra state, and an empty dict."""
-    if name.rpartition(".")[2] != _EXTRA_STATE or not isinstance(weights, CheckpointWeights):
-        return False
-    try:
-        return weights.is_empty_dict(name)
-    except READ_ERRORS:  # such as an object of a class of the user's
-        return False
 
 
 def misfits(state: ModelState, tensors: Mapping[str, StoredTensor], others: Iterable[str] = ()) -> list[str]:
@@ -203,15 +187,11 @@ def misfits(state: ModelState, tensors: Mapping[str, StoredTensor], others: Iter
     Args:
         others: stored names of values that are no tensors.
     """
-    stored = _by_plain_name(tensors)
-    present = {*stored, *map(plain_name, others)}
+    present = _by_plain_name([*tensors, *others])
     required = [*state.named, *(([plain_name(name)], None) for name in state.extra)]
     known = {name for names, _ in required for name in names} | {plain_name(name) for name in state.others}
-    # a dict is stored in parts
-    divided = [name for name in map(plain_name, state.extra) if _has_parts(name, present)]
-    missing = [names[0] for names, _ in required if present.isdisjoint(names) and names[0] not in divided]
-    parts = tuple(f"{name}." for name in divided)
-    unexpected = [name for name in stored if name not in known and not name.startswith(parts)]
+    missing = [names[0] for names, _ in required if present.keys().isdisjoint(names)]
+    unexpected = [name for name in present if name not in known]
     lines = _with_nearest(missing, unexpected, "is not among them")
     lines += _with_nearest(unexpected, missing, "is not in the model")
     shapes = [
@@ -220,10 +200,6 @@ def misfits(state: ModelState, tensors: Mapping[str, StoredTensor], others: Iter
         if tuple(tensor.shape) != there.shape
     ]
     return lines + _shortened(shapes)
-
-
-def _has_parts(name: str, stored: Iterable[str]) -> bool:
-    return any(each.startswith(f"{name}.") for each in stored)
 
 
 def _pairs(state: ModelState, tensors: Mapping[str, StoredTensor]) -> list[tuple[str, Tensor, StoredTensor]]:

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from launcher.errors import NoGoodCheckpoint, WrongCheckpoint
 from launcher.quantities import count
@@ -247,7 +246,7 @@ def load(engine: Engine, directory: Path) -> Restored:
     tensors["optimizer"] = state_to_load(engine, directory, stored, state["optimizers"])
     read_values(tensors, directory)
     options.require_same_groups(tensors["optimizer"]["param_groups"])
-    _load_model(engine, tensors["model"])
+    contents.load_model(engine.parallel.module, tensors["model"])
     load_optimizers(engine, tensors["optimizer"])
     contents.take_training_values(engine, tensors["training"])
     measured_before, measured_as = saved["measured_as"], engine.measured_as()
@@ -289,7 +288,7 @@ def load_for_evaluation(engine: Engine, directory: Path) -> dict[str, Any]:
     state, stored = _read_state(directory), Reader(directory).read_metadata()
     tensors = _tensors_to_read(engine, directory, state["engine"], stored, contents.evaluated_tensors)
     read_values(tensors, directory)
-    _load_model(engine, tensors["model"])
+    contents.load_model(engine.parallel.module, tensors["model"])
     engine.load_progress(state["engine"])
     engine.callbacks.load_state_dict(tensors["callbacks"], state["callbacks"])
     return state
@@ -309,8 +308,8 @@ def _tensors_to_read(
     stored: Metadata,
     tensors_of: Callable[[Engine, list[str]], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return the engine's tensors by ``tensors_of``, with the changing buffers, extra state and callbacks' state that
-    the checkpoint has.
+    """Return the engine's tensors by ``tensors_of``, with the changing buffers and callbacks' state that the checkpoint
+    has.
 
     Raises:
         WrongCheckpoint: it is of another model.
@@ -320,18 +319,11 @@ def _tensors_to_read(
     tensors = tensors_of(engine, [name for name in saved["changing_buffers"] if name in buffers])
     unknown = [name for name in saved["changing_buffers"] if name not in buffers]
     require_same_model(directory, tensors["model"], stored, unknown)
-    model = tensors["model"]  # a new one may have other parts of a module's extra state
-    model |= empty_values(stored, "model", but={name for name, value in model.items() if isinstance(value, Tensor)})
     tensors["callbacks"] = load_tensors(
         engine.callbacks,
         {path[0]: (entry.size, entry.properties.dtype) for path, entry in entries_under(stored, "callbacks")},
     )
     return tensors
-
-
-def _load_model(engine: Engine, values: dict[str, Any]) -> None:
-    with contents.any_signature(engine.parallel.module) as module:  # strict=False: the names were compared
-        set_model_state_dict(module, values, options=StateDictOptions(strict=False))
 
 
 def _fit_buffers(engine: Engine, saved: Mapping[str, Any], stored: Metadata) -> None:

@@ -11,9 +11,7 @@ tensor; and ``parts``, the tensors, by parameter and number.
 from __future__ import annotations
 
 import inspect
-import io
 import itertools
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from torch.utils._pytree import tree_map_with_path
 from launcher.config.schema import LrScaling
 from launcher.errors import TaskError, WrongCheckpoint
 from launcher.quantities import count, first_names
-from launcher.train.checkpoint.file_format import empty_value, entries_under
+from launcher.train.checkpoint.file_format import empty_value, entries_under, pickled, unpickled
 from launcher.train.engine.engine import Engine
 from launcher.train.optimizers import members_of
 from launcher.train.schedules import PlanSchedule, base_rates
@@ -351,9 +349,9 @@ class _Packed:
 
         marked = tree_map_with_path(mark, value)
         try:
-            unpickled(pickled(marked))
-        except (pickle.PickleError, AttributeError, TypeError, RuntimeError) as error:
-            raise _not_restorable(place, str(error).strip().partition("\n")[0]) from error
+            pickled(marked)
+        except TypeError as error:
+            raise _not_restorable(place, str(error).partition("\n")[0]) from error
         return marked
 
 
@@ -382,15 +380,3 @@ def _unpacked(value: Any, parts: Mapping[str, Mapping[str, Tensor]]) -> Any:
 
 def _moved(tensor: Tensor, device: str) -> Tensor:
     return tensor.to(device) if device != "cuda" or torch.cuda.is_available() else tensor
-
-
-def pickled(value: Any) -> bytes:
-    """Return ``value`` serialized by torch."""
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
-
-
-def unpickled(content: bytes) -> Any:
-    """Return what ``pickled`` was given, without executing code."""
-    return torch.load(io.BytesIO(content), weights_only=True)

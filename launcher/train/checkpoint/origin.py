@@ -123,15 +123,15 @@ def require_same_model(directory: Path, model: Mapping[str, Any], stored: Metada
     """
     tensors, others = dict[str, StoredTensor](), set[str]()
     for path, entry in entries_under(stored, "model"):
-        if isinstance(entry, TensorStorageMetadata) and len(path) == 1:
+        if isinstance(entry, TensorStorageMetadata):
             tensors[path[0]] = StoredTensor(tuple(entry.size), entry.properties.dtype)
-        else:  # a module's extra state, or a part of it
+        else:  # a module's extra state
             others.add(path[0])
     own = {name: value for name, value in model.items() if isinstance(value, Tensor)}
     extra = [name for name in model if name not in own]
     problems = misfits(ModelState([([name], value) for name, value in own.items()], extra, []), tensors, others)
     changed = [*(others & own.keys()), *(name for name in extra if name in tensors)]
-    gone = [name for name in dict.fromkeys([*others, *unknown]) if name not in model]
+    gone = [name for name in unknown if name not in model]
     problems += first_lines([f"{name} is a tensor on one side only" for name in changed], _MAX_SHOWN)
     problems += first_lines([f"{name} is not in the model" for name in gone], _MAX_SHOWN)
     if problems:

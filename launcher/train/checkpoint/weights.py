@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from launcher.errors import ConfigError, WrongCheckpoint
 from launcher.plan.initial_weights import KEY, safetensors_files
 from launcher.rundir.files import open_file
-from launcher.train.checkpoint.file_format import Reader
+from launcher.train.checkpoint.file_format import Reader, unpickled
 
 # one slice with start and stop for each dimension
 Region = tuple[slice, ...]
@@ -79,8 +79,10 @@ class CheckpointWeights:
         self.others = [name for name in entries if name not in self.tensors]
         self._places = {(index.fqn, index.offset): info for index, info in stored.storage_data.items()}
 
-    def read(self, name: str, region: Region | None = None) -> Tensor:
-        """Return a tensor on the CPU, or a region of it."""
+    def read(self, name: str, region: Region | None = None) -> Any:
+        """Return a tensor on the CPU, or a region of it; or the value of one of ``others``."""
+        if name in self.others:
+            return unpickled(self._load(MetadataIndex(self._prefix + name)))
         stored = self._stored[name]
         region = region or tuple(slice(0, size) for size in stored.size)
         sizes = torch.Size([part.stop - part.start for part in region])
@@ -92,10 +94,6 @@ class CheckpointWeights:
                 return piece
             result[_slices(item.dest_offsets, item.lengths)] = piece
         return result
-
-    def is_empty_dict(self, name: str) -> bool:
-        """Return whether one of ``others`` is a dict without keys."""
-        return self._load(MetadataIndex(self._prefix + name)) == {}
 
     def _load(self, index: MetadataIndex) -> Any:
         place = self._places[index.fqn, index.offset]

@@ -172,14 +172,6 @@ def test_copies_in_the_state_dict_and_extra_state_are_loaded() -> None:
         filled(nn.Sequential(Hooked(more=torch.ones(1))), InMemory(**weights.values, **{"0.more": torch.ones(1)}))
 
 
-def test_extra_state_in_parts_is_refused() -> None:
-    values = {f"0.{name}": value for name, value in Hooked().state_dict().items()}
-    weights = InMemory(**{name.replace("_state", "_state.part"): value for name, value in values.items()})
-    with pytest.raises(ConfigError) as error:
-        require_fit(nn.Sequential(Hooked()), SOURCE, weights)
-    assert str(error.value).splitlines()[1] == "  0._extra_state is not a tensor, and cannot be read"
-
-
 def test_values_that_would_become_infinite_are_refused() -> None:
     weights = InMemory(weight=torch.full((2, 2), 1e5), bias=torch.tensor([float("inf"), 1]))
     with pytest.raises(UserError, match=r"weight is in torch.float32 there, and has values that are infinite in the"):

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from launcher import Engine, Loss, make_plan
-from launcher.errors import ConfigError, TaskError, WrongCheckpoint
+from launcher.errors import WrongCheckpoint
 from launcher.plan.initial_weights import InitialWeights
 from launcher.plan.resumable import DATA as DATA_KEY
 from launcher.rundir.fencing import Fence
 from launcher.train.checkpoint import load, save
-from launcher.train.checkpoint.contents import require_restorable
 from launcher.train.checkpoint.initial import InitialValues, require_fit
 from launcher.train.checkpoint.weights import open_weights
 from launcher.train.engine import calibration, engine
@@ -191,45 +190,27 @@ class Notes(nn.Identity):
         self.notes = state
 
 
-def test_extra_state_of_empty_containers(tmp_path: Path) -> None:
-    """Also where it was not empty when the model was built."""
-    inner = {"count": 3, "none": {}, "parts": [{}, {"at": torch.ones(2)}]}
+def test_extra_state_of_any_form(tmp_path: Path) -> None:
+    """Empty, with keys that are no texts, or other than when the model was built; also as initial values."""
+    inner = {0: 3, "none": {}, "parts": [{}, {"at": torch.ones(2)}]}
     saved = [{}, [], {"a": {}}, [{}], {}, inner, {}]
     new = [{}, [], {"a": {}}, [{}], {"a": 1, "b": {"c": 2}}, {}, None]
     first, second = (nn.Sequential(nn.Linear(4, 1), *map(Notes, notes)) for notes in (saved, new))
-    load.load(engine_of(tmp_path, second), run(engine_of(tmp_path, first), 1))
-    assert [each.get_extra_state() for each in second[1:6]] == saved[:5]
-    found = second[6].get_extra_state()
-    assert found.pop("parts")[1]["at"].equal(torch.ones(2))
-    assert found == {"count": 3, "none": {}}
-    assert second[7].get_extra_state() == {}
-
-
-@pytest.mark.parametrize("notes", [{0: torch.ones(2)}, {"a": [{1: 2}]}])
-def test_extra_state_with_keys_that_are_no_texts_is_refused(tmp_path: Path, notes: Any) -> None:
-    """Before the first step, and when it is saved: torch stores the key 0 as "0"."""
-    engine = engine_of(tmp_path, nn.Sequential(nn.Linear(4, 1), Notes(notes)))
-    for refuses in (lambda: require_restorable(engine), lambda: run(engine, 1)):
-        with pytest.raises(TaskError, match=r"1\._extra_state in .* has the key [01], a int, which .* as '[01]'\."):
-            refuses()
-    require_restorable(engine_of(tmp_path, nn.Sequential(nn.Linear(4, 1), Notes({"whole": ({0: 1}, {2})}))))
-
-
-def test_initial_weights_with_empty_extra_state(tmp_path: Path) -> None:
-    source = InitialWeights(path=str(tmp_path), run=None, step=None, digest="")
-    weights = open_weights(run(engine_of(tmp_path, nn.Sequential(nn.Linear(4, 1), Notes({}))), 1))
-    for notes in ({}, {"count": 3}):
-        model = nn.Sequential(nn.Linear(4, 1), Notes(notes))
-        require_fit(model, source, weights)
-        values = InitialValues(source, World(0, 1, 0))
-        values._weights = weights  # pyright: ignore[reportPrivateUsage]
-        values.fill(model)
-        assert model[1].get_extra_state() == {}
-        assert model[0].weight.equal(weights.read("0.weight"))
-    model = nn.Sequential(nn.Linear(4, 1), Notes({"a": {}}))
-    weights = open_weights(run(engine_of(tmp_path / "parts", model), 1))
-    with pytest.raises(ConfigError, match=r"1\._extra_state\.a is not a tensor, and cannot be read"):
-        require_fit(model, source, weights)
+    place = run(engine_of(tmp_path, first), 1)
+    load.load(engine_of(tmp_path, second), place)
+    third = nn.Sequential(nn.Linear(4, 1), *map(Notes, [*new[:-1], {}]))
+    source, weights = InitialWeights(path=str(tmp_path), run=None, step=None, digest=""), open_weights(place)
+    require_fit(third, source, weights)
+    values = InitialValues(source, World(0, 1, 0))
+    values._weights = weights  # pyright: ignore[reportPrivateUsage]
+    values.fill(third)
+    assert third[0].weight.equal(first[0].weight)
+    for model in (second, third):
+        assert [each.get_extra_state() for each in model[1:6]] == saved[:5]
+        found = model[6].get_extra_state()
+        assert found.pop("parts")[1]["at"].equal(torch.ones(2))
+        assert found == {0: 3, "none": {}}
+        assert model[7].get_extra_state() == {}
 
 
 START = [0.0]
