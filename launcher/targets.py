@@ -26,14 +26,32 @@ from launcher.quantities import first_names
 _entry_points = cache(metadata.entry_points)
 
 
-def entry_points(group: str) -> list[metadata.EntryPoint]:
-    """Return a group's entry points in all installed packages, by name; they are read once."""
-    return sorted(_entry_points().select(group=group), key=lambda point: point.name)
+def entry_point_names(group: str) -> set[str]:
+    """Return the names of a group's entry points in all installed packages."""
+    return {point.name for point in _entry_points().select(group=group)}
 
 
-def present_entry_points(group: str) -> list[metadata.EntryPoint]:
-    """Return a group's entry points, except those whose files are gone."""
-    return [point for point in entry_points(group) if module_file(point.module) is not None]
+def entry_points(group: str) -> dict[str, metadata.EntryPoint]:
+    """Return a group's entry points in all installed packages, by name; they are read once.
+
+    Raises:
+        SiteError: two packages have one of the same name.
+    """
+    points: dict[str, metadata.EntryPoint] = {}
+    for point in sorted(_entry_points().select(group=group), key=lambda point: point.name):
+        if point.name in points:
+            packages = " and ".join(getattr(each.dist, "name", "?") for each in (points[point.name], point))
+            raise SiteError(
+                f"Entry point {group}: the installed packages {packages} both add {point.name}.\n  Uninstall one of "
+                "them, or rename its entry point."
+            )
+        points[point.name] = point
+    return points
+
+
+def present_entry_points(group: str) -> dict[str, metadata.EntryPoint]:
+    """Return a group's entry points by name, except those whose files are gone; raises like ``entry_points``."""
+    return {name: point for name, point in entry_points(group).items() if module_file(point.module) is not None}
 
 
 def module_file(module: str) -> Path | None:

@@ -76,7 +76,7 @@ class _AddedCommand:
 
 def _added_commands() -> dict[str, _AddedCommand]:
     """Return the commands of installed packages by their verbs; a verb of the core cannot be replaced."""
-    return {point.name: _AddedCommand(point) for point in entry_points(GROUP) if point.name not in _CORE}
+    return {verb: _AddedCommand(point) for verb, point in entry_points(GROUP).items() if verb not in _CORE}
 
 
 def flags() -> dict[str, tuple[str, ...]]:

@@ -55,5 +55,6 @@ class Elsewhere:
 @cache
 def elsewhere() -> Elsewhere:
     """Return the runs on other machines of the installed package."""
-    points = present_entry_points(GROUP)
-    return load_entry_point(points[0], f"Entry point {GROUP}, {points[0].name}")() if points else Elsewhere()
+    for name, point in present_entry_points(GROUP).items():
+        return load_entry_point(point, f"Entry point {GROUP}, {name}")()
+    return Elsewhere()

@@ -25,8 +25,7 @@ CONF = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / 
 
 @cache
 def _points() -> dict[str, EntryPoint]:
-    """Return each entry point by its name, except those whose files are gone."""
-    return {point.name: point for point in present_entry_points(GROUP)}
+    return present_entry_points(GROUP)
 
 
 @cache

@@ -1,10 +1,47 @@
-"""Enumerations of the values of config keys that allow only certain words."""
+"""Enumerations of the values of config keys that allow only certain words, and values that installed packages add.
+
+An entry point ``launcher.numerics`` ``KEY.VALUE = "package.module:name"`` adds ``KEY=VALUE``: ``precision.NAME`` a
+class, a ``FloatFormat`` (launcher/plan/float_format.py), ``strategy.compress.NAME`` a function that makes a
+``Compression`` (launcher/train/parallel/ddp.py), ``batch.norm.NAME`` a function that makes a ``Normaliser`` which looks
+ahead over each window (launcher/train/parallel/batchnorm.py).
+"""
 
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import cache
+from typing import Any
 
-from launcher.config.numerics import add_values, is_added
+from launcher.targets import entry_point_names, entry_points, load_entry_point
+
+GROUP = "launcher.numerics"
+_ADDED: set[str] = set()  # "KEY.VALUE"
+
+
+def _add_values(members: dict[str, Any], key: str) -> None:
+    """Add the values of installed packages to ``members``, the body of the enumeration of ``key``; none replaces a
+    value of the core."""
+    for name in sorted(entry_point_names(GROUP)):
+        place, _, value = name.rpartition(".")
+        if place == key and value not in members:
+            members[value] = value
+            _ADDED.add(name)
+
+
+def is_added(key: str, value: str) -> bool:
+    """Return whether ``KEY=VALUE`` is a value of an installed package."""
+    return f"{key}.{value}" in _ADDED
+
+
+@cache
+def added_value(key: str, value: str) -> Any:
+    """Return what the entry point of ``KEY=VALUE`` names; None for a value of the core.
+
+    Raises:
+        SiteError: it cannot be imported, or two packages add it.
+    """
+    return load_entry_point(entry_points(GROUP)[f"{key}.{value}"], f"{key}={value}") if is_added(key, value) else None
+
 
 ClusterKind = StrEnum("ClusterKind", {"local": "local", "slurm": "slurm", "elsewhere": "elsewhere"})
 ContainerRuntime = StrEnum("ContainerRuntime", {"pyxis": "pyxis", "apptainer": "apptainer"})
@@ -29,7 +66,7 @@ class Compress(StrEnum):
     none = "none"
     bf16 = "bf16"
     fp16 = "fp16"  # refused with a reason
-    add_values(vars(), "strategy.compress")
+    _add_values(vars(), "strategy.compress")
 
     @property
     def keeps_residue(self) -> bool:
@@ -45,7 +82,7 @@ class PrecisionKind(StrEnum):
     fp32 = "fp32"
     bf16 = "bf16"
     fp16 = "fp16"
-    add_values(vars(), "precision")
+    _add_values(vars(), "precision")
 
 
 SumFormat = StrEnum("SumFormat", {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"})
@@ -57,7 +94,7 @@ class Norm(StrEnum):
     leave = "leave"
     sync = "sync"
     freeze = "freeze"
-    add_values(vars(), "batch.norm")
+    _add_values(vars(), "batch.norm")
 
     @property
     def looks_ahead(self) -> bool:

@@ -75,7 +75,7 @@ def installed_callbacks() -> dict[str, InstalledCallback]:
     Raises:
         SiteError: one cannot be imported.
     """
-    return {point.name: load_entry_point(point, f"callbacks={point.name}") for point in present_entry_points(GROUP)}
+    return {name: load_entry_point(each, f"callbacks={name}") for name, each in present_entry_points(GROUP).items()}
 
 
 def installed_callback(entry: Entry) -> InstalledCallback | None:

@@ -142,7 +142,7 @@ _CORE = {ClusterKind.local: _Local, ClusterKind.slurm: _Slurm, ClusterKind.elsew
 @cache
 def _added() -> dict[str, EntryPoint]:
     """Return the entry point of each kind that an installed package adds; the core's cannot be replaced."""
-    return {point.name: point for point in present_entry_points(GROUP) if point.name not in _CORE}
+    return {kind: point for kind, point in present_entry_points(GROUP).items() if kind not in _CORE}
 
 
 def cluster_of(kind: str) -> Cluster:

@@ -1,11 +1,11 @@
-"""Interface of a number format that an installed package adds to ``precision``; see launcher/config/numerics.py."""
+"""Interface of a number format that an installed package adds to ``precision``; see launcher/config/choices.py."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from launcher.config.numerics import added_value
+from launcher.config.choices import added_value
 from launcher.config.schema import PrecisionConfig, PrecisionKind
 from launcher.errors import ConfigError
 

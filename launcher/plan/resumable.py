@@ -11,8 +11,8 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.config.choices import is_added
 from launcher.config.key_facts import NEW_RUN, UPDATE, Permission, Resume, forced, key_of, never, typed
-from launcher.config.numerics import is_added
 from launcher.config.schema import SCHEDULE_STATE, Config, facts_by_key
 from launcher.plan.host import without_secrets
 

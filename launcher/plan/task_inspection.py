@@ -363,7 +363,9 @@ def weigh_memory(plan: RunPlan, inspection: Inspection | None = None, *, choose:
         TaskError: the job would fail at its first step.
     """
     # another package's replaces the launcher's own
-    installed = sorted(entry_points(FORECASTS), key=lambda point: getattr(point.dist, "name", "") == DISTRIBUTION)
+    installed = sorted(
+        entry_points(FORECASTS).values(), key=lambda point: getattr(point.dist, "name", "") == DISTRIBUTION
+    )
     build = plan.task.target, plan.task.params, plan.cluster.import_from, plan.train.seed
     about = {"plan": dataclasses.asdict(plan), "target": installed[0].value if installed else None}
     with new_inspection(inspection) as asked:

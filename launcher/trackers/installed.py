@@ -26,7 +26,7 @@ _CORE = {"wandb": "launcher.trackers.wandb_tracker:WandbTracker"}
 @cache
 def installed_trackers() -> dict[str, str]:
     """Return "package.module:Class" of each installed tracker by name; W&B's cannot be replaced."""
-    return {point.name: point.value for point in entry_points(GROUP)} | _CORE
+    return {name: point.value for name, point in entry_points(GROUP).items()} | _CORE
 
 
 def tracker_class(name: str) -> type[Tracker]:

@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from importlib.metadata import EntryPoint
+from importlib import metadata
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,19 @@ def test_keys_and_options_of_another_package(tmp_path: Path) -> None:
         "plan": 3, "part": 3, "time": False, "none": "none", "forced": ["example.size"], "schema": ["kind", "size"],
         "task": "launcher.tasks.digits.Digits",
     }  # fmt: skip
+
+
+def test_two_packages_that_add_the_same_name_are_an_error_with_both_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("one", "other"):
+        install(tmp_path, package, {"launcher.trackers": {"mine": f"{package}:Tracker", package: f"{package}:Tracker"}})
+    points = [point for each in metadata.distributions(path=[str(tmp_path)]) for point in each.entry_points]
+    monkeypatch.setattr(targets, "_entry_points", lambda: EntryPoints(points))
+    assert targets.entry_point_names("launcher.trackers") == {"mine", "one", "other"}
+    assert targets.entry_points("launcher.commands") == {}
+    with pytest.raises(SiteError, match=r"launcher.trackers: .* (one and other|other and one) both add mine"):
+        targets.entry_points("launcher.trackers")
 
 
 def test_a_module_is_gone_or_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

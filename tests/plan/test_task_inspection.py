@@ -168,7 +168,7 @@ def test_an_inspection_that_ends_early_leaves_the_memory_unknown(monkeypatch: py
 
 @pytest.mark.parametrize("entry_point", ["", "launcher.no_such_module:forecast"])
 def test_without_a_forecast_the_choice_is_by_what_is_known(entry_point: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    points = [EntryPoint("windows", entry_point, task_inspection.FORECASTS)] if entry_point else []
+    points = {"windows": EntryPoint("windows", entry_point, task_inspection.FORECASTS)} if entry_point else {}
     monkeypatch.setattr(task_inspection, "entry_points", lambda _: points)
 
     def chosen(strategy: str, width: int) -> RunPlan:
@@ -204,7 +204,7 @@ def test_the_forecast_of_another_package_replaces_the_launchers_own(
 ) -> None:
     install(tmp_path, "other", {task_inspection.FORECASTS: {"zebra": "launcher.no_such_module:forecast"}})
     (other,) = (each for each in metadata.distributions(path=[str(tmp_path)]))
-    points = [*targets.entry_points(task_inspection.FORECASTS), *other.entry_points]
+    points = {**targets.entry_points(task_inspection.FORECASTS), **{each.name: each for each in other.entry_points}}
     monkeypatch.setattr(task_inspection, "entry_points", lambda _: points)
     plan = make_plan("strategy=fsdp", "cluster.workers_per_node=2")
     assert "launcher.no_such_module" in task_inspection.weigh_memory(plan, choose=True).notes[-1]

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from launcher.config.numerics import added_value
+from launcher.config.choices import added_value
 from launcher.config.schema import Norm, ShortWindow, Sync
 from launcher.errors import ConfigError, TaskError
 from launcher.plan.batch import ways_out_of_one_value

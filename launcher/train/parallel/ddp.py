@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from launcher.config.numerics import added_value
+from launcher.config.choices import added_value
 from launcher.config.schema import Compress, Sync
 from launcher.errors import TaskError
 from launcher.plan.run_plan import RunPlan
