@@ -361,7 +361,7 @@ class Copies:
 
 
 def first_number(env: Mapping[str, str], name: str) -> int:
-    """Return the number at the beginning of a variable, such as 4 of "4(x2)"; 0 without one."""
+    """Return the number at the beginning of a variable or setting, such as 4 of "4(x2)"; 0 without one."""
     digits = re.match(r"\d+", env.get(name, ""))
     return int(digits[0]) if digits else 0
 

@@ -70,18 +70,20 @@ def in_one_line(text: str) -> str:
     return " ".join(kept) + place
 
 
-# texts of torch's own connections whose other end is gone, and where its C++ raised them
-_LOST = re.compile(
+# texts of connections whose other end is gone, those of torch alone, and where its C++ raised them
+LOST = re.compile(
     r"onnection (was |has been )?(likely )?(closed|reset|aborted|refused|lost)|Broken pipe|remote process exited"
 )
-_OF_TORCH = re.compile(r"gloo|NCCL|c10d|TCPStore|Dist(Backend|Network|Store)Error")
+OF_TORCH = re.compile(
+    r"gloo|NCCL|c10d|TCPStore|Dist(Backend|Network|Store)Error|torch/distributed/|did not come together"
+)
 _PLACE = re.compile(r"^(\w+(\.\w+)*: )?(\[\S+:\d+\] ?)?")
 
 
 def lost_connection(message: str) -> str:
     """Return torch's ``message`` for a rank whose peer is gone as one line; empty for any other error."""
-    line = next((line for line in message.splitlines() if _LOST.search(line)), None)
-    if line is None or not _OF_TORCH.search(message):
+    line = next((line for line in message.splitlines() if LOST.search(line)), None)
+    if line is None or not OF_TORCH.search(message):
         return ""
     return f"lost the connection to another rank, which has ended or cannot be reached: {_PLACE.sub('', line)[:200]}"
 

@@ -54,6 +54,7 @@ from launcher.rundir.job_end import (
     failed_summary,
     fails_again,
     failure_record,
+    lost_its_peers,
 )
 from launcher.rundir.paths import RunPaths
 from launcher.tracebacks import lost_connection, users_traceback
@@ -336,8 +337,7 @@ class _Failures:
     def cause_of_restart(self) -> str:
         """Return in one line why the workers start again."""
         record = self.first(self._ended) if self._ended else None
-        lost = record is not None and (record["kind"] == LOST_PEER or bool(lost_connection(record["error"])))
-        if record is None or (lost and self._plan.cluster.nodes > 1):
+        if record is None or (self._plan.cluster.nodes > 1 and lost_its_peers(record)):
             return "a worker on another node failed: see its log"
         return error_of(record).partition("\n")[0]
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from launcher.errors import (
@@ -31,6 +32,8 @@ from launcher.errors import (
     WrongCheckpoint,
     class_named,
 )
+from launcher.rundir.files import last_lines
+from launcher.tracebacks import LOST, OF_TORCH
 
 # content of summary.json, or fields to add to it
 Summary = dict[str, Any]
@@ -38,8 +41,9 @@ Failure = dict[str, Any]
 CTRL_C = "Ctrl-C"
 # exit statuses of a job that a user or a scheduler stopped: a sweep does not continue either
 STOPS = (EXIT_INTERRUPTED, EXIT_RESUMABLE)
-# kinds of failures: one that no worker can report itself, and that of a worker whose peer is gone
-HANG, LOST_PEER = "Hang", "LostPeer"
+# kinds of failures: one that no worker can report itself, that of a worker whose peer is gone, and that of a Slurm node
+# whose slurmstepd is gone
+HANG, LOST_PEER, LOST_STEP = "Hang", "LostPeer", "LostStep"
 
 
 def failed_rank(failure: Mapping[str, Any]) -> int | None:
@@ -71,7 +75,7 @@ def failure_record(
         error: one or more lines, without a traceback.
         log: path with further information; None if there is none.
         rank: rank that failed; None for the job as a whole.
-        kind: class of an error that this package raises intentionally, HANG, or LOST_PEER.
+        kind: class of an error that this package raises intentionally, or one of those above.
         at: time by this host's clock.
     """
     record: Failure = {
@@ -110,3 +114,22 @@ def fails_again(failure: Mapping[str, Any]) -> bool:
     """Return whether the same job would fail again: an error of its input, or of the checkpoint that it resumes."""
     kind = class_named(str(failure.get("kind")))
     return kind is not None and issubclass(kind, UserError | WrongCheckpoint | NoGoodCheckpoint | Superseded)
+
+
+# the other end is gone, or has not answered for too long
+_PERHAPS_LOST = re.compile(
+    rf"{LOST.pattern}|[Ss]ocket [Tt]imeout|[Tt]imed out|recvValue failed|remote worker|NCCL|"
+    "Dist(Backend|Network|Store)Error|did not come together"
+)
+
+
+def lost_its_peers(failure: Mapping[str, Any]) -> bool:
+    """Return whether this is the error of a rank whose peer is gone, not an error of its own."""
+    kind, text = failure.get("kind"), str(failure.get("error"))
+    if kind in (LOST_PEER, LOST_STEP):
+        return True
+    if kind == HANG or fails_again(failure):  # the stacks of waiting ranks contain torch's texts
+        return False
+    if text == "killed by SIGABRT" and failure.get("log"):  # by NCCL's watchdog, which writes the cause into the log
+        text += "\n".join(last_lines(Path(failure["log"]), 100))
+    return bool(_PERHAPS_LOST.search(text) and OF_TORCH.search(text + str(failure.get("traceback"))))

@@ -21,6 +21,7 @@ from launcher.launch.slurm import client, submit
 from launcher.plan.clusters import cluster_of
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
+from launcher.process import first_number
 from launcher.rundir import history
 from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import read_config, read_json, write_json
@@ -116,8 +117,7 @@ def _patience_s(plans: Sequence[LaunchPlan]) -> float:
     """Return the seconds within which cancelled runs must end."""
     limits = [plan.cluster.grace_s for plan in plans if plan.cluster.kind != ClusterKind.slurm]
     if len(limits) < len(plans):
-        match = re.match(r"\d+", client.setting("KillWait") or "")
-        limits.append(int(match[0] if match else 30))
+        limits.append(first_number(client.settings(), "KillWait") or 30)
     return max(limits) + _ENDS_WITHIN_S
 
 

@@ -266,7 +266,7 @@ def test_a_stop_signal_while_the_container_starts_is_not_its_end(
 @pytest.fixture
 def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Situation:
     """A job in an image that has none of Slurm's commands."""
-    asked = {name: getattr(client, name) for name in ("job", "requeue", "setting", "host_names")}
+    asked = {name: getattr(client, name) for name in ("job", "requeue", "settings", "host_names")}
     situation = Situation(tmp_path / "run", monkeypatch, IMAGE)
     for name, function in asked.items():
         monkeypatch.setattr(client, name, function)

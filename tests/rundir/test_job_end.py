@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launcher.rundir.job_end import HANG, LOST_PEER, end_status, failed_summary, fails_again, failure_record
+from launcher.rundir.job_end import (
+    HANG,
+    LOST_PEER,
+    end_status,
+    failed_summary,
+    fails_again,
+    failure_record,
+    lost_its_peers,
+)
 
 
 @pytest.mark.parametrize(
@@ -48,3 +57,28 @@ def test_a_stop_is_resumable_unless_a_person_typed_ctrl_c(
     summary: dict[str, Any], stopped_by: str, nothing_lost: bool, status: int
 ) -> None:
     assert end_status(summary, stopped_by, nothing_lost=nothing_lost) == status
+
+
+@pytest.mark.parametrize(
+    ("error", "trace", "lost"),
+    [
+        ("RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:4711.", None, True),
+        ("torch.distributed.DistBackendError: NCCL error: remote process exited, connection closed", None, True),
+        ("RuntimeError: Socket Timeout", '  File ".../torch/distributed/distributed_c10d.py", line 1', True),
+        ("ConnectionRefusedError: [Errno 111] Connection refused", '  File "/home/me/data.py", line 3', False),
+        ("requests.exceptions.ReadTimeout: Read timed out.", '  File "/home/me/data.py", line 3', False),
+        ("ValueError: cursed", '  File ".../torch/distributed/x.py", line 1', False),
+        ("killed by SIGKILL", None, False),
+    ],
+)
+def test_a_lost_peer_is_told_from_an_error_of_ones_own(error: str, trace: str | None, lost: bool) -> None:
+    assert lost_its_peers(failure_record(error, None, traceback=trace)) is lost
+    assert lost_its_peers(failure_record(error, None, kind=LOST_PEER))
+
+
+def test_the_log_of_ncccls_watchdog_names_a_lost_peer(tmp_path: Path) -> None:
+    log = tmp_path / "rank0.log"
+    log.write_text("[rank0]:[E] ProcessGroupNCCL watchdog: NCCL error, connection closed by remote peer\n")
+    assert lost_its_peers(failure_record("killed by SIGABRT", log))
+    log.write_text("free(): invalid pointer\n")
+    assert not lost_its_peers(failure_record("killed by SIGABRT", log))

@@ -94,7 +94,7 @@ def container(plan: LaunchPlan) -> list[Check]:
     if slurm.container_runtime is ContainerRuntime.pyxis and "--container-image" not in client.ask("srun", "--help"):
         found = f"{shown}; srun on this host has no --container-image"
         return [warning("container", found, "Without pyxis on the nodes make a .sif file of it, for apptainer.")]
-    tracking = client.setting("ProctrackType")
+    tracking = client.settings().get("ProctrackType")
     if slurm.container_runtime is ContainerRuntime.apptainer and tracking != "proctrack/cgroup":
         found = f"{shown}; ProctrackType={tracking}: stop signals also end the process that mounts the image"
         return [warning("container", found, "Without proctrack/cgroup use an apptainer that is installed with setuid.")]

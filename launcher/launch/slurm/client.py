@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -203,15 +203,9 @@ def jobs(job_ids: Sequence[str]) -> dict[str, Listed]:
     wanted = list(dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids))
     wanted.append(wanted[0])
     try:
-        queue = ask(
-            "squeue", "--states=all", "--array", "--noheader", f"--jobs={','.join(wanted)}", "--format=%i|%T|%r|%N|%j"
-        )
+        queued = _queued(f"--jobs={','.join(wanted)}")
     except SiteError as error:
         raise SlurmSilent(str(error)) from None
-    queued = {
-        words[0]: Listed(words[1], words[4], words[2], words[3])
-        for words in (line.split("|", 4) for line in queue.splitlines() if line.count("|") >= 4)
-    }
     forgotten = [job_id for job_id in job_ids if job_id not in queued]
     return queued | _accounted(forgotten)
 
@@ -242,13 +236,8 @@ def node_address(node: str) -> str:
     return match[1] if match else node
 
 
-def setting(name: str) -> str | None:
-    """Return one setting of slurm.conf as in force, such as SlurmdTimeout, or None."""
-    return settings().get(name)
-
-
 def settings() -> dict[str, str]:
-    """Return all settings of slurm.conf as in force."""
+    """Return the settings of slurm.conf as in force, such as SlurmdTimeout."""
     return dict(re.findall(r"^([\w\[\]]+)\s*=\s*(.*?)\s*$", ask("scontrol", "show", "config"), re.MULTILINE))
 
 
@@ -259,7 +248,7 @@ def partition_settings(name: str) -> dict[str, str]:
 
 def controller_address() -> str | None:
     """Return the address of slurmctld's machine, or None if slurm.conf has none."""
-    match = re.search(r"\((.+)\)", setting("SlurmctldHost[0]") or "")
+    match = re.search(r"\((.+)\)", settings().get("SlurmctldHost[0]", ""))
     return match[1] if match else None
 
 
@@ -279,12 +268,15 @@ def named(names: Collection[str]) -> dict[str, Listed]:
     """
     # squeue would take a name with a comma for two
     wanted = [] if any("," in name for name in names) else [f"--name={','.join(sorted(set(names)))}"]
-    queue = ask("squeue", "--states=all", "--array", "--noheader", *wanted, "--format=%i|%T|%r|%N|%j|%o")
+    return {job_id: each for job_id, each in _queued(*wanted).items() if each.name in names}
+
+
+def _queued(*which: str) -> dict[str, Listed]:
+    queue = ask("squeue", "--states=all", "--array", "--noheader", *which, "--format=%i|%T|%r|%N|%j|%o")
     rows = (line.split("|", 5) for line in queue.splitlines() if line.count("|") >= 5)
     return {
         job_id: Listed(state, name, reason, nodes, os.path.dirname(script))  # noqa: PTH120
         for job_id, state, reason, nodes, name, script in rows
-        if name in names
     }
 
 
@@ -316,17 +308,13 @@ class SlurmTask:
     @classmethod
     def here(cls) -> SlurmTask:
         env = os.environ
+        array = env.get("SLURM_ARRAY_JOB_ID")
         return cls(
-            job=_job_id(env),
+            # the plain number of an array task may also mean the whole array
+            job=env["SLURM_JOB_ID"] if array is None else f"{array}_{env['SLURM_ARRAY_TASK_ID']}",
             node=int(env["SLURM_NODEID"]),
             nodes=int(env["SLURM_JOB_NUM_NODES"]),
             node_list=env["SLURM_JOB_NODELIST"],
             restart=int(env.get("SLURM_RESTART_COUNT", "0")),
             parent=os.getppid(),
         )
-
-
-def _job_id(env: Mapping[str, str]) -> str:
-    """Return ``12``, or ``12_3`` for an array task, whose plain number may also mean the whole array."""
-    array = env.get("SLURM_ARRAY_JOB_ID")
-    return env["SLURM_JOB_ID"] if array is None else f"{array}_{env['SLURM_ARRAY_TASK_ID']}"

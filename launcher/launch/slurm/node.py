@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import traceback
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -224,17 +225,12 @@ def route_to_others(interface: str | None) -> Route:
     try:
         return route_to(client.node_address(os.environ["SLURMD_NODENAME"]), interface)
     except SiteError:
-        address = _controller_address() or os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
+        address = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
+        with suppress(SiteError):
+            address = client.controller_address() or address
         if address is None:
             raise
         return route_to(address, interface)
-
-
-def _controller_address() -> str | None:
-    try:
-        return client.controller_address()
-    except SiteError:
-        return None
 
 
 def route_to(address: str, interface: str | None) -> Route:

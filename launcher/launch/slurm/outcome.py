@@ -9,8 +9,8 @@ import re
 import socket
 import sys
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
-from pathlib import Path
 
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, SiteError
 from launcher.launch.local import report_outcome
@@ -19,19 +19,18 @@ from launcher.launch.slurm.client import SlurmTask
 from launcher.plan.callback_plan import REQUEUED
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
-from launcher.process import shared_interval, wait_until
+from launcher.process import first_number, shared_interval, wait_until
 from launcher.rundir import history
 from launcher.rundir.fencing import Fence
-from launcher.rundir.files import last_lines, read_json, write_json
+from launcher.rundir.files import read_json, write_json
 from launcher.rundir.job_end import (
-    HANG,
-    LOST_PEER,
+    LOST_STEP,
     Failure,
     Summary,
     end_status,
     failed_summary,
-    fails_again,
     failure_record,
+    lost_its_peers,
 )
 from launcher.rundir.paths import RunPaths
 
@@ -41,8 +40,6 @@ _REPORT_WITHIN_S = 5.0
 _RETRY_WITHIN_S, _RETRY_EVERY_S = 60.0, 1.0
 # seconds within which a node reports why it was stopped
 _REASON_WITHIN_S = 30.0
-# kind of the report of a node whose slurmstepd is gone
-LOST_STEP = "LostStep"
 # answers of `scontrol requeue` that repeating does not change
 _REFUSED = re.compile(r"not on this machine's PATH|Invalid job id|disabled|[Dd]enied|permission")
 # seconds that Slurm may take to end the processes of a job that it requeues
@@ -71,7 +68,8 @@ def conclude(plan: LaunchPlan, task: SlurmTask, fence: Fence, ended: Summary) ->
     if stopped_by == "a signal on another node":
         wait_until(others.all, _REASON_WITHIN_S)
     elif stopped_by and task.lost_parent:
-        others.write(_lost_step(task, paths))
+        error = f"slurmstepd, the Slurm process on {socket.gethostname()} that runs task {task.node}, was killed"
+        others.write(failure_record(error, paths.node_log(task.node), kind=LOST_STEP, at=datetime.now(UTC)))
     elif stopped_by and task.node == 0 and others.find_killed_task(task):
         return EXIT_FAILED
     if not stopped_by:
@@ -132,11 +130,6 @@ def _answer(job: str, within_s: float) -> client.SlurmJob | None:
         if time.monotonic() >= end:
             return None
         time.sleep(_RETRY_EVERY_S)
-
-
-def _lost_step(task: SlurmTask, paths: RunPaths) -> Failure:
-    error = f"slurmstepd, the Slurm process on {socket.gethostname()} that runs task {task.node}, was killed"
-    return failure_record(error, paths.node_log(task.node), kind=LOST_STEP, at=datetime.now(UTC))
 
 
 def _requeue_unless_futile(plan: LaunchPlan, task: SlurmTask, fence: Fence, why: str) -> int:
@@ -222,16 +215,6 @@ _LOOK_EVERY_S = 1.0
 # in addition to SlurmdTimeout, after which Slurm gives up a silent node
 _SLURM_ACTS_WITHIN_S = 60
 _SLURMD_TIMEOUT_S = 300  # Slurm's default
-# error texts for a lost peer
-_CONNECTION = re.compile(
-    r"onnection (was |has been )?(closed|reset|aborted|refused|lost)|Broken pipe|[Ss]ocket [Tt]imeout|[Tt]imed out|"
-    r"recvValue failed|remote worker|NCCL|DistBackendError|DistNetworkError|DistStoreError|did not come together"
-)
-# texts that only torch's own connections produce; the user's code may have connections too
-_OF_TORCH = re.compile(
-    r"gloo|NCCL|c10d|TCPStore|Dist(Backend|Network|Store)Error|torch/distributed/|did not come together"
-)
-_LOG_LINES = 100
 
 
 class Reports:
@@ -323,24 +306,10 @@ class Reports:
             time.sleep(shared_interval(_LOOK_EVERY_S, self._nodes, client.QUERIES_PER_S))
 
 
-def lost_its_peers(failure: Failure) -> bool:
-    """Return True if this is the error of a rank whose peer is gone, not an error of its own."""
-    text = str(failure["error"])
-    if failure["kind"] in (LOST_STEP, LOST_PEER):
-        return True
-    if failure["kind"] == HANG or fails_again(failure):  # the stacks of waiting ranks contain torch's texts
-        return False
-    if text == "killed by SIGABRT":  # NCCL's watchdog aborts the process; the cause is in its log
-        text += "\n".join(last_lines(Path(failure["log"]), _LOG_LINES)) if failure["log"] else ""
-    return bool(_CONNECTION.search(text) and _OF_TORCH.search(text + str(failure["traceback"] or "")))
-
-
 def _slurmd_timeout_s() -> int:
-    try:
-        digits = re.match(r"\d+", client.setting("SlurmdTimeout") or "")
-    except SiteError:
-        digits = None
-    return int(digits[0]) if digits else _SLURMD_TIMEOUT_S
+    with suppress(SiteError):
+        return first_number(client.settings(), "SlurmdTimeout") or _SLURMD_TIMEOUT_S
+    return _SLURMD_TIMEOUT_S
 
 
 def _state(job: str) -> str | None:

@@ -16,6 +16,7 @@ import shutil
 import sys
 from collections.abc import Callable, Container, Sequence
 from contextlib import redirect_stderr, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -163,7 +164,7 @@ def array_key(plan: LaunchPlan) -> str:
 
 def max_array_size() -> int:
     """Return the largest number of jobs that Slurm accepts in one array."""
-    return max(1, int(client.setting("MaxArraySize") or 1))
+    return max(1, int(client.settings().get("MaxArraySize", 1)))
 
 
 def submit_function(
@@ -349,15 +350,15 @@ def refusal(plan: LaunchPlan, output: str) -> UserError:
     assert plan.cluster.slurm is not None
     options = plan.cluster.slurm.options
     for pattern, key, option, allowed in (
-        (r"partition name|invalid partition", "cluster.partition", "partition", _partitions),
-        (r"account|Account", "cluster.account", "account", lambda: f"Yours are: {_association('account')}."),
-        (r"qos|QOS", "cluster.qos", "qos", lambda: f"Yours are: {_association('qos')}."),
-        (r"gres|generic resource|GRES|gpus", "cluster.workers_per_node", "gpus-per-node", _gres),
-        (r"[Ff]eature", "cluster.constraint", "constraint", lambda: f"There are: {_of_nodes('%f')}."),
-        (r"[Dd]ependency", "cluster.dependency", "dependency", None),
+        (r"partition name|invalid partition", "cluster.partition", "partition", _nodes),
+        (r"account|Account", "cluster.account", "account", partial(_association, "account")),
+        (r"qos|QOS", "cluster.qos", "qos", partial(_association, "qos")),
+        (r"gres|generic resource|GRES|gpus", "cluster.workers_per_node", "gpus-per-node", _nodes),
+        (r"[Ff]eature", "cluster.constraint", "constraint", _nodes),
+        (r"[Dd]ependency", "cluster.dependency", "dependency", str),
         (r"CPU count", "cluster.cpus_per_worker", "cpus-per-task", _cores),
-        (r"[Mm]emory", "cluster.mem", "mem", lambda: f"Nodes have (MB): {_of_nodes('%m')}."),
-        (r"--time|[Tt]ime limit", "cluster.time", "time", None),
+        (r"[Mm]emory", "cluster.mem", "mem", _nodes),
+        (r"--time|[Tt]ime limit", "cluster.time", "time", str),
     ):
         # Slurm calls a wrong --gres an "invalid feature" in its last line: only consider options that were set
         value = options.get(option) or (options.get("gres") if option == "gpus-per-node" else None)
@@ -366,7 +367,7 @@ def refusal(plan: LaunchPlan, output: str) -> UserError:
                 key = "cluster.sbatch.gres"
             if option == "cpus-per-task":
                 value = plan.cluster.slurm.cpus_per_node // plan.cluster.workers_per_node
-            return ConfigError(key, value, f"Slurm refuses it: {message}.", allowed() if allowed is not None else "")
+            return ConfigError(key, value, f"Slurm refuses it: {message}.", allowed())
     request = ", ".join(f"{name}={value}" for name, value in options.items() if name in _OF_NODES)
     cores = "  Fewer cores per node: a lower cluster.cpus_per_worker.\n"
     return SiteError(
@@ -374,10 +375,6 @@ def refusal(plan: LaunchPlan, output: str) -> UserError:
         f"{cores if re.search('[Nn]ode configuration|CPU', message) else ''}"
         "  `launch plan` with the same overrides shows the batch script."
     )
-
-
-def _partitions() -> str:
-    return f"There are: {', '.join(partition.name for partition in client.partitions())}."
 
 
 def _nodes() -> str:
@@ -390,22 +387,10 @@ def _cores() -> str:
     return f"Use fewer for each worker. A node of each partition has for all of its workers: {'; '.join(cores)}."
 
 
-def _gres() -> str:
-    resources = [f"{p.name}: {', '.join(p.gres) or 'none'}" for p in client.partitions()]
-    return f"A node of each partition has: {'; '.join(resources)}."
-
-
-def _of_nodes(field: str) -> str:
-    return _listed("sinfo", "--all", "--noheader", f"--format={field}")
-
-
 def _association(field: str) -> str:
     if shutil.which("sacctmgr") is None:
-        return "not known here"
+        return ""
     user = f"user={Submission.now().user}"
-    return _listed("sacctmgr", "--noheader", "--parsable2", "show", "assoc", user, f"format={field}")
-
-
-def _listed(*command: str) -> str:
-    names = {name for name in client.ask(*command, check=False).replace(",", "\n").split() if name != "(null)"}
-    return ", ".join(sorted(names)) or "none that Slurm lists"
+    command = ("sacctmgr", "--noheader", "--parsable2", "show", "assoc", user, f"format={field}")
+    names = {*client.ask(*command, check=False).replace(",", "\n").split()}
+    return f"Yours are: {', '.join(sorted(names)) or 'none that Slurm lists'}."

@@ -23,7 +23,7 @@ def test_the_doctor_looks_at_as_many_nodes_as_the_job_needs_to_begin() -> None:
 
 
 def test_the_doctor_warns_if_this_host_has_no_pyxis(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "setting", lambda _: "proctrack/cgroup")
+    monkeypatch.setattr(client, "settings", lambda: {"ProctrackType": "proctrack/cgroup"})
     for options, state in (
         ("  --comment=name   arbitrary comment", CheckState.warning),
         ("  --container-image=[USER@][REGISTRY#]IMAGE[:TAG]|PATH", CheckState.ok),
@@ -39,7 +39,7 @@ def test_signals_to_all_processes_would_end_the_mount_of_the_image(
     (tmp_path / "own.sif").touch()
     plan = make_plan("cluster=slurm", f"cluster.container={tmp_path}/own.sif")
     for tracking, state in (("proctrack/cgroup", CheckState.ok), ("proctrack/linuxproc", CheckState.warning)):
-        monkeypatch.setattr(client, "setting", {"ProctrackType": tracking}.get)
+        monkeypatch.setattr(client, "settings", lambda kind=tracking: {"ProctrackType": kind})
         assert [check.state for check in slurm_checks.container(plan)] == [state]
     assert slurm_checks.container(make_plan("cluster=slurm")) == []
 

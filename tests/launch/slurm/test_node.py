@@ -15,15 +15,14 @@ from launcher import process
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, SiteError, Superseded, UserError
 from launcher.launch.slurm import client, node, outcome
 from launcher.launch.slurm.client import SlurmJob, SlurmSilent, SlurmTask
-from launcher.launch.slurm.outcome import Reports, lost_its_peers
+from launcher.launch.slurm.outcome import Reports
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir import history
 from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import read_json, write_json
 from launcher.rundir.history import Submission
-from launcher.rundir.job_end import LOST_PEER, Failure, Summary, failed_summary, failure_record
+from launcher.rundir.job_end import Failure, Summary, failed_summary, failure_record
 from launcher.rundir.paths import RunPaths
-from launcher.tracebacks import lost_connection
 from tests.helpers import make_plan
 
 PEER_GONE = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:4711."
@@ -48,10 +47,10 @@ class Situation:
         self.requeued: list[str] = []
         monkeypatch.setattr(client, "job", lambda _: self.answer())
         monkeypatch.setattr(client, "requeue", self.requeued.append)
-        monkeypatch.setattr(client, "setting", lambda _: "0 sec")
+        monkeypatch.setattr(client, "settings", dict)
         monkeypatch.setattr(client, "host_names", lambda _: ["node1", "node2"])
-        for module, name in ((outcome, "_REQUEUE_WITHIN_S"), (outcome, "_SLURM_ACTS_WITHIN_S")):
-            monkeypatch.setattr(module, name, 0)
+        for name in ("_REQUEUE_WITHIN_S", "_SLURM_ACTS_WITHIN_S", "_SLURMD_TIMEOUT_S"):
+            monkeypatch.setattr(outcome, name, 0)
         monkeypatch.setattr(outcome, "_LOOK_EVERY_S", 0.01)
 
     def answer(self) -> SlurmJob | None:
@@ -393,34 +392,6 @@ def test_a_start_takes_the_plan_for_as_many_nodes_as_it_has(tmp_path: Path, monk
     assert now.fence.newest()["ranks"] == history.read_events(now.paths)[0]["ranks"] == 3
     with pytest.raises(UserError, match="has 3 hosts, but was planned for 1 to 2"):
         node._run(dataclasses.replace(alone, nodes=3), now.fence, SimpleNamespace(received=None))  # pyright: ignore
-
-
-@pytest.mark.parametrize(
-    ("error", "trace", "lost"),
-    [
-        (PEER_GONE, None, True),
-        ("torch.distributed.DistBackendError: NCCL error: remote process exited, connection closed", None, True),
-        ("RuntimeError: Socket Timeout", '  File ".../torch/distributed/distributed_c10d.py", line 1', True),
-        ("ConnectionRefusedError: [Errno 111] Connection refused", '  File "/home/me/data.py", line 3', False),
-        ("requests.exceptions.ReadTimeout: Read timed out.", '  File "/home/me/data.py", line 3', False),
-        ("ValueError: cursed", '  File ".../torch/distributed/x.py", line 1', False),
-        ("killed by SIGKILL", None, False),
-    ],
-)
-def test_a_lost_peer_is_told_from_an_error_of_ones_own(error: str, trace: str | None, lost: bool) -> None:
-    assert lost_its_peers(failure_record(error, None, traceback=trace)) is lost
-
-
-def test_the_agents_record_of_a_lost_peer_is_known() -> None:
-    assert lost_its_peers(failure_record(lost_connection(PEER_GONE), None, kind=LOST_PEER))
-
-
-def test_ncccls_watchdog_is_heard(tmp_path: Path) -> None:
-    log = tmp_path / "rank0.log"
-    log.write_text("[rank0]:[E] ProcessGroupNCCL watchdog: NCCL error, connection closed by remote peer\n")
-    assert lost_its_peers(failure_record("killed by SIGABRT", log))
-    log.write_text("free(): invalid pointer\n")
-    assert not lost_its_peers(failure_record("killed by SIGABRT", log))
 
 
 def test_a_replaced_start_does_not_return(now: Situation, monkeypatch: pytest.MonkeyPatch) -> None:
