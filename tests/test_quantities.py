@@ -42,6 +42,7 @@ def test_large_figures_have_no_exponent() -> None:
 
 def test_counts_have_a_plural_and_whole_numbers_no_fraction() -> None:
     assert [count(1, "item"), count(2000, "window")] == ["1 item", "2,000 windows"]
+    assert count(3, "micro-batch", "micro-batches") == "3 micro-batches"
     assert [count(2.5, "item"), count(1.0, "item")] == ["2.5 items", "1 item"]
 
 

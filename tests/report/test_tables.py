@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from launcher.quantities import count
 from launcher.report.tables import failure_text, forecast_lines, plan_table, resume_hint, summary_table
 from launcher.rundir.job_end import HANG, error_of, failure_record
 from tests.helpers import make_plan, shown
@@ -122,23 +121,12 @@ def test_no_advice_about_the_global_batch_before_the_warm_up_is_over() -> None:
         assert ("not known yet: the learning rate is warming up" in text) == (not given)
 
 
-def test_one_is_no_plural() -> None:
-    assert count(1, "window") == "1 window"
-    assert (count(0, "window"), count(2000, "window")) == ("0 windows", "2,000 windows")
-    assert count(1, "micro-batch", "micro-batches") == "1 micro-batch"
-    assert count(3, "micro-batch", "micro-batches") == "3 micro-batches"
-
-
 def test_a_straggler_is_shown_with_the_steps_in_which_it_was_one() -> None:
     found = {"rank": 1, "host": "b", "share": 0.5, "of": "data", "over": True, "steps": 30, "measured": 1078}
     words = "rank 1 on b was the slowest in 30 of 1,078 measured steps, by waiting for data: 50% of a step"
     text = shown(summary_table(make_plan(), {"verdict": "done", "straggler": found}))
     assert words in text
     assert text.count("it is over") == 1
-
-
-def test_without_a_noise_scale_nothing_is_said_of_it() -> None:
-    assert "noise" not in shown(summary_table(make_plan(), {"verdict": "done"}))
 
 
 def test_the_summary(tmp_path: Path) -> None:

@@ -59,20 +59,6 @@ def test_hosts_that_share_a_disk_keep_to_their_own_files(pair: Hosts, tmp_path: 
     assert summary(run)["verdict"] == "done", "nothing of the first run was touched"
 
 
-def test_hosts_with_different_jobs_start_nothing(pair: Hosts, tmp_path: Path) -> None:
-    outputs = finish(start(pair, tmp_path, each=(["batch.global_size=16"], ["batch.global_size=32"])), 2, 2)
-    for text in outputs:
-        assert f"batch.global_size: 16 on {pair.address(0)}, 32 on {pair.address(1)}" in text
-        assert text.count("launch: error: ") == 1
-    assert not list(tmp_path.rglob("runs/*"))
-
-
-def test_checkpoints_need_a_shared_disk(pair: Hosts, tmp_path: Path) -> None:
-    for text in finish(start(pair, tmp_path, "checkpoint.enabled=true"), 2, 2):
-        assert "would be stored on different hosts" in text
-    assert not list(tmp_path.rglob("runs/*"))
-
-
 def test_an_interface_that_the_other_host_does_not_reach(pair: Hosts, tmp_path: Path) -> None:
     """It exists, and has an address: only the other host can tell."""
     for wrong in (0, 1):
@@ -83,21 +69,12 @@ def test_an_interface_that_the_other_host_does_not_reach(pair: Hosts, tmp_path: 
         assert not list(tmp_path.glob("*/runs/*")), "nothing is left behind"
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("cluster.rendezvous=localhost:29400", ["localhost is 127.0.0.1 here", "10.213.7.11 (eth0)"]),
-        ("cluster.rendezvous=no-such-host.invalid:29400", ["no-such-host.invalid has no IPv4 address"]),
-        ("cluster.rendezvous=192.0.2.77:29400", ["no route to 192.0.2.77: Network is unreachable"]),
-        ("cluster.interface=eth7", ["eth7: is not an interface of this host", "10.213.7.11 (eth0), 10.99.0.1 (eth1)"]),
-    ],
-)
-def test_a_way_that_leads_nowhere(pair: Hosts, tmp_path: Path, override: str, words: list[str]) -> None:
-    job = (*SMALL, "cluster=hosts", "cluster.nodes=2", f"cluster.rendezvous={pair.address(0)}:29400", override)
+def test_a_way_that_leads_nowhere(pair: Hosts, tmp_path: Path) -> None:
+    job = (*SMALL, "cluster=hosts", "cluster.nodes=2", "cluster.rendezvous=192.0.2.77:29400")
     (text,) = finish([pair.start(0, launch_command("train", *job), tmp_path)], 2)
     assert text.count("launch: error: ") == 1
-    for word in words:
-        assert word in text
+    assert "no route to 192.0.2.77: Network is unreachable" in text
+    assert "10.213.7.11 (eth0)" in text
     assert not list(tmp_path.iterdir())
 
 

@@ -185,6 +185,14 @@ def test_a_directory_that_exists_on_one_host_stops_all(tmp_path: Path) -> None:
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
+def test_checkpoints_need_a_shared_disk(tmp_path: Path) -> None:
+    port = free_port()
+    members = [Member(plan_in(tmp_path / name, "checkpoint.enabled=true"), port, first=name == "a") for name in "ab"]
+    for member in members:
+        assert "would be stored on different hosts" in str(member.wait())
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
 def test_something_else_at_the_port(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         member = Member(plan_in(tmp_path), listener.getsockname()[1], first=False)
