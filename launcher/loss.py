@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from launcher.errors import TaskError
+from launcher.targets import load_entry_point, present_entry_points
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,60 +93,47 @@ def as_losses(value: Loss | Sequence[Loss] | Tensor, samples: int, target: str) 
     )
 
 
-def has_window_loss(task: object) -> bool:
-    """Return whether the task's loss is that of all samples of a window: ``outputs`` and ``window_loss``."""
-    return callable(getattr(task, "window_loss", None)) and callable(getattr(task, "outputs", None))
+class LossForm:
+    """Form of a task's loss that an installed package adds by the entry point ``launcher.losses``: a function of all
+    samples of a window that is no sum over them.
+
+    Args:
+        task: it has the method that the entry point is named after.
+
+    Raises:
+        TaskError: it has only a part of what this form needs.
+    """
+
+    def __init__(self, task: Any) -> None:
+        self.task = task
+
+    def of_batch(self, model: Callable[..., Any], batch: Any) -> Loss:
+        """Return the loss of a batch on its own, without the rest of its window."""
+        raise NotImplementedError
+
+    def in_windows(self, parts: Any) -> Any:
+        """Return the ``LossOverWindow`` of an engine (launcher/train/engine/window.py), made of its ``EngineParts``."""
+        raise NotImplementedError
+
+    def held_out(self, engine: Any, data: Any) -> Any:
+        """Return the loss of the held-out data set ``data``: an object with the methods ``add(module, batch, samples)``
+        and ``rest()``, which yield the loss and the number of samples of each group of samples that is complete, and of
+        the rest. All ranks call them."""
+        raise NotImplementedError
 
 
-def require_one_loss(task: object, target: str) -> None:
-    """Raise TaskError if the task has two losses, or half of that of the whole window."""
-    has = {name: callable(getattr(task, name, None)) for name in ("loss", "outputs", "window_loss")}
-    if has["window_loss"] and has["loss"]:
-        raise TaskError(
-            f"task._target_={target}: the class has both loss and window_loss.\n"
-            "  Leave one out: loss(model, batch) for a sum over samples, or outputs(model, batch) and "
-            "window_loss(outputs) for a loss of all samples of a window."
-        )
-    if has["window_loss"] != has["outputs"] and not has["loss"]:
-        here, other = "outputs", "window_loss(outputs)"
-        if has["window_loss"]:
-            here, other = "window_loss", "outputs(model, batch)"
-        raise TaskError(
-            f"task._target_={target}: the class has {here}, but no method {other}.\n"
-            "  The loss of all samples of a window is window_loss of what outputs returns."
-        )
+def loss_form(task: object) -> LossForm | None:
+    """Return the added form of the task's loss; None for a loss that is a sum over samples."""
+    for name, point in present_entry_points("launcher.losses").items():
+        if callable(getattr(task, name, None)):
+            return load_entry_point(point, f"{type(task).__name__}.{name}")(task)
+    return None
 
 
 def loss_of_batch(task: Any, model: Callable[..., Any], batch: Any) -> Loss | Sequence[Loss] | Tensor:
     """Return the task's loss of a batch on its own, without the rest of its window."""
-    if not has_window_loss(task):
-        return task.loss(model, batch)
-    return window_loss_of(task, task.outputs(model, batch))
-
-
-def window_loss_of(task: Any, outputs: Any) -> Loss:
-    """Return the task's loss of rows. A scalar tensor is taken as a mean over the rows.
-
-    Args:
-        outputs: one tensor, or several, in the structure that the task's ``outputs`` returns.
-
-    Raises:
-        TaskError: it is neither.
-    """
-    value: Any = task.window_loss(outputs)
-    if isinstance(value, Loss):
-        return value
-    from torch import Tensor
-    from torch.utils._pytree import tree_leaves
-
-    if isinstance(value, Tensor) and value.numel() == 1:
-        rows = len(tree_leaves(outputs)[0])
-        return Loss(total=value.reshape(()) * rows, items=rows)
-    raise TaskError(
-        f"window_loss() returned {describe_result(value)}.\n"
-        "  Return launcher.Loss(total=sum over items, items=how many), or a scalar tensor: the mean over the window's "
-        "samples. Several terms can be added here; log their parts as Loss(metrics=...)."
-    )
+    form = loss_form(task)
+    return task.loss(model, batch) if form is None else form.of_batch(model, batch)
 
 
 def describe_result(value: object) -> str:

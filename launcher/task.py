@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from launcher.errors import TaskError
-from launcher.loss import has_window_loss, require_one_loss
+from launcher.loss import loss_form
 from launcher.quantities import first_names
 from launcher.targets import find_target, require_arguments
 
@@ -105,8 +105,8 @@ def load_task(target: str, params: dict[str, Any], search_path: Sequence[str], s
     if seed is not None:
         _seed(seed, "task")  # again after the import, which may have imported NumPy
     task = cls(**params)
-    require_one_loss(task, target)
-    required = [name for name in REQUIRED_METHODS if name != "loss" or not has_window_loss(task)]
+    form = loss_form(task)
+    required = [name for name in REQUIRED_METHODS if name != "loss" or form is None]
     missing = [name for name in required if not callable(getattr(task, name, None))]
     if missing:
         raise TaskError(

@@ -11,12 +11,12 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import IterableDataset, default_collate
 
 from launcher.errors import DataError, EngineMisuse, LauncherError, TaskError
 from launcher.heartbeat import HEARTBEAT, Phase, Wait
-from launcher.loss import Loss, as_losses, has_window_loss, window_loss_of
+from launcher.loss import Loss, as_losses, loss_form
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import first_names
 from launcher.task import Task, empty_eval_set, eval_set_text, is_mapped, is_ready, seed_everything, seed_for
@@ -28,7 +28,6 @@ from launcher.train.engine.loss_terms import HeldOutSums, terms_of_forward
 from launcher.train.engine.modes import kept_modes
 from launcher.train.engine.preserved_state import SavedState
 from launcher.train.engine.window import Forward
-from launcher.train.engine.window_outputs import Rows, gathered, joined, same_random_numbers
 from launcher.train.eval_metrics import EvalMetrics
 from launcher.train.metrics import Metrics
 from launcher.train.world import World, sending_device
@@ -97,7 +96,8 @@ class Evaluation:
         HEARTBEAT.beat(Phase.evaluating)
         sums = HeldOutSums(engine.world)
         self._metrics.reset()
-        rows = HeldOutRows(engine, self._task, self.sets[name]) if has_window_loss(self._task) else None
+        form = loss_form(self._task)
+        groups = None if form is None else form.held_out(engine, self.sets[name])
         with eval_mode(engine, name) as module:
             limit = 1 if trial else None
             batches = eval_batches(self.sets[name], engine.plan, engine.world, engine.device, collate, limit)
@@ -112,10 +112,10 @@ class Evaluation:
                     HEARTBEAT.beat(Phase.evaluating, number)
                     engine.parallel.meter.open_window()  # a long evaluation must not keep the timers of all batches
                     with engine.precision.autocast():
-                        found = [*self._losses(module, batch, rows)]
+                        found = [*self._losses(module, batch, groups)]
                     self._add(found, sums)
-            if rows is not None:
-                self._add(rows.rest(), sums)
+            if groups is not None:
+                self._add(groups.rest(), sums)
             with HEARTBEAT.waiting_for(Wait.collective):
                 averages = sums.averages()
             computed = self._metrics.compute(trial=trial)
@@ -130,70 +130,12 @@ class Evaluation:
             if samples:
                 self._metrics.update(terms)
 
-    def _losses(
-        self, module: nn.Module, batch: MicroBatch, rows: HeldOutRows | None
-    ) -> Iterable[tuple[list[Loss], int]]:
-        """Return the loss of a micro-batch and its samples; with ``rows``, of each group that it completes."""
-        if rows is not None:
-            return rows.add(self._task.outputs(module, batch.data), batch.samples)  # pyright: ignore[reportAttributeAccessIssue]
+    def _losses(self, module: nn.Module, batch: MicroBatch, groups: Any) -> Iterable[tuple[list[Loss], int]]:
+        """Return the loss of a micro-batch and its samples; with ``groups``, of each group that it completes."""
+        if groups is not None:
+            return groups.add(module, batch.data, batch.samples)
         target = self._engine.plan.task.target
         return [(as_losses(self._task.loss(module, batch.data), batch.samples, target), batch.samples)]
-
-
-class HeldOutRows:
-    """Loss of held-out data for a task with ``window_loss``: of consecutive groups of ``batch.global_size`` samples, in
-    the order of the data set. It depends neither on the number of ranks nor on the size of micro-batches. All ranks
-    call the methods; rank 0 counts the samples.
-
-    Args:
-        data: the data set, which decides how the ranks' samples alternate.
-    """
-
-    def __init__(self, engine: Engine, task: Task, data: Any) -> None:
-        self._engine, self._task, self._size = engine, task, engine.plan.batch.global_size
-        self._alternates = is_mapped(data)
-        self._first: Rows | None = None
-        self._tensors: list[Tensor] = []
-        self._groups = 0
-
-    def add(self, outputs: Any, samples: int) -> Iterator[tuple[list[Loss], int]]:
-        """Add a micro-batch of each rank, and yield the loss and the number of samples of each group that is complete.
-
-        Args:
-            outputs: result of the task's ``outputs``.
-            samples: of the micro-batch; 0 of a stand-in.
-        """
-        engine, rows = self._engine, Rows.of(outputs, samples or None)
-        if self._first is None:
-            self._first = rows
-            rows.require_same(engine.world)
-            self._tensors = [tensor.detach()[:0] for tensor in rows.tensors]
-        rows.require_like(self._first.form)
-        of_ranks = gathered(joined([rows], [samples]), engine.world, engine.device)
-        numbers = [len(tensors[0]) for tensors in of_ranks]
-        order = torch.arange(sum(numbers), device=engine.device)
-        if self._alternates:  # sample i is in the share of rank i % world_size
-            places = torch.cat([torch.arange(number, device=engine.device) for number in numbers])
-            order = places.argsort(stable=True)
-        added = (torch.cat(each)[order] for each in zip(*of_ranks, strict=True))
-        self._tensors = [torch.cat(pair) for pair in zip(self._tensors, added, strict=True)]
-        while len(self._tensors[0]) >= self._size:
-            yield self._take(self._size)
-
-    def rest(self) -> Iterator[tuple[list[Loss], int]]:
-        """Yield the loss of the last group, if it is not complete."""
-        if self._tensors and len(self._tensors[0]):
-            with self._engine.precision.autocast():
-                yield self._take(len(self._tensors[0]))
-
-    def _take(self, count: int) -> tuple[list[Loss], int]:
-        assert self._first is not None
-        group = self._first.restored([tensor[:count] for tensor in self._tensors])
-        self._tensors = [tensor[count:] for tensor in self._tensors]
-        self._groups += 1
-        with same_random_numbers(self._engine.plan.train.seed, f"held-out group {self._groups}", self._engine.device):
-            loss = window_loss_of(self._task, group)
-        return [loss], count if self._engine.world.rank == 0 else 0
 
 
 @dataclass(frozen=True)

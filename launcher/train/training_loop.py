@@ -419,7 +419,7 @@ class TrainingLoop:
 
 def losses_of(task: Task, engine: Engine, model: Callable[..., Any], batch: Any) -> list[Loss]:
     """Return the terms of the task's loss of the current micro-batch."""
-    if engine.outputs.active:
+    if engine.outputs is not None:
         return [engine.outputs.loss(model, batch, engine.samples_in_batch)]
     return as_losses(task.loss(model, batch), engine.samples_in_batch, engine.plan.task.target)
 

@@ -82,9 +82,6 @@ def refused(launch: Launch, tmp_path: Path, *arguments: str, env: dict[str, str]
         ("task._target_=speech.Task", ["has no 'Task'", "did you mean 'tasks'?", "Its modules: broken, "]),
         ("task._target_=speech.tasks.Taggr", ["has no 'Taggr'", "did you mean 'Tagger'?"]),
         ("task._target_=speech.tasks.NoLoss", ["has no method loss"]),
-        ("task._target_=speech.tasks.TwoLosses", ["has both loss and window_loss", "Leave one out"]),
-        ("task._target_=speech.tasks.NoOutputs", ["has window_loss, but no method outputs(model, batch)"]),
-        ("task._target_=speech.tasks.NoWindowLoss", ["has outputs, but no method window_loss(outputs)"]),
         ("task._target_=Tagger", ["must be a dotted path"]),
         (
             "task._target_=speech.broken.Task",

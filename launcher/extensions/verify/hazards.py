@@ -20,7 +20,7 @@ from launcher.extensions.verify.accumulated import read_mapped, read_stream
 from launcher.extensions.verify.certificate import FP32, Effect, Hazard, counts_differ
 from launcher.extensions.verify.comparison import distance, dropout_modules
 from launcher.extensions.verify.reference import Reference, ReferenceWindow
-from launcher.loss import has_window_loss
+from launcher.loss import loss_form
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.solve import what_norms_do
 from launcher.quantities import first_names
@@ -157,7 +157,7 @@ def probe_task(make: Callable[[], Reference], window: Sequence[Any], micro_size:
         hazards += (more := list(probe))
         if any(hazard.effect is not Effect.noted for hazard in more):
             return hazards
-    if has_window_loss(reference.task):  # which is no sum over micro-batches, and needs not be
+    if loss_form(reference.task) is not None:  # which is no sum over micro-batches, and needs not be
         return hazards
     tolerance = min(FP32.most, max(10 * REPEATABLE, FP32.uncapped(rounding)))
     with without_dropout(reference.model):

@@ -16,7 +16,7 @@ from launcher.config.schema import Norm
 from launcher.errors import RunError
 from launcher.extensions.verify.accumulated import EngineRun
 from launcher.extensions.verify.comparison import Gradient
-from launcher.loss import Loss, as_losses, has_window_loss, loss_of_batch
+from launcher.loss import Loss, as_losses, loss_form, loss_of_batch
 from launcher.plan.host import free_host_bytes
 from launcher.plan.run_plan import RunPlan
 from launcher.task import build_model, load_task, seed_everything, train_data
@@ -173,7 +173,7 @@ class Reference:
         Raises:
             RunError: not even one sample fits; or the window does not, and its loss is that of the whole window.
         """
-        whole = has_window_loss(self.task)  # the loss has no sum over batches
+        whole = loss_form(self.task) is not None  # the loss has no sum over batches
         self.most = self.most or (len(samples) if whole else self._estimate(samples))
         while True:
             size = len(samples) if whole else min(self.most, len(samples))

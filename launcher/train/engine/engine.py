@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from launcher.errors import EngineMisuse
 from launcher.heartbeat import HEARTBEAT, Phase
-from launcher.loss import Loss
+from launcher.loss import Loss, loss_form
 from launcher.plan.run_plan import RunPlan, part
 from launcher.plan.sync_policy import reduces
 from launcher.train import precision
@@ -44,8 +44,7 @@ from launcher.train.engine.item_count import ItemCount, Items
 from launcher.train.engine.loss_trial import can_try_loss, try_loss
 from launcher.train.engine.loss_watches import ForeignLeaves, GradientWatch, LossCollectives, LossWatch
 from launcher.train.engine.optimizer_step import Counters, OptimizerStep, TrainedParameters
-from launcher.train.engine.window import CurrentWindow, Forward, Stage, WindowPass
-from launcher.train.engine.window_outputs import WindowOutputs
+from launcher.train.engine.window import CurrentWindow, Forward, LossOverWindow, Stage, WindowPass
 from launcher.train.engine.window_totals import ReducedTotals, StepResult, WindowLoss, WindowTotals
 from launcher.train.measure.noise_scale import Noise, NoiseScale
 from launcher.train.measure.observer import EndedWindow, Observer
@@ -81,6 +80,7 @@ class Engine:
     Attributes:
         callbacks: the callbacks, and their state.
         left_out: frozen parameters that the model's state_dict leaves out.
+        outputs: loss of whole windows, see launcher.loss.LossForm; None for a loss that is a sum over samples.
         buffers: the model's buffers that training changes; ``sites``: the sites of the job.
         context: source of ``launcher.current()``; its ``take_scalars()`` returns what was logged there.
         position: position of the next window in the data, the same on all ranks.
@@ -128,7 +128,8 @@ class Engine:
         self._loss = WindowLoss(self.world, self.device, self.parallel.meter)
         self._optimizer_step = step = OptimizerStep(parts, self._loss, schedule)
         self.schedule = step.schedule
-        self.outputs = WindowOutputs(parts)
+        self._loss_form = form = loss_form(owner)
+        self.outputs: LossOverWindow | None = None if form is None else form.in_windows(parts)
         self._watches: list[LossWatch] = [LossCollectives()] if self.world.size > 1 and plan.batch.accumulates else []
         self._watches += [ForeignLeaves(parts), GradientWatch(parts)]
         count = ItemCount(parts, self._loss)
@@ -138,10 +139,10 @@ class Engine:
         self._around_windows: Callable[[], AbstractContextManager[object]] = nullcontext
         self.stragglers = StragglerDetector(self.world, plan.train.straggler_share)
         self.noise_scale = NoiseScale(
-            self.world.size, self.device, self.parallel.local_norm, random=plan.batch.random_parts
+            self.world.size, self.device, self.parallel.local_norm, random=plan.batch.random_parts and form is None
         )
         self._observers: list[Observer] = [self.noise_scale, self.buffers, self.stragglers, *self.parallel.observers]
-        if self.outputs.active:
+        if self.outputs is not None:
             self._observers.append(self.outputs)
         self._bytes_of_norm = 8 * (plan.strategy.shard_size > 1)  # a sharded norm is summed
         self._totals = WindowTotals(self.world, self.device, self.parallel.meter, self._loss, self._observers)
@@ -360,7 +361,7 @@ class Engine:
 
     def _try_loss(self, micro_batches: Iterator[MicroBatch], window: Window) -> Iterator[MicroBatch]:
         """Try the loss with the first of the window's micro-batches if that is due, and return all of them."""
-        first_window, self.tries_loss = self.tries_loss and not self.outputs.active, False
+        first_window, self.tries_loss = self.tries_loss and self.outputs is None, False
         due = self._carried is not None and window.index >= WINDOW
         if self._carried is not None and window.index == 1:
             self._carried.note_first_step()
@@ -413,7 +414,7 @@ class Engine:
             self._loss.sums.add(losses, metrics=self._loss.due)
             totals.samples += micro.samples
         first, last = current.handed_out == 1, current.handed_out == count
-        if (first or last or self.parallel.local_norm.due) and not (self._loss.several or self.outputs.active):
+        if (first or last or self.parallel.local_norm.due) and not self._loss.several:
             self.noise_scale.before_backward(current.sync, totals.own_part, first=first, last=last)
         if last or self._reduces_each:
             self._trained.require_same()
@@ -567,6 +568,8 @@ class Engine:
         return due or None
 
     def _calibrate(self, forward: Forward | None, micro_batches: list[MicroBatch]) -> None:
+        if self._loss_form is not None:
+            forward = self._loss_form.of_batch  # without the other ranks' outputs
         assert forward is not None
         self._calibration.measure(self.plan, functools.partial(self._current.run, forward), micro_batches, self.steps)
         self.context.take_scalars()  # the window itself logs them again

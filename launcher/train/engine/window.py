@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum, auto
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -23,13 +23,14 @@ from launcher.train.engine.build import EngineParts
 from launcher.train.engine.item_count import ItemCount, Items
 from launcher.train.engine.optimizer_step import OptimizerStep
 from launcher.train.engine.preserved_state import PreservedState
-from launcher.train.engine.window_outputs import WindowOutputs
 from launcher.train.engine.window_totals import WindowTotals
+from launcher.train.measure.observer import Observer
 from launcher.train.parallel.replicas import Buffers
 
 # the loop's own forward pass: (model, batch) -> (loss_sum, items), a Loss, or a list of several
 Forward = Callable[[Callable[..., Any], Any], tuple[Tensor, float | Tensor] | Loss | Sequence[Loss]]
-T = TypeVar("T")
+# (function of (model, batch), micro-batch) -> its result for a copy of the batch, with the unwrapped model
+RunCopy = Callable[[Callable[..., Any], MicroBatch], Any]
 
 # first windows of a size in which several ranks of `launch train` can give up a window: the size has turned out to fit
 # after them, and the host no longer waits for the device before the last backward pass. If it does not fit after all,
@@ -47,6 +48,28 @@ class WindowPass(NamedTuple):
 
     due: Callable[[int], bool | None]
     prepare: Callable[[list[MicroBatch]], object]
+
+
+class LossOverWindow(Observer):
+    """Loss of an engine's windows that is no sum over micro-batches, see ``launcher.loss.LossForm``. All ranks call the
+    methods; on several ranks a window cannot run again after one of them was out of memory."""
+
+    def begin(self, window: int) -> None:
+        """Start the window with the index ``window``."""
+        raise NotImplementedError
+
+    def look_ahead(self, micro_batches: Sequence[MicroBatch], run: RunCopy) -> None:
+        """Compute what ``loss`` needs in a window of several micro-batches, before the first one runs."""
+        raise NotImplementedError
+
+    def loss(self, model: Callable[..., Any], batch: Any, samples: int) -> Loss:
+        """Return the share of the current micro-batch in the window's loss: the sum of all shares has the loss and the
+        gradient of the window.
+
+        Args:
+            samples: of the micro-batch; 0 of a stand-in.
+        """
+        raise NotImplementedError
 
 
 class Stage(Enum):
@@ -84,13 +107,13 @@ class CurrentWindow:
         buffers: Buffers,
         optimizer_step: OptimizerStep,
         count: ItemCount,
-        outputs: WindowOutputs,
+        outputs: LossOverWindow | None,
     ) -> None:
         plan, self._device = parts.plan, parts.device
         self._parallel, self._precision, self._norms = parts.parallel, parts.precision, parts.norms
         self._norm = plan.batch.norm
         self._buffers, self._optimizer_step, self._count, self._outputs = buffers, optimizer_step, count, outputs
-        self._abandons = oom.can_abandon(plan, self._norms) and not outputs.exchanges
+        self._abandons = oom.can_abandon(plan, self._norms) and (outputs is None or plan.batch.world_size == 1)
         self._settles = plan.batch.world_size > 1 and bool(plan.task.target)
         self._windows = 0  # of this size
         self._skips = plan.train.on_nonfinite is OnNonfinite.skip
@@ -151,11 +174,9 @@ class CurrentWindow:
         ]
         if (look_ahead := self._norms.look_ahead) is not None:
             self.passes.append(WindowPass(lambda _: True, functools.partial(self._look_ahead, look_ahead)))
-        if self._outputs.active:
-            rows = functools.partial(self._run_copy, self._outputs.outputs, self._parallel.module)
-            self.passes.append(
-                WindowPass(lambda count: count > 1, functools.partial(self._outputs.look_ahead, outputs=rows))
-            )
+        if self._outputs is not None:
+            ahead = functools.partial(self._outputs.look_ahead, run=self._run_copy)
+            self.passes.append(WindowPass(lambda count: count > 1, ahead))
 
     def prepare(self, window: Window) -> Iterator[MicroBatch]:
         """Return the window's micro-batches, after the passes that need all of them before the first one runs.
@@ -164,7 +185,7 @@ class CurrentWindow:
         """
         self._parallel.begin_window()
         self._share_buffers()
-        if self._outputs.active:
+        if self._outputs is not None:
             self._outputs.begin(window.index)
         if not self.passes:
             return window.micro_batches
@@ -183,8 +204,7 @@ class CurrentWindow:
 
     def _calibrate(self, calibrate: Callable[[list[MicroBatch]], object], ahead: list[MicroBatch]) -> None:
         self.stage = Stage.calibrating  # also after an exception
-        with self._outputs.alone():
-            calibrate(ahead)
+        calibrate(ahead)
         self.stage = Stage.running
         self.start()
         self.started -= self.data_s
@@ -293,12 +313,12 @@ class CurrentWindow:
 
     def run(self, forward: Forward, model: Callable[..., Any], micro: MicroBatch) -> list[Loss]:
         """Run ``forward`` on a copy of the micro-batch and return the terms of its loss; training uses the original."""
-        return loss_terms.terms_of_forward(self._run_copy(forward, model, micro))
+        return loss_terms.terms_of_forward(self._run_copy(forward, micro, model))
 
-    def _run_copy(self, forward: Callable[..., T], model: Callable[..., Any], micro: MicroBatch) -> T:
+    def _run_copy(self, forward: Callable[..., Any], micro: MicroBatch, model: Callable[..., Any] | None = None) -> Any:
         self.micro = micro
         try:
-            return forward(model, copy.deepcopy(micro.data))
+            return forward(model or self._parallel.module, copy.deepcopy(micro.data))
         except Exception:
             self.notes = [micro.note]
             raise

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.config.schema import Balance, Device, LrScaling, OptimizerConfig, ScheduleConfig
 from launcher.errors import DataError, LauncherError, TaskError, UserError
-from launcher.loss import has_window_loss
+from launcher.loss import loss_form
 from launcher.plan.batch import require_tokens
 from launcher.plan.callback_plan import require_callbacks
 from launcher.plan.data_shards import stream_info
@@ -90,7 +90,7 @@ def probe(request: InspectionRequest, built: BuiltTask | None = None) -> dict[st
         "format_layers": _format_layers(model, request),
         "in_eval_mode": [""] if built.in_eval_mode else in_eval_mode(model),
         "eval_sets": tuple(held_out),
-        "window_loss": has_window_loss(task),
+        "window_loss": loss_form(task) is not None,
         **_check_update_rule(task, model, request.optimizer, request.schedule, notes),
         **arrangement,
         "data_notes": tuple(notes),  # of all the checks above

@@ -165,24 +165,3 @@ class NoLoss:
 
     def train_data(self):
         return Utterances(3)
-
-
-class TwoLosses(NoLoss):
-    def loss(self, model, batch):
-        return model(batch).sum()
-
-    def outputs(self, model, batch):
-        return model(batch)
-
-    def window_loss(self, outputs):
-        return outputs.var()
-
-
-class NoOutputs(NoLoss):
-    def window_loss(self, outputs):
-        return outputs.var()
-
-
-class NoWindowLoss(NoLoss):
-    def outputs(self, model, batch):
-        return model(batch)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launcher.errors import TaskError
+from launcher.loss import loss_form
 from tests.helpers import torchrun
 
-pytestmark = pytest.mark.slow
 WORKER = Path(__file__).parent / "window_outputs_worker.py"
 ITEMS = [12, 12, 7, 12]
 # by mistake: what the message says on every rank
@@ -48,6 +50,7 @@ def require_evaluated(cases: dict[str, Any]) -> None:
         assert values == pytest.approx(expected, rel=1e-9), case
 
 
+@pytest.mark.slow
 def test_one_rank(tmp_path: Path) -> None:
     found = seen(1, ["exact", "evaluation"], tmp_path)
     assert len(found["exact"]) == 5
@@ -55,6 +58,7 @@ def test_one_rank(tmp_path: Path) -> None:
     require_evaluated(found["evaluation"])
 
 
+@pytest.mark.slow
 def test_narrow_formats_and_mistakes(tmp_path: Path) -> None:
     found = seen(2, ["narrow", "messages"], tmp_path)
     bf16, fp16, wrong = (found["narrow"][name] for name in ("bf16", "fp16", "each alone"))
@@ -67,6 +71,7 @@ def test_narrow_formats_and_mistakes(tmp_path: Path) -> None:
         assert all(text in message for message in found["messages"][mistake]), (mistake, found["messages"][mistake])
 
 
+@pytest.mark.slow
 def test_ranks_with_one_row_or_none(tmp_path: Path) -> None:
     """Rows of several widths, where one row of a part is contiguous at any offset."""
     found = seen(2, ["few_rows"], tmp_path)["few_rows"]
@@ -75,9 +80,29 @@ def test_ranks_with_one_row_or_none(tmp_path: Path) -> None:
     assert max(found["run"][each] for each in ("loss", "accuracy", "parameters")) < 1e-12, found["run"]
 
 
+@pytest.mark.slow
 def test_four_ranks(tmp_path: Path) -> None:
     """Some ranks have no sample in a micro-batch of the short window."""
     found = seen(4, ["exact", "evaluation"], tmp_path)
     assert len(found["exact"]) == 10
     require_exact(found["exact"])
     require_evaluated(found["evaluation"])
+
+
+class Half:
+    def window_loss(self, outputs: Any) -> Any:
+        return outputs.var()
+
+
+class Both(Half):
+    def loss(self, model: Any, batch: Any) -> Any:
+        return model(batch).sum()
+
+
+@pytest.mark.parametrize(
+    ("task", "text"),
+    [(Half(), "has window_loss, but no method outputs(model, batch)"), (Both(), "has both loss and window_loss.")],
+)
+def test_a_task_with_a_part_of_it_or_with_two_losses(task: object, text: str) -> None:
+    with pytest.raises(TaskError, match=re.escape(f"task._target_={__name__}.{type(task).__name__}: the class {text}")):
+        loss_form(task)

@@ -20,24 +20,28 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from launcher.config.schema import PrecisionKind
 from launcher.errors import TaskError
+from launcher.extensions.window_loss.rows import (
+    HeldOutRows,
+    Rows,
+    gathered,
+    joined,
+    loss_of_rows,
+    same_random_numbers,
+)
 from launcher.heartbeat import HEARTBEAT, Phase
-from launcher.loss import Loss, has_window_loss, window_loss_of
+from launcher.loss import Loss, LossForm
 from launcher.plan.batch import norm_of_window_loss
 from launcher.plan.sync_policy import Collective
-from launcher.task import seed_everything, seed_for
 from launcher.train.data.loader import MicroBatch
-from launcher.train.data.randomness import kept_random_state
 from launcher.train.engine.build import EngineParts
+from launcher.train.engine.engine import Engine
 from launcher.train.engine.loss_terms import require_terms
 from launcher.train.engine.loss_watches import leaves_of
-from launcher.train.measure.observer import Observer
-from launcher.train.world import World
+from launcher.train.engine.window import LossOverWindow, RunCopy
 
 # relative difference of the rows in the two passes: of rounding at most, which a compiled model may do in another way
 _SAME_ROWS = {PrecisionKind.fp32: 1e-3}
@@ -74,59 +78,59 @@ class _Share:
     rows: list[Tensor]
 
 
-class WindowOutputs(Observer):
+class WindowLossForm(LossForm):
+    """Form of the loss of a task with ``outputs`` and ``window_loss``."""
+
+    def __init__(self, task: Any) -> None:
+        super().__init__(task)
+        name = f"{type(task).__module__}.{type(task).__qualname__}"
+        if callable(getattr(task, "loss", None)):
+            raise TaskError(
+                f"task._target_={name}: the class has both loss and window_loss.\n"
+                "  Leave one out: loss(model, batch) for a sum over samples, or outputs(model, batch) and "
+                "window_loss(outputs) for a loss of all samples of a window."
+            )
+        if not callable(getattr(task, "outputs", None)):
+            raise TaskError(
+                f"task._target_={name}: the class has window_loss, but no method outputs(model, batch).\n"
+                "  The loss of all samples of a window is window_loss of what outputs returns."
+            )
+
+    def of_batch(self, model: Callable[..., Any], batch: Any) -> Loss:
+        return loss_of_rows(self.task, self.task.outputs(model, batch))
+
+    def in_windows(self, parts: EngineParts) -> WindowOutputs:
+        return WindowOutputs(self.task, parts)
+
+    def held_out(self, engine: Engine, data: Any) -> HeldOutRows:
+        return HeldOutRows(self.task, engine, data)
+
+
+class WindowOutputs(LossOverWindow):
     """Loss of the window's rows on one rank, and observer of the differences between the two passes.
 
-    Without the task's methods ``outputs`` and ``window_loss`` this object has no effect.
-
-    Attributes:
-        active: the task has these methods.
-
     Raises:
-        ConfigError: the task has them, and ``batch.norm`` needs other passes over the window.
+        ConfigError: ``batch.norm`` needs other passes over the window.
     """
 
-    def __init__(self, parts: EngineParts) -> None:
-        self._task: Any = parts.owner
-        self.active = has_window_loss(self._task)
-        if self.active and parts.norms.look_ahead is not None:
+    def __init__(self, task: Any, parts: EngineParts) -> None:
+        self._task = task
+        if parts.norms.look_ahead is not None:
             raise norm_of_window_loss(parts.plan.batch.norm)
         self._parallel, self._precision, self._norms = parts.parallel, parts.precision, parts.norms
         self._preserve = parts.preserve
         self._world, self._device, self._seed = parts.world, parts.device, parts.plan.train.seed
         self._tolerance = _SAME_ROWS.get(parts.plan.precision.kind, _SAME_NARROW_ROWS)
         self._form: str | None = None  # that all ranks have agreed on
-        self._alone = False
-        self.begin(0)
-
-    def outputs(self, model: Callable[..., Any], batch: Any) -> Any:
-        """Return the task's ``outputs`` of a micro-batch."""
-        return self._task.outputs(model, batch)
-
-    @property
-    def exchanges(self) -> bool:
-        """True if the ranks exchange rows in each window."""
-        return self.active and self._world.size > 1
 
     def begin(self, window: int) -> None:
-        """Start the window with the index ``window``."""
         self._window, self._number = window, 0
         self._shares: list[_Share] = []
         self._differences: list[Tensor] = []
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Context in which the loss of a micro-batch is that of its own rows, so that no rank waits for another."""
-        self._alone = True
-        yield
-        self._alone = False
-
-    def look_ahead(self, micro_batches: Sequence[MicroBatch], outputs: Callable[[MicroBatch], Any]) -> None:
-        """Run all micro-batches of the window forward, and compute the gradient of its loss for their rows. All ranks
-        call it; what the passes can change is restored.
-
-        Args:
-            outputs: the task's ``outputs`` of a copy of a micro-batch through the unwrapped model.
+    def look_ahead(self, micro_batches: Sequence[MicroBatch], run: RunCopy) -> None:
+        """Run all micro-batches of the window forward, and compute the gradient of its loss for their rows. What the
+        passes can change is restored.
 
         Raises:
             TaskError: see ``Rows.of`` and ``_solve``, or a forward pass changes state that cannot be restored.
@@ -138,21 +142,13 @@ class WindowOutputs(Observer):
                 HEARTBEAT.beat(Phase.computing, number)
                 self._norms.micro_batch(counts=micro.samples > 0)
                 with self._precision.autocast():
-                    rows = Rows.of(outputs(micro), micro.samples or None)
+                    rows = Rows.of(run(self._task.outputs, micro), micro.samples or None)
                 parts.append(replace(rows, tensors=[tensor.clone() for tensor in rows.tensors]))  # see Sums.add
         state.restore("the first of the two passes that window_loss needs", "Use batch.accumulation=1.")
         self._solve(parts, [micro.samples for micro in micro_batches])
 
     def loss(self, model: Callable[..., Any], batch: Any, samples: int) -> Loss:
-        """Return the share of a micro-batch in the window's loss: its gradient for the parameters is that of the
-        micro-batch's rows. All ranks call it for each of their micro-batches.
-
-        Args:
-            samples: of the micro-batch; 0 of a stand-in.
-        """
-        rows = Rows.of(self.outputs(model, batch), samples or None)
-        if self._alone:
-            return window_loss_of(self._task, rows.restored(rows.tensors))
+        rows = Rows.of(self._task.outputs(model, batch), samples or None)
         if self._shares:
             self._compare(rows.tensors, self._shares[self._number])
         else:
@@ -223,7 +219,7 @@ class WindowOutputs(Observer):
         trained = [leaf for leaf in leaves if leaf.requires_grad]
         same = same_random_numbers(self._seed, f"window {self._window}", self._device)
         with same, torch.enable_grad(), self._precision.autocast():
-            loss = window_loss_of(self._task, rows.restored(leaves))
+            loss = loss_of_rows(self._task, rows.restored(leaves))
         require_terms([loss])
         if not loss.total.requires_grad:
             raise TaskError(
@@ -282,124 +278,3 @@ def _share(loss: Loss, start: int, count: int, of: int) -> Loss:
 
 def _wide(value: float | Tensor) -> float | Tensor:
     return value.detach().double() if isinstance(value, Tensor) else value
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Result of ``outputs``: tensors whose first dimension is that of the samples, and their place in its structure."""
-
-    tensors: list[Tensor]
-    structure: TreeSpec
-
-    @classmethod
-    def of(cls, outputs: Any, samples: int | None) -> Rows:
-        """Return the rows in the result of ``outputs``.
-
-        Args:
-            samples: number of rows that each tensor must have; None: as many as the first one.
-
-        Raises:
-            TaskError: it contains something else than tensors of so many rows.
-        """
-        leaves, structure = tree_flatten(outputs)
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.is_complex():
-                raise TaskError("outputs() returned a complex tensor.\n  Return torch.view_as_real of it.")
-            if not isinstance(leaf, Tensor) or not leaf.ndim:
-                kind = "a scalar tensor" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
-                raise TaskError(
-                    f"outputs() returned {kind}, and must return tensors with one row for each sample: one, or a tuple "
-                    "or dict of several.\n  Expand a number that window_loss needs, such as a temperature, to one for "
-                    "each sample."
-                )
-            expected = len(leaves[0]) if samples is None else samples
-            if len(leaf) != expected:
-                raise TaskError(
-                    f"outputs() returned a tensor of shape {list(leaf.shape)} for {expected} samples, and must return "
-                    "one row for each sample, in their order."
-                )
-        if not leaves:
-            raise TaskError("outputs() returned nothing.\n  Return what window_loss needs of each sample.")
-        return cls(leaves, structure)
-
-    @property
-    def form(self) -> str:
-        """Text that is the same for rows that can be put together."""
-        shapes = ", ".join(f"{tensor.dtype} {list(tensor.shape[1:])}" for tensor in self.tensors)
-        return f"{self.structure}: {shapes}".replace("torch.", "")
-
-    def require_same(self, world: World) -> None:
-        """Raise TaskError unless all ranks have rows of this form. All ranks call it."""
-        forms = world.of_all(self.form)
-        for rank, form in enumerate(forms):
-            if form != forms[0]:
-                raise TaskError(f"outputs() returned {forms[0]} on rank 0, and {form} on rank {rank}.")
-
-    def require_like(self, form: str) -> None:
-        """Raise TaskError unless the rows have the form of other micro-batches."""
-        if self.form != form:
-            raise TaskError(
-                f"outputs() returned {form} for one micro-batch, and {self.form} for another.\n"
-                "  Return the same tensors for every micro-batch, with rows of one shape: pad them to a fixed length."
-            )
-
-    def restored(self, tensors: Sequence[Tensor]) -> Any:
-        """Return ``tensors`` in the structure of ``outputs``."""
-        return tree_unflatten(list(tensors), self.structure)
-
-
-def joined(parts: Sequence[Rows], counts: Sequence[int]) -> list[Tensor]:
-    """Return the rows of several micro-batches as one tensor each, without gradient.
-
-    Args:
-        counts: samples of each micro-batch; one without samples is a stand-in, whose rows are left out.
-    """
-    used = [part for part, count in zip(parts, counts, strict=True) if count]
-    if not used:
-        return [tensor.detach()[:0] for tensor in parts[0].tensors]
-    return [
-        torch.cat([tensor.detach() for tensor in each]) for each in zip(*(rows.tensors for rows in used), strict=True)
-    ]
-
-
-def gathered(tensors: Sequence[Tensor], world: World, device: torch.device) -> list[list[Tensor]]:
-    """Return ``tensors`` of each rank, by rank; their numbers of rows may differ. All ranks call it."""
-    if world.size == 1:
-        return [list(tensors)]
-    own = len(tensors[0])
-    counts = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(world.size)]
-    dist.all_gather(counts, torch.tensor(own, device=device))
-    numbers = [int(count) for count in torch.stack(counts).tolist()]
-    sizes = [math.prod(tensor.shape[1:]) * tensor.element_size() for tensor in tensors]
-    sent = torch.zeros(max(numbers), sum(sizes), dtype=torch.uint8, device=device)
-    for tensor, part in zip(tensors, sent[:own].split(sizes, 1), strict=True):
-        if tensor.numel():
-            part.copy_(_packed(tensor).view(torch.uint8).reshape(own, -1))
-    received = [torch.empty_like(sent) for _ in range(world.size)]
-    dist.all_gather(received, sent)
-    return [
-        [
-            _packed(part).view(tensor.dtype).reshape(number, *tensor.shape[1:])
-            for tensor, part in zip(tensors, rows[:number].split(sizes, 1), strict=True)
-        ]
-        for rows, number in zip(received, numbers, strict=True)
-    ]
-
-
-def _packed(tensor: Tensor) -> Tensor:
-    """Return a copy in one dimension, which can be viewed as another dtype. ``contiguous`` copies no single row: that
-    would keep an offset, or strides, which a wider dtype does not allow."""
-    return tensor.clone(memory_format=torch.contiguous_format).reshape(-1)
-
-
-@contextmanager
-def same_random_numbers(seed: int, part: str, device: torch.device) -> Iterator[None]:
-    """Return a context in which ``window_loss`` draws the same random numbers on all ranks; the state of the generators
-    is restored.
-
-    Args:
-        part: the rows that it is called with.
-    """
-    with kept_random_state(device):
-        seed_everything(seed_for(seed, f"window_loss of {part}"))
-        yield

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 from launcher import Engine, Loss, make_plan
 from launcher.errors import LauncherError
-from launcher.train.engine.window_outputs import gathered as gathered_rows
+from launcher.extensions.window_loss.rows import gathered as gathered_rows
 from launcher.train.evaluation import Evaluation
 from launcher.train.world import World
 from tests.infra.workers import Calls, leave_group, print_on_rank_0
@@ -148,7 +148,7 @@ def compare(
     plain, reference = Towers(dtype), reference or copy.deepcopy(task)
     found = {"loss": 0.0, "accuracy": 0.0, "parameters": 0.0, "items": [], "skipped": 0}
     torch.manual_seed(100 + WORLD.rank)
-    loss = engine.outputs.loss if engine.outputs.active else lambda model, batch, _: task.loss(model, batch)
+    loss = engine.outputs.loss if engine.outputs is not None else lambda model, batch, _: task.loss(model, batch)
     for window in engine.windows(samples):
         state, calls, seen = torch.get_rng_state(), plain.calls.clone(), []  # pyright: ignore[reportCallIssue]
         for batch in window:
