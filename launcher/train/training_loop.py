@@ -31,8 +31,8 @@ from launcher.train.checkpoint.optimizer_parts import optimizer_state
 from launcher.train.checkpoint.run_totals import RunTotals
 from launcher.train.engine import oom
 from launcher.train.engine.engine import Engine
-from launcher.train.engine.item_count import Items
 from launcher.train.engine.replica_check import ReplicaCheck
+from launcher.train.engine.window import Items
 from launcher.train.engine.window_totals import StepResult
 from launcher.train.evaluation import Evaluation
 from launcher.train.measure.flops import peak_flops

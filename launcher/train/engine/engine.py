@@ -40,11 +40,10 @@ from launcher.train.engine import loss_terms, oom
 from launcher.train.engine.build import ModelFrom, OptimizerFrom, build_parts
 from launcher.train.engine.calibration import Calibrated, Calibration, hardware_of
 from launcher.train.engine.carried_state import WINDOW, CarriedState, LeftOut, constants_of, print_other_constants
-from launcher.train.engine.item_count import ItemCount, Items
 from launcher.train.engine.loss_trial import can_try_loss, try_loss
 from launcher.train.engine.loss_watches import ForeignLeaves, GradientWatch, LossCollectives, LossWatch
 from launcher.train.engine.optimizer_step import Counters, OptimizerStep, TrainedParameters
-from launcher.train.engine.window import CurrentWindow, Forward, LossOverWindow, Stage, WindowPass
+from launcher.train.engine.window import CurrentWindow, Forward, Items, LossOverWindow, Stage, WindowPass
 from launcher.train.engine.window_totals import ReducedTotals, StepResult, WindowLoss, WindowTotals
 from launcher.train.measure.noise_scale import Noise, NoiseScale
 from launcher.train.measure.observer import EndedWindow, Observer
@@ -132,8 +131,7 @@ class Engine:
         self.outputs: LossOverWindow | None = None if form is None else form.in_windows(parts)
         self._watches: list[LossWatch] = [LossCollectives()] if self.world.size > 1 and plan.batch.accumulates else []
         self._watches += [ForeignLeaves(parts), GradientWatch(parts)]
-        count = ItemCount(parts, self._loss)
-        self._current = CurrentWindow(parts, self.buffers, step, count, self.outputs)
+        self._current = CurrentWindow(parts, self.buffers, step, self._loss, self.outputs)
         self._calibration, self.preserve = Calibration(parts), parts.preserve
         self._stop, self._save_due = stop, save_due if self.world.rank == 0 else bool
         self._around_windows: Callable[[], AbstractContextManager[object]] = nullcontext

@@ -10,6 +10,7 @@ from dataclasses import replace
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from launcher.config.schema import OnNonfinite
@@ -20,15 +21,16 @@ from launcher.train.data.loader import MicroBatch, copied
 from launcher.train.data.window_feed import Window
 from launcher.train.engine import loss_terms, oom
 from launcher.train.engine.build import EngineParts
-from launcher.train.engine.item_count import ItemCount, Items
 from launcher.train.engine.optimizer_step import OptimizerStep
 from launcher.train.engine.preserved_state import PreservedState
-from launcher.train.engine.window_totals import WindowTotals
+from launcher.train.engine.window_totals import WindowLoss, WindowTotals
 from launcher.train.measure.observer import Observer
 from launcher.train.parallel.replicas import Buffers
 
 # the loop's own forward pass: (model, batch) -> (loss_sum, items), a Loss, or a list of several
 Forward = Callable[[Callable[..., Any], Any], tuple[Tensor, float | Tensor] | Loss | Sequence[Loss]]
+# batch -> number of items of each term
+Items = Callable[[Any], Sequence[float | Tensor]]
 # (function of (model, batch), micro-batch) -> its result for a copy of the batch, with the unwrapped model
 RunCopy = Callable[[Callable[..., Any], MicroBatch], Any]
 
@@ -93,7 +95,7 @@ class CurrentWindow:
         handed_out: number of micro-batches handed out so far.
         micro: the micro-batch that was handed out last, until ``backward`` is called for it.
         sync: the job's policy.
-        forward: the loop's own forward pass, if it was given.
+        forward, items: the loop's own forward pass and count of the items of a batch's terms, if they were given.
         passes: passes that the next window may need ahead; none for a plain loss, after its first windows.
         started: start of the window, by ``time.perf_counter``.
         data_s: seconds waited for data.
@@ -106,13 +108,13 @@ class CurrentWindow:
         parts: EngineParts,
         buffers: Buffers,
         optimizer_step: OptimizerStep,
-        count: ItemCount,
+        loss: WindowLoss,
         outputs: LossOverWindow | None,
     ) -> None:
         plan, self._device = parts.plan, parts.device
         self._parallel, self._precision, self._norms = parts.parallel, parts.precision, parts.norms
         self._norm = plan.batch.norm
-        self._buffers, self._optimizer_step, self._count, self._outputs = buffers, optimizer_step, count, outputs
+        self._buffers, self._optimizer_step, self._loss, self._outputs = buffers, optimizer_step, loss, outputs
         self._abandons = oom.can_abandon(plan, self._norms) and (outputs is None or plan.batch.world_size == 1)
         self._settles = plan.batch.world_size > 1 and bool(plan.task.target)
         self._windows = 0  # of this size
@@ -124,8 +126,10 @@ class CurrentWindow:
         self.handed_out, self.sync = 0, plan.strategy.sync
         self._batches: Generator[Any, None, None] | None = None
         self.saved: PreservedState | None = None
+        self._uncounted: PreservedState | None = None  # before the micro-batch that shows how many terms the loss has
         self._preserve, self._functions = parts.preserve, parts.functions
         self.forward: Forward | None = None
+        self.items: Items | None = None
         self.passes: list[WindowPass] = []
         self.notes: list[Any] = []
         self._queueing_s = 0.0
@@ -166,11 +170,11 @@ class CurrentWindow:
                 "Give it: engine.windows(..., forward=function of (model, batch) that returns loss_sum and items); or "
                 "use batch.norm=sync.",
             )  # fmt: skip
-        self.forward, self._count.items = forward, items
+        self.forward, self.items = forward, items
         self._functions[:] = [each for each in (forward, items) if each is not None]
         self.passes = [
             calibration._replace(prepare=functools.partial(self._calibrate, calibration.prepare)),
-            WindowPass(self._count.due, functools.partial(self._count.count, run=self.run_unwrapped)),
+            WindowPass(self._counts, self._count_items),
         ]
         if (look_ahead := self._norms.look_ahead) is not None:
             self.passes.append(WindowPass(lambda _: True, functools.partial(self._look_ahead, look_ahead)))
@@ -189,8 +193,9 @@ class CurrentWindow:
             self._outputs.begin(window.index)
         if not self.passes:
             return window.micro_batches
-        known = self.forward is not None or self._count.items is not None
-        self._count.save(possible=known and window.count > 1)
+        known = self.forward is not None or self.items is not None
+        learns = known and window.count > 1 and self._loss.parts is None and not self._loss.several
+        self._uncounted = self._preserve() if learns else None
         due = [(each, each.due(window.count)) for each in self.passes]
         self.passes = [each for each, needed in due if needed is not None]
         if not any(needed for _, needed in due):
@@ -211,8 +216,8 @@ class CurrentWindow:
 
     def _look_ahead(self, look_ahead: Callable[..., None], ahead: list[MicroBatch]) -> None:
         look_ahead(ahead, self._scaled_loss, self._preserve())
-        if self._count.due(len(ahead)):  # the first passes of a process show that the loss has several terms
-            self._count.count(ahead, self.run_unwrapped)
+        if self._counts(len(ahead)):  # the first passes of a process show that the loss has several terms
+            self._count_items(ahead)
             look_ahead(ahead, self._scaled_loss, self._preserve())
 
     def fetch(self, micro_batches: Iterator[MicroBatch]) -> MicroBatch:
@@ -226,6 +231,42 @@ class CurrentWindow:
         HEARTBEAT.beat(Phase.computing, self.handed_out)
         return micro
 
+    def _counts(self, count: int) -> bool | None:
+        """Return whether the items of the loss's terms must be counted before the next micro-batch of a window of
+        ``count``; None for a plain loss."""
+        if self._loss.plain:
+            return None
+        ahead = count > 1 or self._norms.look_ahead is not None  # whose passes need the terms' weights
+        return ahead and self._loss.several and self._loss.counted is None
+
+    def _count_items(self, micro_batches: list[MicroBatch]) -> None:
+        """Count the items of all micro-batches of the window by ``items``, or by forward passes without gradient, after
+        which the state that they can change is restored. All ranks call it.
+
+        Raises:
+            TaskError: the terms differ between micro-batches or ranks, a number is no count, or a forward pass has
+                changed state that cannot be restored.
+            WindowAbandoned: another rank ran out of memory.
+        """
+        if self.items is not None:
+            for micro in micro_batches:
+                if micro.samples:
+                    self._loss.count(self.items(micro.data))
+        else:
+            state = self._preserve()
+            with torch.no_grad(), self._parallel.meter.unchecked(), self._parallel.evaluation():
+                for number, micro in enumerate(micro_batches, 1):
+                    HEARTBEAT.beat(Phase.computing, number)
+                    self._norms.trial(alone=True)
+                    with self._precision.autocast():
+                        losses = self.run_unwrapped(micro)
+                    self._loss.require_parts(losses)
+                    if micro.samples:
+                        self._loss.count([loss.items for loss in losses])
+            _restore_uncounted(state)
+        if not self._loss.share_counts():
+            raise oom.WindowAbandoned
+
     def must_count(self) -> bool:
         """Return whether the micro-batch cannot run backward, because the items of the loss's terms must be counted
         first. The window then starts again.
@@ -234,20 +275,28 @@ class CurrentWindow:
             EngineMisuse: they cannot be counted.
         """
         assert self.window is not None
-        if self._count.due(self.window.count):
-            self._count.require_saved(self.window.count)
+        if self._counts(self.window.count):
+            if self._uncounted is None:
+                raise EngineMisuse(
+                    "A loss of several terms needs the number of items of each term in the whole window before its "
+                    f"first backward pass, and this window has {self.window.count} micro-batches.\n"
+                    "  Pass engine.windows(..., items=function of a batch that returns the number of items of each "
+                    "term), or forward=function of (model, batch) that returns the terms; or use batch.accumulation=1."
+                )
             self.stage = Stage.restarting
         return self.stage is Stage.restarting
 
     def count_first(self, micro: MicroBatch, rest: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Count the items of the window, of which ``micro`` has run, and return all of its micro-batches."""
+        assert self._uncounted is not None
         self.stage = Stage.running
         ahead = _copies([micro])  # before its memory is restored
-        self._count.restore()
+        self._parallel.abandon()
+        _restore_uncounted(self._uncounted)
         ahead += _copies(rest)
         self.start()
         self.handed_out, self.notes = 0, []
-        self._count.count(ahead, self.run_unwrapped)
+        self._count_items(ahead)
         return iter(ahead)
 
     def close(self, arrived: float) -> float:
@@ -300,7 +349,9 @@ class CurrentWindow:
         """Notify the other ranks, in the collective that they will wait in."""
         assert self.window is not None
         self._optimizer_step.weight(None, 0)  # where they wait for this rank's first micro-batch
-        if not self._count.report_out_of_memory(self.window.count):
+        if self._counts(self.window.count):
+            self._loss.share_counts(out_of_memory=True)
+        else:
             totals.send_out_of_memory()
             totals.out_of_memory()
 
@@ -335,7 +386,16 @@ class CurrentWindow:
         with self._precision.autocast():
             losses = self.run_unwrapped(micro)
         weight = self._optimizer_step.weight(losses, micro.samples)
-        return self._precision.scaled(self._count.weighted(losses, weight))
+        # while the items of several terms are not counted yet, each term has the same weight
+        items = self._loss.counted or [1.0] * len(losses)
+        return self._precision.scaled(self._loss.weighted(losses, weight, items))
+
+
+def _restore_uncounted(state: PreservedState) -> None:
+    state.restore(
+        "the items of the loss's terms were counted",
+        "Give the task a method items(batch) that returns the number of items of each term.",
+    )
 
 
 def _copies(micro_batches: Iterable[MicroBatch]) -> list[MicroBatch]:
