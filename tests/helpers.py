@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -110,6 +112,12 @@ def torchrun(
     )
     assert done.returncode == status, done.stdout[-5000:] + done.stderr[-5000:]  # the reason is at their end
     return done.stdout
+
+
+def printed_by(script: Path, arguments: Sequence[str], ranks: int, cwd: Path) -> list[Any]:
+    """Run ``script`` like ``torchrun``, and return the JSON objects that it prints."""
+    lines = torchrun(script, arguments, ranks, cwd).splitlines()
+    return [json.loads(line) for line in lines if line.startswith("{")]
 
 
 def shown(*renderables: object) -> str:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from launcher.errors import LauncherError
 
 # kind, sync policy and options of the sharded and replicated jobs of four ranks
 OF_FOUR_RANKS: list[tuple[str, ...]] = [
@@ -50,6 +52,15 @@ def flat(tensors: Iterable[Any]) -> Tensor:
 def distance(found: Tensor, wanted: Tensor) -> float:
     """Return the norm of the difference, relative to that of ``wanted``."""
     return ((found - wanted).norm() / wanted.norm()).item()
+
+
+def message_of(run: Callable[[], object]) -> str:
+    """Return the name and the message of the launcher's error that ``run`` raises; empty if it raises none."""
+    try:
+        run()
+    except LauncherError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def print_on_rank_0(results: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 
 from launcher.errors import TaskError
 from launcher.loss import loss_form
-from tests.helpers import torchrun
+from tests.helpers import printed_by
 
 WORKER = Path(__file__).parent / "window_outputs_worker.py"
 ITEMS = [12, 12, 7, 12]
@@ -32,9 +31,7 @@ MESSAGES = {
 
 
 def seen(ranks: int, cases: list[str], path: Path) -> dict[str, Any]:
-    out = torchrun(WORKER, cases, ranks, path)
-    found = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    return {name: value for one in found for name, value in one.items()}
+    return {name: value for one in printed_by(WORKER, cases, ranks, path) for name, value in one.items()}
 
 
 def require_exact(cases: dict[str, Any]) -> None:

@@ -16,11 +16,10 @@ from torch.nn import functional
 from torch.utils.data import IterableDataset
 
 from launcher import Engine, Loss, make_plan
-from launcher.errors import LauncherError
-from launcher.extensions.window_loss.rows import gathered as gathered_rows
+from launcher.extensions.window_loss.rows import gathered
 from launcher.train.evaluation import Evaluation
 from launcher.train.world import World
-from tests.infra.workers import Calls, leave_group, print_on_rank_0
+from tests.infra.workers import Calls, leave_group, message_of, print_on_rank_0
 
 COMMON = (
     "run.calibrate_s=0", "train.loader_workers=0", "batch.global_size=12", "train.clip_norm=null", "optimizer=sgd",
@@ -121,10 +120,6 @@ def full(model: nn.Module) -> dict[str, Tensor]:
     return {name: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for name, p in model.named_parameters()}
 
 
-def gathered(value: Any) -> list[Any]:
-    return WORLD.of_all(value)
-
-
 class Stream(IterableDataset[Any]):
     def __init__(self, samples: Sequence[Any]) -> None:
         self.samples = samples
@@ -157,7 +152,7 @@ def compare(
         result = engine.step()
         after = torch.get_rng_state()
         before, rows = getattr(task, "calls", 0), []
-        for state_of_rank, micro_batches in gathered((state, seen)):
+        for state_of_rank, micro_batches in WORLD.of_all((state, seen)):
             torch.set_rng_state(state_of_rank)
             plain.calls.copy_(calls)  # pyright: ignore[reportCallIssue]
             reference.calls = before - len(micro_batches)
@@ -234,11 +229,11 @@ def few_rows() -> Any:
             ]
             for rank, number in enumerate(numbers)
         ]
-        received = gathered_rows(sent[WORLD.rank], WORLD, torch.device("cpu"))
+        received = gathered(sent[WORLD.rank], WORLD, torch.device("cpu"))
         for rank, (one, other) in enumerate(zip(sent, received, strict=True)):
             same = [a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(one, other, strict=True)]
             found["wrong"] += [[numbers, rank, index] for index, right in enumerate(same) if not right]
-    return {**found, "wrong": [each for wrong in gathered(found["wrong"]) for each in wrong]}
+    return {**found, "wrong": [each for wrong in WORLD.of_all(found["wrong"]) for each in wrong]}
 
 
 def narrow() -> Any:
@@ -324,16 +319,17 @@ def messages() -> Any:
         task = Wrong(kind)
         engine = Engine(Towers, lambda parameters: torch.optim.SGD(parameters, 0.1), plan, owner=task)
         task.scale = engine.model.temperature
-        before, message = full(engine.model), ""
-        try:
+        before = full(engine.model)
+
+        def train(engine: Any = engine) -> None:
             for window in engine.windows(data()):
                 for batch in window:
                     engine.backward(engine.outputs.loss(engine.model, batch, engine.samples_in_batch))
                 engine.step()
-        except LauncherError as error:
-            message = f"{type(error).__name__}: {error}"
+
+        message = message_of(train)
         assert all(torch.equal(value, before[name]) for name, value in full(engine.model).items()), kind
-        found[kind] = gathered(message)
+        found[kind] = WORLD.of_all(message)
     return found
 
 

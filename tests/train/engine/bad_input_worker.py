@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from launcher import Engine, make_plan
-from launcher.errors import LauncherError
-from tests.infra.workers import leave_group, print_on_rank_0
+from launcher.train.world import World
+from tests.infra.workers import leave_group, message_of, print_on_rank_0
 from tests.train.checkpoint.stateful_optimizers import ReadsNumbers
 
 COMMON = ("precision=fp32", "run.calibrate_s=0", "train.loader_workers=0", "batch.global_size=8", "batch.micro_size=2")
@@ -71,14 +71,6 @@ def train(
     return engine, results, torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def words(run: Callable[[], object]) -> str:
-    try:
-        run()
-    except LauncherError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def empty_windows_move_nothing() -> None:
     for options in (
         ("train.steps=6",),
@@ -106,18 +98,16 @@ def empty_windows_leave_no_trace() -> None:
 
 
 def main() -> None:
-    seen = {name: words(lambda a=answer: train(a, "train.steps=2")) for name, answer in ANSWERS.items()}
-    seen["no item anywhere"] = words(lambda: train(right, "train.epochs=2", empty=lambda _: True))
+    seen = {name: message_of(lambda a=answer: train(a, "train.steps=2")) for name, answer in ANSWERS.items()}
+    seen["no item anywhere"] = message_of(lambda: train(right, "train.epochs=2", empty=lambda _: True))
     powersgd = ("train.steps=2", "strategy.compress=powersgd")
-    seen["powersgd"] = words(lambda: train(right, *powersgd, empty=lambda window: window == 0))
+    seen["powersgd"] = message_of(lambda: train(right, *powersgd, empty=lambda window: window == 0))
     for kind in (torch.optim.Adafactor, ReadsNumbers):
-        seen[kind.__name__] = words(lambda k=kind: train(right, "train.steps=2", "strategy=fsdp", kind=k))
+        seen[kind.__name__] = message_of(lambda k=kind: train(right, "train.steps=2", "strategy=fsdp", kind=k))
     train(right, "train.steps=2", kind=ReadsNumbers)  # whole gradients
     empty_windows_move_nothing()
     empty_windows_leave_no_trace()
-    everyone: list[dict[str, str]] = [seen] * dist.get_world_size()
-    dist.all_gather_object(everyone, seen)
-    print_on_rank_0({name: [words[name] for words in everyone] for name in seen})
+    print_on_rank_0({name: World.here().of_all(said) for name, said in seen.items()})
     leave_group()
 
 

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from launcher import Engine, make_plan
-from tests.infra.workers import leave_group, print_on_rank_0
+from tests.infra.workers import distance, flat, leave_group, print_on_rank_0
 
 SAMPLES, WIDTH = 44, 16  # windows of 16, 16 and a short one of 12
 CASES = [  # strategy, sync, recompute, precision, and what is compiled
@@ -104,8 +103,7 @@ def trained(strategy: str, sync: str, recompute: str, precision: str, part: str,
             x, scale, _ = torch.utils.data.default_collate(data()[:5])
             engine.parallel.module.eval()(x, scale)
             engine.parallel.module.train()
-    whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in engine.parallel.module.parameters())
-    return torch.cat([p.detach().double().flatten() for p in whole])
+    return flat(engine.parallel.module.parameters())
 
 
 def main() -> None:
@@ -129,7 +127,7 @@ def main() -> None:
         splits.clear()
         compiled = trained(*case, compiles=True)
         results[" ".join(case)] = {
-            "distance": ((compiled - plain).norm() / plain.norm()).item(),
+            "distance": distance(compiled, plain),
             # of each forward pass the linear layers of both blocks, whose graph may serve both
             "calls": counters["stats"]["calls_captured"],
             "functions": functions.copy(),

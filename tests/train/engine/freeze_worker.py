@@ -12,15 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from launcher import Engine, make_plan
-from launcher.errors import EngineMisuse
 from launcher.rundir.fencing import Fence
 from launcher.rundir.paths import RunPaths
 from launcher.train.checkpoint import load, save
 from launcher.train.data.randomness import Permutation
-from tests.infra.workers import leave_group, print_on_rank_0
+from tests.infra.workers import flat, leave_group, message_of, print_on_rank_0
 
 SAMPLES, BATCH, WIDTH, STEPS, SAVED = 64, 16, 6, 8, 4
 # the number of steps done before, and what is frozen from there on
@@ -53,11 +51,6 @@ def loss(model: Any, x: Tensor) -> Tensor:
     return (model(x).double() - 1).square().sum()
 
 
-def flat(model: nn.Module) -> Tensor:
-    whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
-    return torch.cat([p.detach().double().flatten() for p in whole])
-
-
 def by_hand(dtype: torch.dtype, *, autocast: bool) -> Tensor:
     model = build().to(dtype)
     optimizer = optimizer_of(model.parameters())
@@ -76,7 +69,7 @@ def by_hand(dtype: torch.dtype, *, autocast: bool) -> Tensor:
         nn.utils.clip_grad_norm_(trained, 0.5)
         optimizer.step()
         optimizer.zero_grad()
-    return flat(model)
+    return flat(model.parameters())
 
 
 def engine_of(*overrides: str) -> Engine:
@@ -110,16 +103,6 @@ def apply_phase(engine: Engine) -> None:
             engine.freeze(names)
 
 
-def refusals() -> list[str]:
-    found: list[str] = []
-    for names in ("fisrt", ""):
-        try:
-            engine_of("strategy=ddp").freeze(names)
-        except EngineMisuse as refusal:
-            found.append(str(refusal))
-    return found
-
-
 def main() -> None:
     where, results = Path(sys.argv[1]), dict[str, Any]()
     exact = {precision: by_hand(torch.float64, autocast=False) for precision in ("fp32", "bf16")}
@@ -137,11 +120,11 @@ def main() -> None:
             load.load(resumed, paths.checkpoint(SAVED))
             run(resumed, None)
             results[f"{strategy} {precision}"] = {
-                "error": (flat(engine.model) - whole).norm().item(),
+                "error": (flat(engine.model.parameters()) - whole).norm().item(),
                 "at once": at_once[precision].item(),
-                "resumed alike": torch.equal(flat(engine.model), flat(resumed.model)),
+                "resumed alike": torch.equal(flat(engine.model.parameters()), flat(resumed.model.parameters())),
             }
-    results["refused"] = refusals()
+    results["refused"] = [message_of(lambda m=match: engine_of("strategy=ddp").freeze(m)) for match in ("fisrt", "")]
     print_on_rank_0(results)
     leave_group()
 

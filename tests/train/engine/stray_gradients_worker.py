@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher import Engine, make_plan
-from launcher.config.schema import StrategyKind
-from tests.infra.workers import leave_group, print_on_rank_0
+from tests.infra.workers import flat, leave_group, print_on_rank_0
 
 DATA = list(torch.randn(48, 5, generator=torch.Generator().manual_seed(3)))
 STEPS = 3
@@ -25,7 +24,7 @@ def reference(model: nn.Module) -> Tensor:
         optimizer.zero_grad()
         model(torch.stack(DATA)).square().mean(0).sum().backward()
         optimizer.step()
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
+    return flat(model.parameters())
 
 
 def main() -> None:
@@ -53,10 +52,7 @@ def main() -> None:
             engine.backward(engine.model(batch).square().sum(), len(batch))
         engine.step()
         stray()
-    parameters = [p.detach() for p in engine.model.parameters()]
-    if plan.strategy.kind is StrategyKind.fsdp:
-        parameters = [p.full_tensor() for p in parameters]  # pyright: ignore[reportAttributeAccessIssue]
-    print_on_rank_0({"error": (torch.cat([p.flatten() for p in parameters]) - expected).abs().max().item()})
+    print_on_rank_0({"error": (flat(engine.model.parameters()) - expected).abs().max().item()})
     leave_group()
 
 

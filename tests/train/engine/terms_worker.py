@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from launcher import Engine, Loss, StepResult, make_plan
-from launcher.errors import LauncherError
 from launcher.train.data.randomness import Permutation
 from launcher.train.engine import window as window_of_engine
-from tests.infra.workers import Calls, leave_group, print_on_rank_0
+from launcher.train.world import World
+from tests.infra.workers import Calls, flat, leave_group, message_of, print_on_rank_0
 
 COMMON = (
     "precision=fp32", "run.calibrate_s=0", "train.loader_workers=0", "batch.global_size=12", "train.clip_norm=null",
@@ -125,10 +125,6 @@ def run(
         if len(results) == windows:
             break
     return results
-
-
-def flat(tensors: Any) -> Tensor:
-    return torch.cat([(t.full_tensor() if hasattr(t, "full_tensor") else t).detach().flatten() for t in tensors])
 
 
 def parameters(engine: Engine) -> Tensor:
@@ -309,19 +305,11 @@ WRONG: dict[str, Forward] = {
 }
 
 
-def message(how: Callable[[], object]) -> str:
-    try:
-        how()
-    except LauncherError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def messages() -> Any:
     """By case, the message on every rank."""
 
     def of(forward: Forward, *options: str, **how: Any) -> str:
-        return message(lambda: run(engine_of("train.steps=3", *(options or (MICRO,))), forward, **how))
+        return message_of(lambda: run(engine_of("train.steps=3", *(options or (MICRO,))), forward, **how))
 
     found = {name: of(forward) for name, forward in WRONG.items()}
     whole = "batch.micro_size=6"
@@ -331,9 +319,7 @@ def messages() -> Any:
     found["items(batch) of one term"] = of(detection, items=lambda _: [3])
     found["items(batch) is a number"] = of(detection, items=lambda _: 3)
     found["items(batch) is wrong"] = of(detection, items=lambda batch: [3.0, len(batch[0])])
-    everyone: list[dict[str, str]] = [found] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
-    return {name: [of_rank[name] for of_rank in everyone] for name in found}
+    return World.here().of_all(found)
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from launcher.errors import ConfigError
 from launcher.plan.run_plan import PrecisionPlan
 from launcher.train import precision
 from launcher.train.engine.build import compile_forward
-from tests.helpers import series, torchrun
+from tests.helpers import printed_by, series, torchrun
 
 WORKER = Path(__file__).parent / "engine_worker.py"
 COMMON = ["precision=fp32", "train.epochs=2", "schedule.warmup_steps=4", "train.loader_workers=0", "run.calibrate_s=0"]
@@ -26,8 +26,7 @@ COMMON = ["precision=fp32", "train.epochs=2", "schedule.warmup_steps=4", "train.
 def run_all(ranks: int, samples: int, tmp_path: Path, runs: list[list[str]]) -> list[dict[str, Any]]:
     """Several runs, one after the other, on the same ranks."""
     words = [word for overrides in runs for word in (*COMMON, *overrides, "/")]
-    lines = torchrun(WORKER, [str(samples), *words], ranks, tmp_path).splitlines()
-    return [json.loads(line) for line in lines if line.startswith("{")]
+    return printed_by(WORKER, [str(samples), *words], ranks, tmp_path)
 
 
 def run(ranks: int, samples: int, tmp_path: Path, *overrides: str) -> dict[str, Any]:

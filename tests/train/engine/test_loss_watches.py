@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from launcher import Engine
-from tests.helpers import make_plan, series, torchrun
+from tests.helpers import make_plan, torchrun
 
-HERE = Path(__file__).parent
 CHANGES = "TaskError: The loss changes the gradients of the model's parameters: it calls backward() or zero_grad()"
 CHANGED = {
     "own backward": CHANGES,
@@ -31,7 +30,7 @@ FOREIGN = {
     "of the model": "model.plain[0], of shape [6],",
     "global": "GLOBAL_SCALE, of shape [1],",
 }
-PLACE = "in loss_collectives_worker.py, line"
+PLACE = "in loss_watches_worker.py, line"
 # by case: the collectives that the message names
 COLLECTIVES = {
     "torch.distributed.nn": f"(allgather {PLACE}",
@@ -45,13 +44,25 @@ COLLECTIVES = {
 ALLOWED = ("one micro-batch", "a count", "objects", "no collective", "batch.norm=sync", "another BatchNorm")
 
 
+Output = tuple[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(
+    scope="module", params=[("some", 19, 11), pytest.param(("all", 56, 29), marks=pytest.mark.nightly)], ids=str
+)
+def output(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Output:
+    """What two ranks print, and in it the messages of all cases of gradients, of leaves, and of collectives."""
+    part, *numbers = request.param
+    text = torchrun(Path(__file__).parent / "loss_watches_worker.py", [part], 2, tmp_path_factory.mktemp("watches"))
+    found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    assert [len(cases) for cases in found[:2]] == numbers
+    return text, found
+
+
 @pytest.mark.slow
-@series(19, 56)
-def test_changed_gradients_are_refused_by_name(part: str, cases: int, tmp_path: Path) -> None:
-    output = torchrun(HERE / "gradient_watch_worker.py", [part], 2, tmp_path)
-    assert "written by the first" not in output
-    seen = json.loads(output.splitlines()[-1])
-    assert len(seen) == cases
+def test_changed_gradients_are_refused_by_name(output: Output) -> None:
+    text, (seen, _, _) = output
+    assert "written by the first" not in text
     for case, said in seen.items():
         expected = None if case in RIGHT else CHANGED.get(case.partition(": ")[2])
         assert said.startswith(expected) if expected else not said, (case, said)
@@ -93,11 +104,9 @@ def test_a_parameter_that_the_first_micro_batch_alone_has_set_is_named(
 
 
 @pytest.mark.slow
-@series(11, 29)
-def test_what_is_trainable_and_not_in_the_model_is_named(part: str, cases: int, tmp_path: Path) -> None:
-    lines = torchrun(HERE / "foreign_leaves_worker.py", [part], 2, tmp_path).splitlines()
-    seen = json.loads(lines[-1])
-    assert len(seen) == cases
+def test_what_is_trainable_and_not_in_the_model_is_named(output: Output) -> None:
+    text, (_, leaves, _) = output
+    seen = leaves.copy()
     own_loop = seen.pop("own loop")
     for case, said in seen.items():
         expected = FOREIGN.get(case.partition(" ")[2])
@@ -106,19 +115,12 @@ def test_what_is_trainable_and_not_in_the_model_is_named(part: str, cases: int, 
         else:
             assert said.startswith(f"TaskError: The loss depends on {expected} that requires a gradient"), (case, said)
     assert own_loop == "", "its loop may train it"
-    assert sum("does not\n  share its gradient" in line for line in "\n".join(lines).split("The loss depends")) == 1
-
-
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Messages of all cases by rank, of one start of two ranks."""
-    worker = HERE / "loss_collectives_worker.py"
-    out = torchrun(worker, [], 2, tmp_path_factory.mktemp("collectives"))
-    return json.loads(next(line for line in out.splitlines() if line.startswith("{")))
+    assert sum("does not\n  share its gradient" in line for line in text.split("The loss depends")) == 1
 
 
 @pytest.mark.slow
-def test_samples_of_other_ranks_are_refused_on_all_ranks(seen: dict[str, Any]) -> None:
+def test_samples_of_other_ranks_are_refused_on_all_ranks(output: Output) -> None:
+    seen = output[1][2]
     assert set(seen) == {*COLLECTIVES, *ALLOWED}
     for case, text in COLLECTIVES.items():
         first, second = seen[case]
@@ -130,5 +132,6 @@ def test_samples_of_other_ranks_are_refused_on_all_ranks(seen: dict[str, Any]) -
 
 
 @pytest.mark.slow
-def test_whatever_is_exact_or_only_logged_is_allowed(seen: dict[str, Any]) -> None:
+def test_whatever_is_exact_or_only_logged_is_allowed(output: Output) -> None:
+    seen = output[1][2]
     assert {case: seen[case] for case in ALLOWED} == {case: ["", ""] for case in ALLOWED}

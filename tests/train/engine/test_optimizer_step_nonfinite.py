@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from launcher.errors import ConfigError
 from tests.conftest import Launch
-from tests.helpers import make_plan, torchrun
+from tests.helpers import make_plan, printed_by
 from tests.infra.checkpoints import assert_same_tensors
 from tests.infra.runs import OWN, records, summary
 
@@ -27,8 +26,7 @@ LINES = (
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    out = torchrun(WORKER, [*LINES, "end"], 2, tmp_path_factory.mktemp("nonfinite"))
-    answers = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    answers = printed_by(WORKER, [*LINES, "end"], 2, tmp_path_factory.mktemp("nonfinite"))
     return dict(zip([*LINES, "end"], answers, strict=True))
 
 

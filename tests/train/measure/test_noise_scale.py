@@ -15,7 +15,7 @@ from torch import Tensor
 from launcher.config.schema import Sync
 from launcher.train.measure.noise_scale import FEWEST_WINDOWS, SMOOTHING, LocalGradNorm, Noise, NoiseScale
 from launcher.train.measure.observer import EndedWindow
-from tests.helpers import torchrun
+from tests.helpers import printed_by
 from tests.train.measure.noise_worker import GLOBAL, SCALE, WIDTH, WINDOWS
 
 MANY = "batch.micro_size=4"
@@ -47,8 +47,7 @@ CASES: dict[int, list[tuple[str, bool | None]]] = {
 
 def run_all(ranks: int, cases: list[str], place: Path) -> list[dict[str, Any]]:
     lines = [case if "precision=" in case else f"{case} precision=fp32" for case in cases]
-    out = torchrun(Path(__file__).parent / "noise_worker.py", lines, ranks, place)
-    return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    return printed_by(Path(__file__).parent / "noise_worker.py", lines, ranks, place)
 
 
 def deviations(small: float, ranks: int, scale: float) -> tuple[float, float]:
