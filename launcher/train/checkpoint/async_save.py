@@ -56,16 +56,6 @@ class Saver:
         self._write_s: float | None = None
         self._last = False  # the checkpoint in progress is the run's last one
 
-    @property
-    def staged_bytes(self) -> int:
-        """Bytes of host memory used by copies of the tensors."""
-        return self._staging.nbytes
-
-    @property
-    def in_progress(self) -> bool:
-        """True while a checkpoint is written in the background."""
-        return self._thread is not None and self._thread.is_alive()
-
     def save(self, record: dict[str, Any], *, next_due: str | None, extra: dict[str, Any] | None = None) -> None:
         """Wait for the previous save, then start one.
 
@@ -122,7 +112,7 @@ class Saver:
     def take_metrics(self) -> Metrics:
         """Return metrics of saves completed since the last call, for the next record. Does not block."""
         metrics: Metrics = {}
-        if not self.in_progress and not self._failed.is_set():
+        if self._thread is not None and not self._thread.is_alive() and not self._failed.is_set():
             self.wait()
         if self._write_s is not None:
             metrics["time/checkpoint_write_s"] = self._write_s

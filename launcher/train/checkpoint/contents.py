@@ -234,14 +234,7 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: dict[str, Tensor] = {}  # by the tensor's path in the state
-        self._page_locked: dict[str, Tensor] = {}  # those buffers that are, kept mapped until unregistered
         self._refused = False
-        weakref.finalize(self, _unlock_all, self._page_locked)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory held."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
 
     @torch.no_grad()
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -274,17 +267,16 @@ class Staging:
         released first, so that old and new memory are not held at the same time."""
         for path in list(self._buffers):
             if path not in sources or not _same_format(self._buffers[path], sources[path]):
-                _unlock(self._page_locked, path)
                 del self._buffers[path]
         for path, source in sources.items():
             if path not in self._buffers:
                 self._buffers[path] = (
-                    self._allocate_page_locked(path, source)
+                    self._allocate_page_locked(source)
                     if _is_on_device(source)
                     else torch.empty(source.shape, dtype=source.dtype)
                 )
 
-    def _allocate_page_locked(self, path: str, source: Tensor) -> Tensor:
+    def _allocate_page_locked(self, source: Tensor) -> Tensor:
         """Return an uninitialised tensor in page-locked host memory, to which a GPU can copy asynchronously.
 
         ``torch.empty(pin_memory=True)`` rounds its size up to a power of two, which may take twice the memory; this
@@ -295,7 +287,8 @@ class Staging:
         buffer = torch.frombuffer(memory, dtype=source.dtype).reshape(source.shape)
         cudart = cast("Any", torch.cuda.cudart())
         if int(cudart.cudaHostRegister(buffer.data_ptr(), len(memory), _PORTABLE)) == 0:
-            self._page_locked[path] = buffer
+            # while it is still mapped: later its address may belong to other memory
+            weakref.finalize(buffer, cudart.cudaHostUnregister, buffer.data_ptr())
             return buffer
         with suppress(RuntimeError):  # CUDA reports the refusal at the next kernel, as if that one were out of memory
             torch.zeros(1, device=self._device)
@@ -306,17 +299,6 @@ class Staging:
 
 
 _PORTABLE = 1  # cudaHostRegisterPortable
-
-
-def _unlock(page_locked: dict[str, Tensor], path: str) -> None:
-    """Unregister the buffer of ``path`` while it is still mapped: later its address may belong to other memory."""
-    if (buffer := page_locked.pop(path, None)) is not None:
-        cast("Any", torch.cuda.cudart()).cudaHostUnregister(buffer.data_ptr())
-
-
-def _unlock_all(page_locked: dict[str, Tensor]) -> None:
-    for path in list(page_locked):
-        _unlock(page_locked, path)
 
 
 def _identity(path: str, source: Tensor) -> Hashable:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemT
 import launcher
 from launcher.errors import TaskError, UserError, WrongCheckpoint
 from launcher.rundir.files import Unreadable, open_file, read_json, write_json
-from launcher.rundir.paths import MANIFEST, STATE
+from launcher.rundir.paths import MANIFEST
 from launcher.train.world import ALONE, World
 
 # start of the key of a rank's state of the stream
@@ -65,7 +65,10 @@ def read_manifest(directory: Path) -> Files | str:
         if fields is None:
             return f"it has no {MANIFEST}: it was copied in part, or is not a checkpoint of a launcher"
         if fields.get("format", 1) > CHECKPOINT_FORMAT:
-            raise WrongCheckpoint(_too_new(directory, fields["format"]))
+            raise WrongCheckpoint(
+                f"{directory} has format {fields['format']}, and this launcher ({launcher.__version__}) reads up to "
+                f"{CHECKPOINT_FORMAT}: a newer one wrote it.\n  Resume the run with that version."
+            )
         files = {name: (int(file["bytes"]), int(file["crc32"])) for name, file in fields["files"].items()}
         if outside := [name for name in files if not _is_plain(name)]:
             return f"its {MANIFEST} names {outside[0]}, which is not in its directory"
@@ -79,18 +82,6 @@ def read_manifest(directory: Path) -> Files | str:
 def _is_plain(name: str) -> bool:
     """Return True for a file's name, False for a path to another directory."""
     return Path(name).name == name != ".."
-
-
-def _too_new(directory: Path, version: int) -> str:
-    try:
-        state: dict[str, Any] = read_json(directory / STATE) or {}
-        writer = state["origin"]["launcher_version"]
-    except (OSError, ValueError, TypeError, LookupError):
-        writer = "a newer version"
-    return (
-        f"{directory} has format {version}, and this launcher ({launcher.__version__}) reads up to "
-        f"{CHECKPOINT_FORMAT}: it was written by launcher {writer}.\n  Resume the run with that version."
-    )
 
 
 def _unreadable(directory: Path, name: str, error: OSError) -> str:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from launcher.errors import ConfigError, UserError, WrongCheckpoint, did_you_mean
 from launcher.plan.initial_weights import KEY, InitialWeights
 from launcher.plan.run_plan import RunPlan
+from launcher.quantities import first_lines
 from launcher.rundir.paths import MANIFEST
 from launcher.train.checkpoint.file_format import damages
 from launcher.train.checkpoint.weights import READ_ERRORS, StoredTensor, Weights, open_weights
@@ -164,21 +165,17 @@ def require_fit(model: nn.Module, source: InitialWeights, weights: Weights | Non
         ConfigError: they are not; the message has the nearest names.
     """
     weights = weights or open_weights(Path(source.path))
-    problems = _misfits(model_state(model), weights)
+    state = model_state(model)
+    problems = misfits(state, weights.tensors, weights.others)
+    problem = "is in the model's state_dict, and is neither a parameter nor a buffer: its value would not be replaced"
+    problems += first_lines([f"{name} {problem}" for name in state.others], _MAX_SHOWN)
+    pairs = _pairs(state, weights.tensors)
+    problems += first_lines([line for pair in pairs if (line := _unconvertible(*pair)) is not None], _MAX_SHOWN)
     if problems:
         raise ConfigError(
             KEY, source.path, "its weights do not fit the model:\n  " + "\n  ".join(problems),
             "Use weights of the same model, or let model() return the model that they are of.",
         )  # fmt: skip
-
-
-def _misfits(state: ModelState, weights: Weights) -> list[str]:
-    """Return a line for each of the first differences of each kind."""
-    lines = misfits(state, weights.tensors, weights.others)
-    problem = "is in the model's state_dict, and is neither a parameter nor a buffer: its value would not be replaced"
-    lines += _shortened([f"{name} {problem}" for name in state.others])
-    pairs = _pairs(state, weights.tensors)
-    return lines + _shortened([line for pair in pairs if (line := _unconvertible(*pair)) is not None])
 
 
 def misfits(state: ModelState, tensors: Mapping[str, StoredTensor], others: Iterable[str] = ()) -> list[str]:
@@ -199,7 +196,7 @@ def misfits(state: ModelState, tensors: Mapping[str, StoredTensor], others: Iter
         for name, tensor, there in _pairs(state, tensors)
         if tuple(tensor.shape) != there.shape
     ]
-    return lines + _shortened(shapes)
+    return lines + first_lines(shapes, _MAX_SHOWN)
 
 
 def _pairs(state: ModelState, tensors: Mapping[str, StoredTensor]) -> list[tuple[str, Tensor, StoredTensor]]:
@@ -208,16 +205,11 @@ def _pairs(state: ModelState, tensors: Mapping[str, StoredTensor]) -> list[tuple
 
 
 def _with_nearest(names: Sequence[str], candidates: Sequence[str], problem: str) -> list[str]:
-    lines: list[str] = []
-    for name in names[:_MAX_SHOWN]:
-        near = did_you_mean(name, candidates).removeprefix("did you mean ").removesuffix("? ")
-        lines.append(f"{name} {problem}{f'; the nearest name is {near}' if near else ''}")
-    return _shortened(lines, len(names))
-
-
-def _shortened(lines: Sequence[str], total: int | None = None) -> list[str]:
-    more = (len(lines) if total is None else total) - _MAX_SHOWN
-    return [*lines[:_MAX_SHOWN], *([f"and {more} more"] if more > 0 else [])]
+    lines = [f"{name} {problem}" for name in names]
+    for number, name in enumerate(names[:_MAX_SHOWN]):
+        if near := did_you_mean(name, candidates).removeprefix("did you mean ").removesuffix("? "):
+            lines[number] += f"; the nearest name is {near}"
+    return first_lines(lines, _MAX_SHOWN)
 
 
 def _unconvertible(name: str, tensor: Tensor, stored: StoredTensor) -> str | None:

@@ -47,10 +47,6 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
 
 class CheckpointWeights:
     """Tensors of a checkpoint, of any strategy and number of ranks.

@@ -104,7 +104,9 @@ class Watched(Staging):
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
         copied = super().copy(state)
         places = sorted(buffer.data_ptr() for path, buffer in self._buffers.items() if "optimizer" in path)
-        told = json.dumps({"rank": RANK, "bytes": self.nbytes, "places": places})
+        told = json.dumps(
+            {"rank": RANK, "bytes": sum(buffer.nbytes for buffer in self._buffers.values()), "places": places}
+        )
         say(f"copied {told}")
         return copied
 

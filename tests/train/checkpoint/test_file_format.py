@@ -83,8 +83,7 @@ def test_no_file_of_another_directory_is_read(tmp_path: Path) -> None:
 
 def test_a_newer_format_is_refused_with_both_versions(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(json.dumps({"format": 99, "files": {}}))
-    (tmp_path / "state.json").write_text(json.dumps({"origin": {"launcher_version": "77.0"}}))
-    words = rf"has format 99, and this launcher \({re.escape(launcher.__version__)}\) .* by launcher 77\.0\.\n"
+    words = rf"has format 99, and this launcher \({re.escape(launcher.__version__)}\) reads up to"
     with pytest.raises(WrongCheckpoint, match=words):
         file_format.read_manifest(tmp_path)
 
