@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from launcher.process import AGENT_PID, RUN_ID
-from tests.helpers import launch_command, patience
+from tests.helpers import launch_command, patience, torchrun
 from tests.infra import warm
 
 PROJECT = Path(__file__).parent.parent / "user_project"
@@ -44,6 +44,12 @@ def files_with_canary(folder: Path) -> list[Path]:
     files = [file for file in folder.rglob("*") if file.is_file()]
     assert files
     return [file for file in files if CANARY.encode() in file.read_bytes()]
+
+
+def run_jobs(worker: Path, jobs: Sequence[Mapping[str, Any]], ranks: int, place: Path) -> str:
+    """Run jobs in turn by a worker that reads them from a file in ``place``, and return what it prints."""
+    (place / "jobs").write_text("".join(f"{json.dumps(job)}\n" for job in jobs))
+    return torchrun(worker, [str(place / "jobs")], ranks, place, timeout=400)
 
 
 def records(run: Path) -> list[dict[str, Any]]:

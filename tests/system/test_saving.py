@@ -16,9 +16,9 @@ import torch
 
 from launcher.rundir.paths import RunPaths
 from tests.conftest import Launch
-from tests.helpers import patience, torchrun
+from tests.helpers import patience
 from tests.infra.checkpoints import assert_same_tensors, tensors
-from tests.infra.runs import OWN, records, start, wait_for
+from tests.infra.runs import OWN, records, run_jobs, start, wait_for
 from tests.train.checkpoint.test_load import COMMON, DDP, PLAIN, POWERSGD, assert_same
 
 WORKER = Path(__file__).parent.parent / "train" / "checkpoint" / "saving_worker.py"
@@ -30,8 +30,7 @@ GOES_ON = ["checkpoint.on_error=continue"]
 
 
 def run(jobs: list[dict[str, Any]], place: Path) -> str:
-    (place / "jobs").write_text("".join(f"{json.dumps(job)}\n" for job in jobs))
-    return torchrun(WORKER, [str(place / "jobs")], 2, place, timeout=200)
+    return run_jobs(WORKER, jobs, 2, place)
 
 
 def said_of(job: dict[str, Any], output: str) -> list[str]:

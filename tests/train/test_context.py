@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import launcher
+from launcher import Engine, make_plan
 from launcher.errors import EngineMisuse
 from launcher.train.context import ContextSource
 from tests.conftest import Launch
-from tests.helpers import torchrun
 from tests.infra.runs import OWN, records
 
 CPU = torch.device("cpu")
@@ -143,7 +143,20 @@ def test_in_a_job(launch: Launch, project: Path) -> None:
     assert "train.loader_workers=0" in refused.stdout + refused.stderr
 
 
-@pytest.mark.slow
-def test_in_a_loop_of_the_users_own(tmp_path: Path) -> None:
-    out = torchrun(Path(__file__).parent / "context_worker.py", [], 2, tmp_path)
-    assert json.loads(out.splitlines()[-1]) == {"steps": [1, 1, 2, 2, 3, 3], "between": [1, 2, 3], "task/last": 6.0}
+@pytest.mark.usefixtures("alone")
+def test_in_a_loop_of_the_users_own() -> None:
+    plan = make_plan(
+        ["batch.global_size=4", "batch.micro_size=2", "train.steps=3", "train.loader_workers=0"], samples=4
+    )
+    model = torch.nn.Linear(1, 1)
+    engine = Engine(model, torch.optim.SGD(model.parameters(), 0.1), plan)
+    steps, between = list[int](), list[int]()
+    for window in engine.windows(list(torch.ones(4, 1))):
+        for batch in window:
+            steps.append(launcher.current().step)
+            launcher.current().log("last", len(steps))
+            engine.backward(engine.model(batch).square().sum(), len(batch))
+        engine.step()
+        between.append(launcher.current().step)
+    assert (steps, between) == ([1, 1, 2, 2, 3, 3], [1, 2, 3])
+    assert engine.context.take_scalars() == {"task/last": 6.0}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,13 +19,13 @@ from launcher.task import eval_sets, train_data
 from launcher.train.evaluation import eval_batches
 from launcher.train.inspection.task_probe import near_misses, probe
 from launcher.train.world import World
-from tests.helpers import inspection_of, make_plan, torchrun
+from tests.helpers import inspection_of, make_plan
 from tests.infra.checkpoints import tensors
-from tests.infra.runs import records, summary
+from tests.infra.runs import records, run_jobs, summary
 from tests.train import evaluation_tasks
 from tests.train.evaluation_tasks import Scorer, Sequences, padded
 
-WORKER = Path(__file__).parent / "checkpoint" / "resume_worker.py"
+run = partial(run_jobs, Path(__file__).parent / "checkpoint" / "resume_worker.py")
 TASKS = "tests.train.evaluation_tasks"
 CPU = torch.device("cpu")
 JOB = ("batch.global_size=8", "batch.micro_size=2", "train.steps=3", "run.calibrate_s=0", "train.eval_every=2")
@@ -51,11 +51,6 @@ def job(place: Path, name: str, task: dict[str, Any], overrides: Sequence[str], 
     ]
     task = {"samples": 48, **task}
     return {"run": str(place / name), "target": f"{TASKS}.Detector", "overrides": overrides, "task": task, **more}
-
-
-def run(jobs: Sequence[dict[str, Any]], ranks: int, place: Path) -> str:
-    (place / "jobs").write_text("".join(f"{json.dumps(each)}\n" for each in jobs))
-    return torchrun(WORKER, [str(place / "jobs")], ranks, place, timeout=120)
 
 
 def by_hand(model: torch.nn.Module, data: Sequences, indices: Sequence[int] | None = None) -> float:

@@ -16,10 +16,24 @@ from torch import Tensor, nn
 
 from launcher import Engine, make_plan
 from launcher.errors import ConfigError, EngineMisuse, WrongCheckpoint
+from launcher.plan.run_plan import RunPlan
 from launcher.process import AGENT_PID
 from tests.helpers import series, torchrun
 
 DATA = list(torch.sin(torch.arange(36.0)).reshape(9, 4))
+AT_ONCE = "checkpoint.async_save=false"
+
+
+def plan_of(place: Path, *words: str) -> RunPlan:
+    common = [f"run.dir={place}", "run.name=a", "batch.global_size=4", "train.steps=8", "cluster.device=cpu",
+              "precision=fp32", "train.loader_workers=0"]  # fmt: skip
+    return make_plan([*common, *words], samples=len(DATA))
+
+
+def close(engine: Engine) -> None:
+    """End a run before its last step."""
+    if engine._loop is not None:  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        engine._loop.close()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
 
 class FreezesOnSecondEvaluation:
@@ -40,11 +54,7 @@ class FreezesOnSecondEvaluation:
 
 def train(place: Path, callback: object, every: int, *, steps: int = 8, by_hand: int = 0) -> Tensor:
     """Train until the plan's end, or until ``steps``; return the parameters."""
-    plan = make_plan(
-        [f"run.dir={place}", "run.name=a", "batch.global_size=4", "train.steps=8", "cluster.device=cpu",
-         "precision=fp32", "train.loader_workers=0", "train.eval_every=2", f"checkpoint.every={every}",
-         "checkpoint.async_save=false"], samples=len(DATA),
-    )  # fmt: skip
+    plan = plan_of(place, "train.eval_every=2", f"checkpoint.every={every}", AT_ONCE)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
 
@@ -61,8 +71,7 @@ def train(place: Path, callback: object, every: int, *, steps: int = 8, by_hand:
         if result.step == by_hand:
             engine.save()
         if result.step == steps < 8:
-            assert engine._loop is not None  # pyright: ignore[reportPrivateUsage]
-            engine._loop.close()  # pyright: ignore[reportPrivateUsage]
+            close(engine)
             break
     if engine.over:
         engine.save()  # without effect: the last step is saved
@@ -106,12 +115,7 @@ def test_a_save_by_hand_after_a_skipped_window(tmp_path: Path) -> None:
     """The steps before it are saved, and the run resumes after the skipped window."""
 
     def engine() -> Engine:
-        plan = make_plan(
-            [f"run.dir={tmp_path}", "run.name=a", "batch.global_size=4", "train.steps=8", "cluster.device=cpu",
-             "precision=fp32", "train.loader_workers=0", "checkpoint.every=100", "train.on_nonfinite=skip"],
-            samples=len(DATA),
-        )  # fmt: skip
-        model = nn.Linear(4, 1)
+        plan, model = plan_of(tmp_path, "checkpoint.every=100", "train.on_nonfinite=skip"), nn.Linear(4, 1)
         return Engine(model, torch.optim.SGD(model.parameters(), 0.1), plan)
 
     first = engine()
@@ -123,24 +127,19 @@ def test_a_save_by_hand_after_a_skipped_window(tmp_path: Path) -> None:
         if number == 3:
             first.save()
             first.save()
-            assert first._loop is not None  # pyright: ignore[reportPrivateUsage]
-            first._loop.close()  # pyright: ignore[reportPrivateUsage]
+            close(first)
             break
     second = engine()
     assert second.resume() == {}
     assert (second.steps, second.position.index, second.nonfinite_windows) == (2, 3, 1)
-    second._loop.close()  # pyright: ignore[reportPrivateUsage, reportOptionalMemberAccess]
+    close(second)
 
 
 @pytest.mark.usefixtures("alone")
 def test_stop_signals_are_received_in_each_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one that runs again in smaller micro-batches, and in a later call of engine.windows()."""
     monkeypatch.delenv(AGENT_PID, raising=False)
-    plan = make_plan(
-        [f"run.dir={tmp_path}", "run.name=a", "batch.global_size=4", "batch.micro_size=4", "batch.on_oom=shrink",
-         "train.steps=8", "cluster.device=cpu", "precision=fp32", "train.loader_workers=0", "checkpoint.every=100"],
-        samples=len(DATA),
-    )  # fmt: skip
+    plan = plan_of(tmp_path, "batch.micro_size=4", "batch.on_oom=shrink", "checkpoint.every=100")
     model, earlier = nn.Linear(4, 1), signal.getsignal(signal.SIGTERM)
     engine = Engine(model, torch.optim.SGD(model.parameters(), 0.1), plan)
     engine.resume()
@@ -162,11 +161,7 @@ def test_stop_signals_are_received_in_each_window(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.usefixtures("alone")
 def test_half_a_window_is_neither_saved_nor_applied(tmp_path: Path) -> None:
-    plan = make_plan(
-        [f"run.dir={tmp_path}", "run.name=a", "batch.global_size=4", "batch.micro_size=1", "train.steps=8",
-         "cluster.device=cpu", "precision=fp32", "train.loader_workers=0", "checkpoint.async_save=false"],
-        samples=len(DATA),
-    )  # fmt: skip
+    plan = plan_of(tmp_path, "batch.micro_size=1", AT_ONCE)
     model = nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.Linear(4, 1))
     engine = Engine(model, torch.optim.SGD(model.parameters(), 0.1), plan)
     engine.resume()
@@ -182,19 +177,14 @@ def test_half_a_window_is_neither_saved_nor_applied(tmp_path: Path) -> None:
     for call in (engine.step, engine.save, lambda: engine.finish_step(result), lambda: next(engine.windows(DATA))):
         with pytest.raises(EngineMisuse, match=r"1 of its 4 micro-batches|engine.step\(\) must be called once"):
             call()
-    assert engine._loop is not None  # pyright: ignore[reportPrivateUsage]
-    engine._loop.close()  # pyright: ignore[reportPrivateUsage]
+    close(engine)
     assert not [*(tmp_path / "a" / "checkpoints").glob("step_*")]
 
 
 @pytest.mark.usefixtures("alone")
 def test_arguments_edited_in_the_script_are_named_on_resume(tmp_path: Path, capsys: Any) -> None:
     def run(lr: float, decay: float, biases: bool, *, steps: int = 8, groups: int = 2) -> str:
-        plan = make_plan(
-            [f"run.dir={tmp_path}", "run.name=a", "batch.global_size=4", "train.steps=8", "cluster.device=cpu",
-             "precision=fp32", "train.loader_workers=0", "checkpoint.every=2", "checkpoint.async_save=false"],
-            samples=len(DATA),
-        )  # fmt: skip
+        plan = plan_of(tmp_path, "checkpoint.every=2", AT_ONCE)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
         one = [p for p in model.parameters() if (p.ndim < 2) is biases]
@@ -213,8 +203,7 @@ def test_arguments_edited_in_the_script_are_named_on_resume(tmp_path: Path, caps
         except WrongCheckpoint as error:
             return str(error)
         finally:
-            if engine._loop is not None:  # pyright: ignore[reportPrivateUsage]
-                engine._loop.close()  # pyright: ignore[reportPrivateUsage]
+            close(engine)
         return capsys.readouterr().out
 
     run(2e-3, 0.0, True, steps=2)
@@ -273,16 +262,14 @@ def test_the_mistakes_of_a_loop_that_saves(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("alone")
 def test_only_one_engine_starts_with_other_weights_and_never_silently_without(tmp_path: Path) -> None:
     save_file(nn.Linear(2, 1).state_dict(), tmp_path / "a.safetensors")
-    words = [f"run.dir={tmp_path}", "run.name=a", "batch.global_size=2", "train.steps=2", "cluster.device=cpu",
-             "train.loader_workers=0", "precision=fp32", "checkpoint.every=1", "checkpoint.async_save=false",
-             f"checkpoint.init_from={tmp_path / 'a.safetensors'}"]  # fmt: skip
+    words = ["train.steps=2", "checkpoint.every=1", AT_ONCE, f"checkpoint.init_from={tmp_path / 'a.safetensors'}"]
 
     def engine(**changes: Any) -> Engine:
-        plan = dataclasses.replace(make_plan(words, samples=4), **changes)
+        plan = dataclasses.replace(plan_of(tmp_path, *words), **changes)
         return Engine(nn.Linear(2, 1), lambda parameters: torch.optim.SGD(parameters, 0.1), plan)
 
     def train(engine: Engine) -> None:
-        for window in engine.windows(list(torch.ones(4, 2))):
+        for window in engine.windows(list(torch.ones(len(DATA), 2))):
             for batch in window:
                 engine.backward(engine.model(batch).sum(), len(batch))
             engine.finish_step(engine.step())

@@ -10,13 +10,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.helpers import torchrun
-from tests.infra.runs import records
+from tests.infra.runs import records, run_jobs
 
-WORKER = Path(__file__).parent / "elastic_worker.py"
+run = partial(run_jobs, Path(__file__).parent / "elastic_worker.py")
 STEPS = 20
 COMMON = (
     "batch.global_size=16", "precision=fp32", f"train.steps={STEPS}", "run.calibrate_s=1", "optimizer.lr=0.01",
@@ -32,12 +32,6 @@ class Chain:
     name: str
     pieces: tuple[tuple[int, tuple[str, ...]], ...]
     task: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-
-def run(jobs: Sequence[dict[str, Any]], ranks: int, place: Path) -> str:
-    file = place / "jobs"
-    file.write_text("".join(f"{json.dumps(job)}\n" for job in jobs))
-    return torchrun(WORKER, [str(file)], ranks, place, timeout=400)
 
 
 def strategies(worlds: Sequence[int], turn: int) -> Chain:
@@ -71,7 +65,8 @@ def go(chains: Sequence[Chain], place: Path, beside: Mapping[int, Callable[[], l
 
 
 def job(run: Path, *overrides: str, **known: Any) -> dict[str, Any]:
-    return {"run": str(run), "overrides": [*COMMON, *overrides], "task": {}} | known
+    target = "tests.train.checkpoint.elastic_task.Words"
+    return {"run": str(run), "overrides": [*COMMON, *overrides], "task": {}, "target": target} | known
 
 
 def seen(run: Path) -> dict[int, list[int]]:

@@ -1,15 +1,11 @@
-"""Run by torchrun in test_elastic.py: argv[1] is a file of jobs, one JSON object a line, run one after the other.
+"""Run by torchrun in test_load_elastic.py: jobs as those of resume_worker.py, whose samples are noted.
 
-Of each job: ``run`` (its directory), ``overrides``, ``task``; if they are there: ``stop``: windows after which it ends;
-``raises``: the error that it must end with; ``forced``: keys; ``reads``: a checkpoint that is loaded, and no more.
+If a job has ``reads``: that checkpoint is loaded, and no more.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launcher.errors import RunError
-from launcher.plan.batch import RampStage
-from launcher.plan.run_plan import RunPlan
 from launcher.task import Task
 from launcher.train import trainer, training_loop
 from launcher.train.checkpoint import load
-from launcher.train.engine import calibration
 from launcher.train.engine.engine import Engine
 from launcher.train.engine.window import Stage
 from launcher.train.world import World
-from tests.helpers import make_plan
-from tests.infra.workers import leave_group
 from tests.train.checkpoint.elastic_task import Words
-
-torch.set_num_threads(1)
-calibration.MAX_ROUNDS = 3
-
-
-def plan_of(job: dict[str, Any]) -> RunPlan:
-    plan = make_plan(
-        *job["overrides"], f"cluster.workers_per_node={World.here().size}", run_dir=job["run"],
-        samples=None if job["task"].get("streams") else job["task"].get("samples", 90),
-    )  # fmt: skip
-    task = dataclasses.replace(plan.task, target="tests.train.checkpoint.elastic_task.Words", params=job["task"])
-    ramp = tuple(RampStage(windows=windows, global_size=size) for windows, size in job.get("past", []))
-    batch = dataclasses.replace(plan.batch, ramp=ramp)
-    return dataclasses.replace(plan, task=task, batch=batch, forced=tuple(job.get("forced", ())))
+from tests.train.checkpoint.resume_worker import plan_of, run_all, train_job
 
 
 def note_samples(job: dict[str, Any]) -> None:
@@ -82,31 +59,10 @@ def read(job: dict[str, Any]) -> None:
         print(json.dumps({"ranks": restored.ranks, "random": everyone, **rates}), flush=True)
 
 
-def main() -> None:
-    for line in Path(sys.argv[1]).read_text().splitlines():
-        job = json.loads(line)
-        Path(job["run"]).mkdir(exist_ok=True)
-        asked = 0
-
-        def stop(job: dict[str, Any] = job) -> bool:
-            nonlocal asked
-            asked += 1
-            return asked == job.get("stop")
-
-        os.environ["LAUNCHER_INCARNATION"] = "0.0"
-        note_samples(job)
-        try:
-            read(job) if "reads" in job else trainer.train(plan_of(job), stop)
-        except RunError as error:
-            if type(error).__name__ != job.get("raises"):
-                raise
-            if World.here().rank == 0:
-                print(f"{type(error).__name__} at {job['run']}: {error}", flush=True)
-        else:
-            assert "raises" not in job, f"{job['run']} went on"
-    if dist.is_initialized():
-        leave_group()
+def run(job: dict[str, Any]) -> None:
+    note_samples(job)
+    read(job) if "reads" in job else train_job(job)
 
 
 if __name__ == "__main__":
-    main()
+    run_all(run)

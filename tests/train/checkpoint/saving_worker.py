@@ -1,9 +1,8 @@
-"""Run by torchrun in test_saving.py: argv[1] is a file of jobs, one JSON object a line, run one after the other.
+"""Run by torchrun in test_saving.py: jobs as those of resume_worker.py, with trouble.
 
-Of each job: ``run`` (its directory), ``overrides``, ``task``. If they are there, by window (from 1): ``hold``: [step,
-window]: the write of that step's checkpoint begins in that window; ``term``: rank 1 gets SIGTERM; ``fill``, ``free``:
-the disk of the checkpoints is full, and no more; ``limit``, ``unlimit``: rank 1 can write no file, and can again.
-``raises``: the error that it must end with.
+If they are there, by window (from 1): ``hold``: [step, window]: the write of that step's checkpoint begins in that
+window; ``term``: rank 1 gets SIGTERM; ``fill``, ``free``: the disk of the checkpoints is full, and no more; ``limit``,
+``unlimit``: rank 1 can write no file, and can again.
 
 A window waits for the saves before it where its job says so: ``await``: {window: how many have ended by then}.
 """
@@ -15,16 +14,13 @@ import os
 import resource
 import shutil
 import signal
-import sys
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from launcher.errors import RunError
 from launcher.process import StopRequest
 from launcher.rundir.paths import RunPaths
 from launcher.train.checkpoint import async_save, save
@@ -32,18 +28,12 @@ from launcher.train.checkpoint.contents import Staging
 from launcher.train.checkpoint.save import Snapshot
 from launcher.train.trainer import train
 from tests.helpers import patience
-from tests.train.checkpoint.resume_worker import plan_of
+from tests.train.checkpoint.resume_worker import plan_of, run_all, say
 
-torch.set_num_threads(1)
 RANK = int(os.environ["RANK"])
 LEFT_FREE = 5 * 4096  # bytes of a full disk: whole pages
 NO_LIMIT = resource.getrlimit(resource.RLIMIT_FSIZE)
 WAIT_S = patience(60)
-
-
-def say(line: str) -> None:
-    """In one write: the other rank's lines come to the same pipe."""
-    print(f"{line}\n", end="", flush=True)
 
 
 @dataclass
@@ -111,29 +101,21 @@ class Watched(Staging):
         return copied
 
 
-def main() -> None:
-    async_save.Staging = Watched
-    for line in Path(sys.argv[1]).read_text().splitlines():
-        job = json.loads(line)
-        Path(job["run"]).mkdir(exist_ok=True)
-        if RANK == 0:
-            say(f"begins {job['run']}")
-        conduct = Conduct(job)
-        save.write = conduct.write
-        try:
-            train(plan_of(job), conduct)
-        except RunError as error:
-            if type(error).__name__ != job.get("raises"):
-                raise
-            say(f"{type(error).__name__} on rank {RANK} of {job['run']}: {error}")
-        else:
-            assert "raises" not in job, f"{job['run']} went on"
-        resource.setrlimit(resource.RLIMIT_FSIZE, NO_LIMIT)
-        dist.barrier()
-        if RANK == 0 and "fill" in job:
-            (RunPaths(Path(job["run"])).checkpoints / "filler").unlink(missing_ok=True)
-    dist.destroy_process_group()
+def run(job: dict[str, Any]) -> None:
+    if RANK == 0:
+        say(f"begins {job['run']}")
+    conduct = Conduct(job)
+    save.write = conduct.write
+    train(plan_of(job), conduct)
+
+
+def restore(job: dict[str, Any]) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, NO_LIMIT)
+    dist.barrier()
+    if RANK == 0 and "fill" in job:
+        (RunPaths(Path(job["run"])).checkpoints / "filler").unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
-    main()
+    async_save.Staging = Watched
+    run_all(run, restore)

@@ -23,9 +23,8 @@ from launcher.train.engine import carried_state
 from launcher.train.engine.carried_state import MAX_READ, LeftOut
 from tests.infra.checkpoints import tensors
 from tests.train.checkpoint.stateful_optimizers import Remembers, TwoPoints
-from tests.train.checkpoint.test_load_changed import Notes
+from tests.train.checkpoint.test_load_changed import DATA, Notes, engine_of
 
-DATA = list(torch.sin(torch.arange(48.0)).reshape(12, 4))
 STEPS = 6
 
 
@@ -118,19 +117,11 @@ def test_a_schedule_made_of_others_continues(tmp_path: Path, schedule: Schedule)
         assert train(tmp_path / "saved", adam, schedule=schedule, resume=step).equal(undisturbed)
 
 
-def engine_of(place: Path, model: nn.Module, optimizer: Optimizer | None = None) -> Engine:
-    plan = make_plan(
-        [f"run.dir={place}", "run.name=a", "batch.global_size=4", f"train.steps={STEPS}", "cluster.device=cpu",
-         "precision=fp32", "train.loader_workers=0"], samples=len(DATA),
-    )  # fmt: skip
-    return Engine(model, optimizer or AdamW(model.parameters(), 0.05), plan)
-
-
 @pytest.mark.usefixtures("alone")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_an_evaluation_and_a_checkpoint_have_the_values_for_evaluation(tmp_path: Path) -> None:
     model = nn.Linear(4, 1, bias=False)
-    engine = engine_of(tmp_path, model, TwoPoints(model.parameters()))
+    engine = engine_of(tmp_path, model, optimizer=TwoPoints(model.parameters()))
 
     def loss(model: Any, batch: Tensor) -> tuple[Tensor, int]:
         return (model(batch) - 1).square().sum(), len(batch)
@@ -158,7 +149,7 @@ class KeepsAnObject(Adam):
 @pytest.mark.usefixtures("alone")
 def test_state_that_no_checkpoint_gives_back_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(4, 1)
-    engine = engine_of(tmp_path, model, KeepsAnObject(model.parameters()))
+    engine = engine_of(tmp_path, model, optimizer=KeepsAnObject(model.parameters()))
     for window in engine.windows(DATA):
         for batch in window:
             engine.backward(engine.model(batch).square().sum(), len(batch))

@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,10 @@ from launcher.errors import WrongCheckpoint
 from launcher.rundir import history
 from launcher.rundir.paths import RunPaths
 from launcher.train.checkpoint.file_format import Reader, read_values
-from tests.helpers import torchrun
 from tests.infra.checkpoints import assert_same_tensors, tensors
-from tests.infra.runs import records, timeless
+from tests.infra.runs import records, run_jobs, timeless
 
-WORKER = Path(__file__).parent / "resume_worker.py"
+run = partial(run_jobs, Path(__file__).parent / "resume_worker.py")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 COMMON = ("batch.global_size=16", "precision=fp32", "train.steps=10", "checkpoint.every=3", "run.calibrate_s=1")
@@ -59,11 +59,6 @@ CASES: dict[int, dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[int, ...
         "fp16": ((*FP16, "batch.micro_size=2"), {}, (9,)),
     },
 }  # fmt: skip
-
-
-def run(jobs: list[dict[str, Any]], ranks: int, place: Path) -> str:
-    (place / "jobs").write_text("".join(f"{json.dumps(job)}\n" for job in jobs))
-    return torchrun(WORKER, [str(place / "jobs")], ranks, place, timeout=120)
 
 
 def assert_same(run: Path, undisturbed: Path, resumed: int) -> None:

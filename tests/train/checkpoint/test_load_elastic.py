@@ -146,12 +146,14 @@ def test_what_is_not_of_this_run_is_refused(tmp_path: Path) -> None:
     assert rescaled["eps"] == pytest.approx(1e-8 / math.sqrt(1.5))
     assert (kept["betas"], kept["eps"]) == ([0.9, 0.95], 1e-8)
     for name, (_, _, _, words) in WRONG.items():
-        (told,) = [part for part in said.split("WrongCheckpoint at ") if part.startswith(f"{tmp_path / name}:")]
+        (told,) = [
+            part for part in said.split("WrongCheckpoint on rank 0 of ") if part.startswith(f"{tmp_path / name}:")
+        ]
         assert all(word in told for word in words), told
         assert sorted(path.name for path in (tmp_path / name / "checkpoints").iterdir()) == ["latest", "step_000005"]
         assert len(records(tmp_path / name)) == 5, "nothing was written"
     assert "has format 7, and this launcher" in said
-    assert f"WrongCheckpoint at {bigger}" in said
+    assert f"WrongCheckpoint on rank 0 of {bigger}" in said
     assert "batch.global_size=24 (was 16): it defines what a step" in said
     windows = seen(bigger)
     assert [len(windows[index]) for index in range(12)] == [16] * 5 + [10, 24, 24, 24, 18, 24, 24]

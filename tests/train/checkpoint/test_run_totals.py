@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.paths import RunPaths
 from launcher.train.checkpoint.run_totals import BestEvaluation
 from launcher.train.checkpoint.save import Retention, delete_old
-from tests.helpers import make_plan, torchrun
+from tests.helpers import make_plan
 from tests.infra.checkpoints import assert_same_tensors
-from tests.infra.runs import records, summary, timeless
+from tests.infra.runs import records, run_jobs, summary, timeless
 
-WORKER = Path(__file__).parent / "resume_worker.py"
+run = partial(run_jobs, Path(__file__).parent / "resume_worker.py")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 NAN = None  # as JSON has it
 #           1  2  3    4    5  6    7    8    9    10
@@ -33,11 +34,6 @@ def job(place: Path, name: str, overrides: Sequence[str], script: dict[int, floa
     target = "tests.train.evaluation_tasks.Scripted"
     task = {"samples": 48, "script": {str(step): value for step, value in script.items()}}
     return {"run": str(place / name), "target": target, "overrides": [*JOB, *overrides], "task": task, **more}
-
-
-def run(jobs: Sequence[Any], ranks: int, place: Path) -> str:
-    (place / "jobs").write_text("".join(f"{json.dumps(each)}\n" for each in jobs))
-    return torchrun(WORKER, [str(place / "jobs")], ranks, place, timeout=120)
 
 
 def saved(run: Path) -> list[int]:
@@ -215,7 +211,12 @@ def test_another_metric_starts_afresh() -> None:
 )
 def test_what_is_deleted(retention: Retention, left: list[int], tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
+    fence = Fence(paths, Incarnation(0, 1))
     for step in range(1, 6):
         paths.checkpoint(step).mkdir(parents=True)
-    delete_old(paths, Fence(paths, Incarnation(0, 1)), retention)
+    delete_old(paths, fence, retention)
     assert saved(tmp_path) == left
+    for step in (999_999, 1_000_000):
+        paths.checkpoint(step).mkdir()
+    delete_old(paths, fence, Retention(keep=1))
+    assert saved(tmp_path) == [1_000_000], "the newest is that of the highest step"
