@@ -1,7 +1,8 @@
-"""Output and end of a test's workers: programs that torchrun or a warm pool starts, one process for each rank."""
+"""Loop, output and end of a test's workers: programs that torchrun or a warm pool starts, one process for each rank."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from launcher import Engine
 from launcher.errors import LauncherError
 
 # kind, sync policy and options of the sharded and replicated jobs of four ranks
@@ -41,6 +43,37 @@ class Calls:
         """Return 1, 2, 3 ..."""
         os.environ[self._name] = str(int(os.environ[self._name]) + 1)
         return int(os.environ[self._name])
+
+
+def run_shrinking(
+    engine: Engine,
+    windows: Iterable[Any],
+    loss: Callable[[Any], Any],
+    fails_at: int | None = None,
+    *,
+    after_backward: bool = False,
+) -> list[int]:
+    """Train, and return the number of micro-batches of each window.
+
+    Args:
+        loss: the forward pass of a micro-batch; it may raise OutOfMemoryError itself.
+        fails_at: the pass in which memory does not suffice; its window runs again.
+    """
+    passes, micro_batches = itertools.count(), list[int]()
+    for window in windows:
+        try:
+            for batch in window:
+                found, fails = loss(batch), next(passes) == fails_at
+                if after_backward or not fails:
+                    engine.backward(found)
+                if fails:
+                    raise torch.OutOfMemoryError("injected")
+        except torch.OutOfMemoryError as error:
+            if not engine.shrinks(error):
+                raise
+            continue
+        micro_batches.append(engine.step().micro_batches)
+    return micro_batches
 
 
 def flat(tensors: Iterable[Any]) -> Tensor:

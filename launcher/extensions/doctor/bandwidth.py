@@ -274,7 +274,8 @@ def _collective(kind: Collective, group: dist.ProcessGroup, device: torch.device
     size, rank = group.size(), group.rank()
     meter = Meter(StrategyKind.fsdp, Layout.replicated(0, size), device)
     exchanges = device.type == "cpu"
-    gather, scatter = Gather(meter, exchanges=exchanges), Scatter(meter, LocalGradNorm(), exchanges=exchanges)
+    stalled: Callable[[int | None], None] | None = (lambda _: None) if exchanges else None
+    gather, scatter = Gather(meter, stalled), Scatter(meter, LocalGradNorm(), stalled)
 
     def collect(payload: Tensor) -> None:
         meter.open_window()  # otherwise it keeps all timers

@@ -20,7 +20,7 @@ import math
 import pickle
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CellType, ModuleType
 from typing import Any
@@ -75,10 +75,6 @@ class StatePlace:
     holder: Any
     attribute: str
     saved: bool = False
-
-    @property
-    def is_buffer(self) -> bool:
-        return isinstance(self.holder, nn.Module) and self.attribute in self.holder._buffers
 
     def get(self) -> Any:
         return getattr(self.holder, self.attribute, None)
@@ -150,26 +146,18 @@ class CarriedState:
         kept = self._parts.preserve()
         places = self._places()
         changed = self._changed(places)
-        drawn = [
+        drawn = self._on_any_rank(
             name
             for name, place in places.items()
             if not (place.saved or name in changed) and self._generators(place.get()) != self._drawn_from.get(name, [])
-        ]
-        iterators = [
+        )[:MAX_TRIED]
+        iterators = self._on_any_rank(
             name
             for name, place in places.items()
             if is_iterator(place.get()) and (place.attribute in kept.names_read or isinstance(place.holder, CellType))
-        ]
-        beside = self._lost_beside()
-        # all ranks must run the same passes, though one may have objects of its own, such as a logger
-        changed_on, drawn_on, grad_read_on, iterators_on, beside_on = zip(
-            *world.of_all((changed, drawn, "grad" in kept.names_read, iterators, beside)), strict=True
         )
-        iterators = [*dict.fromkeys(itertools.chain.from_iterable(iterators_on))]
-        beside = [*dict.fromkeys(itertools.chain.from_iterable(beside_on))]
-        names = [*dict.fromkeys(itertools.chain.from_iterable(changed_on))][:MAX_TRIED]
-        names += [GRADIENTS] * any(grad_read_on)
-        drawn = [*dict.fromkeys(itertools.chain.from_iterable(drawn_on))][:MAX_TRIED]
+        beside = self._on_any_rank(self._lost_beside())
+        names = self._on_any_rank(changed)[:MAX_TRIED] + self._on_any_rank([GRADIENTS] * ("grad" in kept.names_read))
         if not (names or drawn or iterators or beside):
             return
         advanced = list[str]()
@@ -195,10 +183,14 @@ class CarriedState:
                 continue
             if reads is None or any(each.read for each in ranks) or reads.covers(name, places[name].holder):
                 lost.append(name)
-        lost += beside
-        lost += dict.fromkeys(name for own in world.of_all(advanced) for name in own)
+        lost += beside + self._on_any_rank(advanced)
         if world.rank == 0:
             _print(divided, evaluated, lost, micro_batches, world.size)
+
+    def _on_any_rank(self, names: Iterable[str]) -> list[str]:
+        """Return the names of all ranks. All ranks call it, and must run the same passes, though one may have objects
+        of its own, such as a logger."""
+        return [*dict.fromkeys(itertools.chain.from_iterable(self._parts.world.of_all([*names])))]
 
     def _variables_of(self, roots: Sequence[object]) -> dict[str, StatePlace]:
         variables = SavedAttributes(self._model, *roots).variables
@@ -224,12 +216,10 @@ class CarriedState:
 
     def _lost_beside(self) -> list[str]:
         """Return the names of attributes that have changed, that code reads, and that checkpoints do not have."""
-        places = self._beside()
-        changed = self._changed(places)
-        idle = self._callbacks.all.keys() - self._callbacks.changes.keys()
+        places, idle = self._beside(), self._callbacks.all.keys() - self._callbacks.changes.keys()
         changed = [
             name
-            for name in changed
+            for name in self._changed(places)
             if name.partition(".")[0] not in idle and not self._is_cache(name, places[name].get())
         ]
         reads = names_read(self._code) if changed else None
@@ -300,7 +290,7 @@ class CarriedState:
             carried = value_repeats and after is not None and not _alike(self._digest(place and place.get()), value)
             undo()
             evaluated = False
-            if place is not None and place.is_buffer:  # alike on all ranks
+            if place is not None and place.attribute in getattr(place.holder, "_buffers", ()):  # alike on all ranks
                 one = self._evaluated(losses)
                 undo()
                 place.set(after)
@@ -601,24 +591,19 @@ def _print(
     divided: Sequence[str], evaluated: Sequence[str], lost: Sequence[str], micro_batches: int, ranks: int
 ) -> None:
     division = f"{count(micro_batches, 'micro-batch', 'micro-batches')} on {count(ranks, 'rank')}"
-    if evaluated:
-        print(
-            f"Evaluations read state that forward passes write: {first_names(evaluated)}.\n  A step has {division}: "
-            "each of them writes it, and rank 0's is kept. Training does not depend on it. For the\n  same evaluation "
-            "whatever the division, write it once for each step, alike on all ranks, in a callback's on_step.",
-            flush=True,
-        )
-    if divided:
-        print(
-            f"The loss reads state that forward passes write: {first_names(divided)}.\n  A step has {division}, and "
-            "the result depends on that: `launch verify` measures by how much. Write\n  such state once for each step, "
-            "alike on all ranks, in a callback's on_step; or use batch.accumulation=1.",
-            flush=True,
-        )
-    if lost:
-        print(
-            f"State that checkpoints do not have: {first_names(lost)}.\n  It changes in training, and has its initial "
-            "value after a resume. Let state_dict() and load_state_dict(state)\n  of the task, the callback or the "
-            "optimizer keep it, or make it a buffer of the model.",
-            flush=True,
-        )
+    for names, text in (
+        (evaluated, "Evaluations read state that forward passes write: {names}.\n"
+                    "  A step has {division}: each of them writes it, and rank 0's is kept. Training does not depend "
+                    "on it. For the\n  same evaluation whatever the division, write it once for each step, alike on "
+                    "all ranks, in a callback's on_step."),
+        (divided, "The loss reads state that forward passes write: {names}.\n"
+                  "  A step has {division}, and the result depends on that: `launch verify` measures by how much. "
+                  "Write\n  such state once for each step, alike on all ranks, in a callback's on_step; or use "
+                  "batch.accumulation=1."),
+        (lost, "State that checkpoints do not have: {names}.\n"
+               "  It changes in training, and has its initial value after a resume. Let state_dict() and "
+               "load_state_dict(state)\n  of the task, the callback or the optimizer keep it, or make it a buffer of "
+               "the model."),
+    ):  # fmt: skip
+        if names:
+            print(text.format(names=first_names(names), division=division), flush=True)

@@ -163,8 +163,10 @@ class ReplicaCheck:
         else:
             model = self._engine.model
             names = [name for name, _ in model.named_parameters() if name in difference]
+            callbacks = self._engine.callbacks.names
+            places = f"the callbacks ({first_names(callbacks)}), the loss" if callbacks else "the loss"
             cause = (
-                f"The optimizer does not do that: look for code in {self._places()} that changes them.\n"
+                f"The optimizer does not do that: look for code in {places} or your loop that changes them.\n"
                 f"  What a forward pass or a loss writes to a parameter{limited_norms(model, names)} depends on its "
                 "rank's samples: write it in a\n  callback's on_step instead, the whole parameter, alike on all ranks."
             )
@@ -175,11 +177,6 @@ class ReplicaCheck:
             "with random\n  numbers from a generator that has the same seed on all of them. Nothing of this step was "
             "saved."
         )
-
-    def _places(self) -> str:
-        if self._engine.callbacks.names:
-            return f"the callbacks ({first_names(self._engine.callbacks.names)}), the loss or your loop"
-        return "the loss or your loop"
 
 
 def _number(value: object) -> Any:

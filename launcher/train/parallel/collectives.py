@@ -52,15 +52,13 @@ class ExchangeWork(dist.Work):
 class Exchanger:
     """Runner of exchanges of one kind; ``tag`` distinguishes its messages from those of the other kind.
 
-    Attributes:
+    Args:
         stalled: called every second with a number of an exchange that has taken longer than ``STALL_S``, and with None
             when it has ended.
     """
 
-    stalled: Callable[[int | None], None] = staticmethod(lambda _: None)
-
-    def __init__(self, tag: int, meter: Meter) -> None:
-        self._tag, self.meter = tag, meter
+    def __init__(self, tag: int, meter: Meter, stalled: Callable[[int | None], None]) -> None:
+        self._tag, self.meter, self.stalled = tag, meter, stalled
         # gloo cannot report that a send or receive is complete, only block until it is
         self._waiter = ThreadPoolExecutor(1, "exchange")
 
@@ -84,27 +82,17 @@ class Exchanger:
         return ExchangeWork(self._waiter.submit(finish), self)
 
 
-class _Exchanged:
-    """Base of all-gather and reduce-scatter. ``_exchanger``: None where the process group's own collective runs."""
-
-    _exchanger: Exchanger | None
-
-    def watch_stalls(self, stalled: Callable[[int | None], None]) -> None:
-        """See ``Exchanger``."""
-        if self._exchanger is not None:
-            self._exchanger.stalled = stalled
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class Gather(_Exchanged):
+class Gather:
     """All-gather of one unit's parameters. On CPUs it is asynchronous, too: torch waits for it when the parameters are
-    needed."""
+    needed.
 
-    def __init__(self, meter: Meter, *, exchanges: bool) -> None:
+    Args:
+        stalled: see ``Exchanger``; None: the process group's own collective runs.
+    """
+
+    def __init__(self, meter: Meter, stalled: Callable[[int | None], None] | None) -> None:
         self._meter = meter
-        self._exchanger = Exchanger(1, meter) if exchanges else None
+        self._exchanger = Exchanger(1, meter, stalled) if stalled else None
 
     def __call__(
         self,
@@ -128,13 +116,17 @@ class Gather(_Exchanged):
         return work
 
 
-class Scatter(_Exchanged):
+class Scatter:
     """Reduce-scatter of one unit's gradients. On CPUs one is in progress at a time: this keeps the network busy, and
-    the memory for received parts small and constant."""
+    the memory for received parts small and constant.
 
-    def __init__(self, meter: Meter, own: LocalGradNorm, *, exchanges: bool) -> None:
+    Args:
+        stalled: see ``Gather``.
+    """
+
+    def __init__(self, meter: Meter, own: LocalGradNorm, stalled: Callable[[int | None], None] | None) -> None:
         self._meter, self._own_gradient = meter, own
-        self._exchanger = Exchanger(2, meter) if exchanges else None
+        self._exchanger = Exchanger(2, meter, stalled) if stalled else None
         self._pending: tuple[ExchangeWork, Callable[[], object]] | None = None
         self._between_replicas: Timer | None = None
         self.defers = False  # the sum may be computed later, by `finish`
@@ -200,7 +192,7 @@ class UnitCollective:
         self._collective, self._unit = collective, unit
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self._collective.allocate(size, dtype=dtype, device=device)
+        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
         return self._collective(*args, **kwargs, unit=self._unit)

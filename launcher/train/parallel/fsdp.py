@@ -93,21 +93,21 @@ class Fsdp(Parallel):
         self._parameters = trained(model)  # the shards
         replaced.hand_over(model)
         if strategy.cpu_offload:
-            _move_buffers(model, device)  # only parameters are kept in host memory
+            for module in model.modules():  # only parameters are kept in host memory
+                for name, buffer in module.named_buffers(recurse=False):
+                    setattr(module, name, buffer.to(device))
         refuse_direct_use(model, strategy.kind)
         self._modules = [module for module in (model, *units) if isinstance(module, FSDPModule)]
         # an inspection may trace a plan for GPUs on a machine without any
         on_cpu = device.type == "cpu" and plan.cluster.device is Device.cpu
-        self._gather = Gather(self.meter, exchanges=on_cpu)
+        self._order = UnitOrder(model, self._modules, strategy.kind, self._shard_group)
+        stalled = self._order.stalled if on_cpu else None
+        self._gather, self._scatter = Gather(self.meter, stalled), Scatter(self.meter, self.local_norm, stalled)
         for module in self._modules:
             narrow(module, places, dtype or torch.float32, reduce_dtype, None if plan.train.compile else self._widen)
-        self._order = UnitOrder(model, self._modules, strategy.kind, self._shard_group)
         self._uses = Uses(self._modules, self._order)
         self._writes = LostWrites(self._modules, model, strategy.kind)
         self.observers = [self._order, self._writes]
-        self._scatter = Scatter(self.meter, self.local_norm, exchanges=on_cpu)
-        self._gather.watch_stalls(self._order.stalled)
-        self._scatter.watch_stalls(self._order.stalled)
         for number, module in enumerate(self._modules):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -165,12 +165,11 @@ class Fsdp(Parallel):
 
     def _widen_sums(self) -> None:
         """Let torch add up in fp32 the sums that wait for their all-reduce between replicas."""
-        for module in self._modules:
-            for group in groups_of(module):
-                partial = group._partial_reduce_output
-                if partial is not None and partial.dtype in NARROW_DTYPES:
-                    with group.device_handle.stream(group.comm_ctx.reduce_scatter_stream):
-                        group._partial_reduce_output = partial.float()
+        for group in self._groups():
+            partial = group._partial_reduce_output
+            if partial is not None and partial.dtype in NARROW_DTYPES:
+                with group.device_handle.stream(group.comm_ctx.reduce_scatter_stream):
+                    group._partial_reduce_output = partial.float()
 
     def _gather_all(self) -> None:
         for module in self._modules:
@@ -197,7 +196,8 @@ class Fsdp(Parallel):
             whole.copy_(shard)
         elif (work := self._gather(whole, shard, self._shard_group, covers=more)) is not None:
             work.wait()
-        layout, root = self.meter.layout, any(each is parameter for each in self._parameters_of_root())
+        layout = self.meter.layout
+        root = any(parameter is each for group in groups_of(self._modules[0]) for each in group.fsdp_params)
         self.meter.layout = dataclasses.replace(
             layout,
             root_bytes=layout.root_bytes + (more if root else 0),
@@ -222,14 +222,11 @@ class Fsdp(Parallel):
         gathered = (getattr(each, "_unsharded_param", None) for each in self._fsdp_parameters())
         return [*super().leaves(), *(leaf for leaf in gathered if leaf is not None)]
 
-    def _fsdp_parameters(self) -> list[Any]:
-        return [each for group in self._groups() for each in group.fsdp_params]
-
     def _groups(self) -> list[Any]:
         return [group for module in self._modules for group in groups_of(module)]
 
-    def _parameters_of_root(self) -> list[Any]:
-        return [parameter for group in groups_of(self._modules[0]) for parameter in group.fsdp_params]
+    def _fsdp_parameters(self) -> list[Any]:
+        return [each for group in self._groups() for each in group.fsdp_params]
 
     @contextmanager
     def backward(self, loss: Tensor, items: Callable[[], float] | None = None) -> Iterator[None]:  # noqa: ARG002
@@ -256,9 +253,16 @@ class Fsdp(Parallel):
             self._order.counts = True
             self._uses.begin(in_loss=False)
             _reset(self._modules)
+            self._drop_gradients()
             for module in self._modules:
-                _drop_gradients(module)
                 module.reshard()
+
+    def _drop_gradients(self) -> None:
+        """Drop the gradients of unsynchronised passes. torch offers this only together with a reset of everything."""
+        for parameter in self._fsdp_parameters():
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):  # it has been gathered at least once
+                parameter.unsharded_param.grad = None
 
     def bytes_to_gather(self) -> int:
         layout = self.meter.layout
@@ -270,8 +274,7 @@ class Fsdp(Parallel):
         self._reshard()
         self._order.begin_window()
         self._writes.begin_window(last=self.last_window)
-        for module in self._modules:
-            _drop_gradients(module)
+        self._drop_gradients()
         super().begin_window()
 
     def abandon(self) -> None:
@@ -283,11 +286,10 @@ class Fsdp(Parallel):
 
     def _reshard(self) -> None:
         """Free parameters that a pass outside of micro-batches has gathered: they are outdated after the next step."""
-        for module in self._modules:
-            for group in groups_of(module):
-                group.wait_for_unshard()  # a unit may have been gathered early, and then not used
-                if group.is_unsharded:
-                    group.reshard()
+        for group in self._groups():
+            group.wait_for_unshard()  # a unit may have been gathered early, and then not used
+            if group.is_unsharded:
+                group.reshard()
 
     def set_mode(self, part: nn.Module, training: bool) -> None:
         self._reshard()
@@ -388,21 +390,6 @@ def _outermost(module: nn.Module) -> list[FSDPModule]:
         for child in module.children()
         for unit in ([child] if isinstance(child, FSDPModule) else _outermost(child))
     ]
-
-
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))
-
-
-def _drop_gradients(module: FSDPModule) -> None:
-    """Drop the gradients of unsynchronised passes. torch offers this only together with a reset of everything."""
-    for group in groups_of(module):
-        for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):  # it has been gathered at least once
-                parameter.unsharded_param.grad = None
 
 
 def _reset(modules: Sequence[FSDPModule]) -> None:

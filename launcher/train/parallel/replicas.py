@@ -7,9 +7,7 @@ different."""
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-import zlib
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -78,11 +76,15 @@ def share_values(tensors: Sequence[Tensor], world: World) -> None:
     with_values = [tensor for tensor in tensors if _has_values(tensor)]
     if world.size == 1 or not with_values:
         return
-    everyone = world.of_all([_checksum(tensor) for tensor in with_values])
+    own = list[int]()
+    for tensor in with_values:
+        HEARTBEAT.again()
+        own.append(int(checksum(tensor)))
+    everyone = world.of_all(own)
     for tensor, *checksums in zip(with_values, *everyone, strict=True):
         HEARTBEAT.again()
         if len(set(checksums)) > 1:
-            sent = _plain(tensor).to(sending_device())
+            sent = tensor.detach().resolve_conj().resolve_neg().contiguous().to(sending_device())
             dist.broadcast(sent.reshape(-1).view(torch.uint8), 0)
             tensor.copy_(sent)
 
@@ -95,16 +97,6 @@ def _has_values(tensor: Tensor) -> bool:
     """Return whether ``tensor`` is plain (dense, not sharded, not quantized), not on meta, and not empty."""
     plain = not isinstance(tensor, DTensor) and tensor.layout == torch.strided and not tensor.is_quantized
     return plain and not tensor.is_meta and tensor.numel() > 0
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-
-
-def _checksum(tensor: Tensor) -> int:
-    HEARTBEAT.again()
-    plain = _plain(tensor)
-    return zlib.crc32((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()))
 
 
 # 64-bit words of a row; a row's sum and a column's sum need little memory beside the tensor
@@ -198,16 +190,11 @@ class Buffers(Observer):
         everyone = self._world.of_all((changed | strange, forms))
         found = set[str]().union(*(names for names, _ in everyone))
         for name in (name for name in [*forms, *(found - forms.keys())] if name in found):
-            if not any(name in theirs for _, theirs in everyone):
-                self._still.pop(name, None)
-                self._changing.pop(name, None)
-                continue
-            alike = name in forms and all(theirs.get(name) == forms[name] for _, theirs in everyone)
             self._still.pop(name, None)
             self._changing.pop(name, None)
-            if alike:
+            if name in forms and all(theirs.get(name) == forms[name] for _, theirs in everyone):
                 self._changing[name] = forms[name]
-            else:
+            elif any(name in theirs for _, theirs in everyone):
                 self._rank_local.add(name)
                 if self._world.rank == 0:
                     print(f"Buffer {name} has another shape on each rank: every rank keeps its own.", flush=True)

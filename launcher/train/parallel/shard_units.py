@@ -59,7 +59,7 @@ def find_units(model: nn.Module, named: Iterable[nn.Module] | None = None) -> li
     for unit in units:
         if not isinstance(unit, nn.Module) or unit not in names:
             raise TaskError(
-                f"shard_units(model): {_shown(unit)} is not part of this model.\n"
+                f"shard_units(model): {type(unit).__name__} is not part of this model.\n"
                 "  Return modules of the model it is given, such as list(model.blocks)."
             )
         if unit is model:
@@ -69,18 +69,19 @@ def find_units(model: nn.Module, named: Iterable[nn.Module] | None = None) -> li
             )
         if len(names[unit]) > 1:
             raise TaskError(
-                f"shard_units(model): {' and '.join(names[unit][:2])} are one {_shown(unit)} under two parents: a "
-                "unit has one place in the model.\n"
+                f"shard_units(model): {' and '.join(names[unit][:2])} are one {type(unit).__name__} under two "
+                "parents: a unit has one place in the model.\n"
                 "  Leave it out, or name the module that holds both."
             )
         if isinstance(unit, CONTAINERS):
             raise TaskError(
-                f"shard_units(model): {names[unit][0]} is a {_shown(unit)}, which has no forward of its own.\n"
+                f"shard_units(model): {names[unit][0]} is a {type(unit).__name__}, which has no forward of its own.\n"
                 "  Name its elements: list(model.blocks), not model.blocks."
             )
         if next(unit.parameters(), None) is None:
             raise TaskError(f"shard_units(model): {names[unit][0]} has no parameters to shard.\n  Leave it out.")
-    units = sorted(set(units), key=lambda unit: (-names[unit][0].count("."), _order(names, unit)))
+    places = {module: place for place, module in enumerate(names)}
+    units = sorted(set(units), key=lambda unit: (-names[unit][0].count("."), places[unit]))
     _require_own_parameters(model, units, names)
     return units
 
@@ -132,10 +133,6 @@ def _all_names(model: nn.Module) -> dict[nn.Module, list[str]]:
     return names
 
 
-def _order(names: dict[nn.Module, list[str]], unit: nn.Module) -> int:
-    return list(names).index(unit)
-
-
 def _shared_parameters(units: Sequence[nn.Module]) -> set[nn.Parameter]:
     seen: set[nn.Parameter] = set()
     shared: set[nn.Parameter] = set()
@@ -164,19 +161,11 @@ def _require_own_parameters(model: nn.Module, units: Sequence[nn.Module], names:
                     "unit: it cannot be sharded with both.\n  Leave the unit out, or name a module that holds both."
                 )
             other = holder.setdefault(parameter, unit)
-            if other is not unit and not _nested(other, unit):
+            if all(module is not other for module in unit.modules()):  # it is not an inner unit
                 raise TaskError(
                     f"shard_units(model): {names[other][0]} and {names[unit][0]} share the parameter {name}: it cannot "
                     "be sharded with both.\n  Leave one of them out, or name the module that holds both."
                 )
-
-
-def _nested(inner: nn.Module, outer: nn.Module) -> bool:
-    return any(module is inner for module in outer.modules())
-
-
-def _shown(module: object) -> str:
-    return type(module).__name__
 
 
 def refuse_direct_use(model: nn.Module, kind: StrategyKind) -> None:

@@ -7,18 +7,18 @@ process after two steps; or the message.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from launcher import Engine, make_plan
 from launcher.errors import LauncherError
-from tests.infra.workers import leave_group, print_on_rank_0
+from tests.infra.workers import flat, leave_group, print_on_rank_0
 
 WIDTH, GLOBAL, MICRO, STEPS = 8, 8, 2, 2
 STRATEGIES = {
@@ -112,6 +112,47 @@ class Again(Block):
         return super().forward(x)
 
 
+class Edges(Block):
+    """Returns a sparse tensor beside its output."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), torch.eye(WIDTH).to_sparse()
+
+
+class Graph(Model):
+    def body(self, x: Any) -> Any:
+        for block in self.blocks:
+            x, edges = block(x)
+            x = x @ edges.to_dense()
+        return x
+
+
+class Recursive(Block):
+    """Calls itself, and uses its parameters before and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        x = super().forward(x)
+        return self.last(self(x, depth - 1)) if depth else x
+
+
+class Views(Model):
+    """Its units return views, which it changes in place, or not. torch warns of each of them; here it is an error."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Unflatten(1, (2, -1)), nn.Flatten()))
+        self.in_place = in_place
+
+    def body(self, x: Any) -> Any:
+        for block in self.blocks:
+            x = block(x)
+            x = x.mul_(2) if self.in_place else x * 2
+        return x
+
+
 class Reentrant(Model):
     """Args: rounds: how often each block runs."""
 
@@ -131,6 +172,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "sparse": Lookup,
     "slots": lambda: Objects(Held, lambda held: held.values),
     "functions": lambda: Objects(lambda x: lambda: x, lambda function: function()),
+    "edges": lambda: Graph(Edges),
+    "recursive": lambda: Model(Recursive),
+    "views": lambda: Views(False),
+    "views in place": lambda: Views(True),
     "weight": lambda: Weights(Weight),
     "again": lambda: Model(Again),
     "reentrant": lambda: Reentrant(1),
@@ -147,11 +192,6 @@ def forward(model: Any, batch: Tensor) -> tuple[Tensor, int]:
     return (model(batch) - 1).square().sum(), len(batch)
 
 
-def flat(model: nn.Module) -> Tensor:
-    parameters = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
-    return torch.cat([p.detach().flatten() for p in parameters])
-
-
 def in_one_process(model: nn.Module, samples: Tensor) -> Tensor:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(STEPS):
@@ -159,7 +199,7 @@ def in_one_process(model: nn.Module, samples: Tensor) -> Tensor:
         (total / items).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return flat(model)
+    return flat(model.parameters())
 
 
 def outcome(name: str, settings: list[str]) -> float | str:
@@ -178,10 +218,11 @@ def outcome(name: str, settings: list[str]) -> float | str:
             engine.step()
     except LauncherError as error:
         return f"{type(error).__name__}: {error}"
-    return (flat(engine.model) - in_one_process(made(name), samples)).abs().max().item()
+    return (flat(engine.model.parameters()) - in_one_process(made(name), samples)).abs().max().item()
 
 
 def main() -> None:
+    warnings.filterwarnings("error", "FSDP2-wrapped module .* returned a view")
     print_on_rank_0({
         strategy: {
             name: outcome(name, settings) for place, name in enumerate(MODELS)

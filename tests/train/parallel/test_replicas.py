@@ -21,6 +21,7 @@ from launcher.plan.solve import _mode_notes
 from launcher.plan.sync_policy import Layout
 from launcher.train.data.loader import MicroBatch
 from launcher.train.engine.build import build_parallel
+from launcher.train.engine.modes import start_training
 from launcher.train.evaluation import _in_step
 from launcher.train.inspection.task_probe import in_eval_mode
 from launcher.train.measure.comm_meter import Meter
@@ -86,11 +87,6 @@ def test_parameters_that_change_sides_end_the_job(seen: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_in_eval_mode_is_trained_and_a_part_of_it_stays(seen: dict[str, Any]) -> None:
-    assert seen["modes"] == {"all": [], "mixed": ["1", "1.0"]}
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_evaluations_do_not_change_training(seen: dict[str, Any], strategy: str) -> None:
     """Buffers that begin to change late, random numbers and modes are those of a run without evaluations."""
@@ -136,7 +132,7 @@ def test_a_script_may_have_started_nccl_alone(monkeypatch: pytest.MonkeyPatch, b
     monkeypatch.setattr(dist, "all_reduce", refuse)
     monkeypatch.setattr(dist, "broadcast", lambda tensor, _: sent.append((tensor.device.type, tensor.numel())))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(replicas, "_checksum", Tensor.numel)  # fake tensors have no values
+    monkeypatch.setattr(replicas, "checksum", Tensor.numel)  # fake tensors have no values
     with FakeTensorMode():
         replicas.share_values([torch.ones(3), torch.ones(5)], World(1, 2, 0))
     assert sent == [(sent_from, 5 * 4)]
@@ -195,18 +191,16 @@ def test_the_plan_names_what_is_kept_in_eval_mode() -> None:
     names = tuple(in_eval_mode(model))
     assert names == ("1", "2.a")
     assert _mode_notes(plan) == []
-    assert "1, 2.a" in _mode_notes(_with(plan, names))[0]
+    assert "1, 2.a" in _mode_notes(dataclasses.replace(plan, in_eval_mode=names))[0]
+    start_training(model)
+    assert (*in_eval_mode(model),) == names
     assert in_eval_mode(model.eval()) == [""]
-    assert "it is put into training mode" in _mode_notes(_with(plan, ("",)))[0]
-
-
-def _with(plan: TaskPlan, names: tuple[str, ...]) -> TaskPlan:
-    return TaskPlan(**{**vars(plan), "in_eval_mode": names})
+    assert "it is put into training mode" in _mode_notes(dataclasses.replace(plan, in_eval_mode=("",)))[0]
+    start_training(model)
+    assert in_eval_mode(model) == []
 
 
 def test_a_buffer_of_each_kind_is_seen_to_change() -> None:
-    from launcher.train.parallel.replicas import Buffers
-
     def change(buffer: torch.Tensor) -> torch.Tensor:
         buffer.data.view(torch.uint8)[-1] += 1  # the least that can change
         return buffer

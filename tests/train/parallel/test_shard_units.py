@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from launcher import Engine, make_plan
 from launcher.errors import TaskError
 from launcher.tasks.bytes_gpt import BytesGPT
 from launcher.train.parallel.shard_units import find_units, owned
@@ -122,101 +118,3 @@ def test_what_cannot_be_a_unit(make, message: str) -> None:  # type: ignore[no-u
     with pytest.raises(TaskError) as caught:
         find_units(model, units)
     assert message in str(caught.value)
-
-
-class WithEdges(nn.Module):
-    """A unit that returns a sparse tensor beside its output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.edges = nn.Linear(4, 4), torch.eye(4).to_sparse()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.linear(x), self.edges
-
-
-class Graph(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(WithEdges() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x, edges = block(x)
-            x = x @ edges.to_dense()
-        return x
-
-
-class Recursive(nn.Module):
-    """A unit that calls itself, and uses its parameters before and after."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
-        x = self.first(x).tanh()
-        return self.last(self(x, depth - 1)) if depth else x
-
-
-class Tree(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Recursive() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def trained(model: Callable[[], nn.Module], *overrides: str) -> Engine:
-    plan = make_plan(
-        ["batch.global_size=4", "batch.micro_size=2", "train.loader_workers=0", "train.steps=3", "precision=fp32",
-         "cluster.device=cpu", "cluster.workers_per_node=1", "run.calibrate_s=0", *overrides],
-        samples=12,
-    )  # fmt: skip
-    engine = Engine(model, lambda parameters: torch.optim.SGD(parameters, 0.1), plan)
-    for window in engine.windows(list(torch.sin(torch.arange(48.0)).reshape(12, 4))):
-        for batch in window:
-            engine.backward(engine.model(batch).square().sum(), len(batch))
-        engine.step()
-    return engine
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_unit_may_return_a_sparse_tensor() -> None:
-    assert trained(Graph, "strategy=fsdp").steps == 3
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("sync", ["every", "gather_once"])
-def test_a_unit_may_call_itself(sync: str) -> None:
-    wanted = trained(Tree, "strategy=single").model.state_dict()
-    sharded = trained(Tree, "strategy=fsdp", f"strategy.sync={sync}").model.state_dict()
-    for name, value in sharded.items():
-        torch.testing.assert_close(value.full_tensor(), wanted[name])
-
-
-class Views(nn.Module):
-    """Units that return views, which the model changes in place, or not."""
-
-    def __init__(self, in_place: bool) -> None:
-        super().__init__()
-        self.blocks, self.in_place = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (2, 2)),
-                                                                 nn.Flatten()) for _ in range(2)), in_place  # fmt: skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-            x = x.mul_(2) if self.in_place else x * 2
-        return x
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_view_that_a_unit_returns_is_refused_only_if_it_is_changed_in_place() -> None:
-    """torch warns of each of them; tests make an error of it."""
-    assert trained(lambda: Views(False), "strategy=fsdp", "strategy.sync=every").steps == 3
-    with pytest.raises(TaskError, match=r"write y = y \+ 1, not y \+= 1"):
-        trained(lambda: Views(True), "strategy=fsdp", "strategy.sync=every")
