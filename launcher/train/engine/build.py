@@ -16,6 +16,7 @@ from launcher.config.schema import Parameters, PrecisionKind, Recompute, Strateg
 from launcher.errors import EngineMisuse, TaskError
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import SHARDED
+from launcher.quantities import first_names
 from launcher.train.checkpoint.initial import InitialValues
 from launcher.train.data.randomness import random_state, restore_random_state
 from launcher.train.engine.modes import start_training
@@ -23,7 +24,7 @@ from launcher.train.engine.preserved_state import ChangingParameters, PreservedS
 from launcher.train.optimizers import as_one, set_mode
 from launcher.train.parallel.base import Parallel, ShardUnits
 from launcher.train.parallel.batchnorm import Norms, norms_of
-from launcher.train.parallel.deferred_init import BuildProgress, InitialShards, build_for_shards
+from launcher.train.parallel.deferred_init import BuildHeartbeats, InitialShards, build_for_shards
 from launcher.train.parallel.mixed_precision import set_format
 from launcher.train.parallel.model_check import require_trainable
 from launcher.train.parallel.replicas import require_same_structure, share_model
@@ -115,8 +116,7 @@ def build_parallel(
         compile_units: the task's function of that name.
     """
     world = world or ALONE
-    sharded = plan.strategy.kind in SHARDED
-    initial: InitialShards | None = None
+    sharded, initial = plan.strategy.kind in SHARDED, None
     if isinstance(model, nn.Module):
         require_trainable(model, sharded=sharded, deferred=False)
         require_same_structure(model, world)
@@ -132,24 +132,17 @@ def build_parallel(
         optimizer = as_one(optimizer)
     _set_formats(model, optimizer if isinstance(optimizer, Optimizer) else None, plan, world)
     set_format(model, plan)
-    if not isinstance(optimizer, Optimizer):
-        parallel = wrap(model, plan, device, shard_units, initial, compile_units)
-        if values is not None:
-            values.fill(model)
-        if isinstance(optimizer, FromModel):
-            made = optimizer.make(model)
-        else:
-            made = optimizer(parameter for parameter in model.parameters() if parameter.requires_grad)
-        optimizer = as_one(made)
-        _require_all_parameters(model, optimizer)
-        set_mode(optimizer, training=True)
-        return parallel, optimizer
-    _require_all_parameters(model, optimizer)
-    before = dict(model.named_parameters())
+    before = dict(model.named_parameters()) if isinstance(optimizer, Optimizer) else {}
     parallel = wrap(model, plan, device, shard_units, initial, compile_units)
     if values is not None:
         values.fill(model)
-    _replace_parameters(optimizer, before, model)
+    if isinstance(optimizer, Optimizer):
+        _replace_parameters(optimizer, before, model)
+    elif isinstance(optimizer, FromModel):
+        optimizer = as_one(optimizer.make(model))
+    else:
+        optimizer = as_one(optimizer(parameter for parameter in model.parameters() if parameter.requires_grad))
+    _require_all_parameters(model, optimizer)
     set_mode(optimizer, training=True)
     return parallel, optimizer
 
@@ -186,7 +179,7 @@ def _make(
     before, shards = random_state(torch.device("cpu")), sharded and world.size > 1
 
     def make() -> nn.Module:
-        with BuildProgress(world):
+        with BuildHeartbeats():
             return construct()
 
     model, initial = build_for_shards(make, world, values=values is None) if shards else (make(), None)
@@ -194,13 +187,11 @@ def _make(
     require_same_structure(model, world)
     if values is not None:
         replaced = values.check(model)
+        if initial is not None and not initial.complete(model, without=replaced):
+            restore_random_state(before, torch.device("cpu"))
+            model, initial = build_for_shards(make, world)
         if initial is not None:
             initial.left_out = replaced
-            if not initial.complete(model):
-                restore_random_state(before, torch.device("cpu"))
-                model, initial = build_for_shards(make, world)
-                if initial is not None:
-                    initial.left_out = replaced
     return model, initial
 
 
@@ -212,11 +203,9 @@ def _require_all_parameters(model: nn.Module, optimizer: Optimizer) -> None:
     if len(listed) > len(held) or not held <= own:
         which = "has a parameter twice" if len(listed) > len(held) else "has a parameter that is not the model's"
         raise EngineMisuse(f"The optimizer {which}.\n  Pass it each of the model's trained parameters once.")
-    left_out = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
-    if left_out:
+    if left_out := [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]:
         raise EngineMisuse(
-            f"The optimizer lacks {len(left_out)} of the model's trained parameters: {', '.join(left_out[:8])}"
-            f"{' and others' if len(left_out) > 8 else ''}.\n"
+            f"The optimizer lacks {len(left_out)} of the model's trained parameters: {first_names(left_out, 8)}.\n"
             "  Pass it all of them, or freeze the others (requires_grad_(False)) before the engine is made."
         )
 
@@ -228,7 +217,7 @@ def _replace_parameters(optimizer: Optimizer, before: dict[str, nn.Parameter], m
         EngineMisuse: the optimizer already has state of the old parameters.
     """
     after = dict(model.named_parameters())
-    if all(after.get(name) is parameter for name, parameter in before.items()):
+    if all(after[name] is parameter for name, parameter in before.items()):
         return
     if any(optimizer.state.values()):
         raise EngineMisuse(
@@ -274,8 +263,7 @@ def wrap(
 
         return Fsdp(model, units, plan, device, initial)
     model.to(device)
-    whole = plan.train.compile and compile_units is None
-    if whole:
+    if whole := plan.train.compile and compile_units is None:
         model.compile()
     if strategy.kind is StrategyKind.single or plan.batch.world_size == 1:
         return Parallel(model, plan, device)

@@ -330,9 +330,6 @@ class Calibration:
                     self._precision.backward(part)
         if not silent:
             self._parallel.gradients()  # all of them have arrived
-        self._synchronise()
-
-    def _synchronise(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 

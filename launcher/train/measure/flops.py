@@ -160,17 +160,13 @@ def time_limit(seconds: float, *, cpu: bool = False) -> Iterator[None]:
         signal.signal(number, before)
 
 
-def _recomputing() -> bool:
-    """Return whether a backward pass is recomputing a part of the forward pass: only then are gradients enabled in
-    it."""
-    return torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
-
-
 def _once(formula: Callable[..., int]) -> Callable[..., int]:
-    """Return ``formula``, from torch's registry, changed to return 0 for recomputation."""
+    """Return ``formula``, from torch's registry, changed to return 0 for recomputation: only then are gradients enabled
+    in a backward pass."""
 
     def flops(*args: Any, **kwargs: Any) -> int:
-        return 0 if _recomputing() else formula(*args, **kwargs)
+        recomputing = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+        return 0 if recomputing else formula(*args, **kwargs)
 
     flops._get_raw = True  # pyright: ignore[reportFunctionMemberAccess]  # it takes tensors, like those in the registry
     return flops

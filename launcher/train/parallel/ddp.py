@@ -40,7 +40,8 @@ class Ddp(Parallel):
         strategy, self._world_size = plan.strategy, plan.batch.world_size
         # with either option DDP never rebuilds its buckets, or not in the order of a single backward pass
         self._keeps_buckets = self._unused_allowed or strategy.static_graph
-        self._order = self._first_order()
+        # None if the next synchronised backward pass must record it; [] if DDP never rebuilds its buckets in that order
+        self._order: list[str] | None = [] if self._keeps_buckets else None
         self._plan, self._device = plan, device
         self._compression = _compression(plan, model, self.meter)
         self._keeps_residue = strategy.compress.keeps_residue  # without a call for each bucket
@@ -51,11 +52,6 @@ class Ddp(Parallel):
         self._shrunk = False  # the gradients are zeros without memory
         self._views: list[tuple[nn.Parameter, Tensor]] = []  # those into the buckets, while the gradients are None
         self._ddp = self._wrapped(init_sync=True)
-
-    def _first_order(self) -> list[str] | None:
-        """Return the initial ``_order``: None if the next synchronised backward pass must record it; [] if DDP never
-        rebuilds its buckets in that order."""
-        return [] if self._keeps_buckets else None
 
     def _wrapped(self, *, init_sync: bool) -> DistributedDataParallel:
         strategy = self._plan.strategy
@@ -179,7 +175,7 @@ class Ddp(Parallel):
             self._views = []  # or the old buckets would be held beside the new ones
             del self._ddp.reducer, self._ddp.logger  # removes the hooks from the parameters and frees the buckets
             vars(self._ddp).update(vars(self._wrapped(init_sync=False)))
-            self._order = self._first_order()
+            self._order = [] if self._keeps_buckets else None
             self._compression = _compression(self._plan, self.module, self.meter)
             if kept:
                 self._compression.load_state_dict(kept)

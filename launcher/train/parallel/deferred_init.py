@@ -19,42 +19,24 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from launcher.heartbeat import HEARTBEAT
 from launcher.process import shared_interval
-from launcher.quantities import duration_text, number_text
 from launcher.train.data.randomness import random_state, restore_random_state
 from launcher.train.parallel.base import own_region
 from launcher.train.parallel.replicas import share_values, structure_digest
 from launcher.train.world import World
 
-PROGRESS_EVERY_S = 30.0
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _EMPTY = {"empty", "empty_strided", "empty_permuted"}
 _CONSTANT = {"zeros", "ones", "full", "eye"}
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
-class BuildProgress(TorchFunctionMode):
+class BuildHeartbeats(TorchFunctionMode):
     """Context of a model's construction, with a heartbeat for each function of torch: initial values of billions of
-    parameters take minutes, since they are drawn on the CPU one after another. Rank 0 prints how many there are."""
-
-    def __init__(self, world: World) -> None:
-        super().__init__()
-        self._began = self._printed = time.monotonic()
-        self._numbers, self._prints = 0, world.rank == 0
+    parameters take minutes, since they are drawn on the CPU one after another."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         HEARTBEAT.again()
-        result = func(*args, **(kwargs or {}))
-        if (
-            self._prints
-            and getattr(func, "__name__", "").endswith(("normal_", "uniform_"))
-            and isinstance(result, Tensor)
-        ):
-            self._numbers += result.numel()
-            if (now := time.monotonic()) - self._printed > PROGRESS_EVERY_S:
-                self._printed = now
-                taken = duration_text(now - self._began)
-                print(f"Building the model: {number_text(self._numbers)} initial values in {taken}.", flush=True)
-        return result
+        return func(*args, **(kwargs or {}))
 
 
 def _await_rank_0(world: World) -> None:
@@ -81,9 +63,10 @@ class InitialShards:
         self._values: list[Tensor] = []
         self.left_out = set[str]()  # names of tensors that get their values from elsewhere
 
-    def complete(self, model: nn.Module) -> bool:
-        """Return whether all tensors of ``model`` but those that are left out have values."""
-        return not any(tensor.is_meta for names, tensor in _named(model) if not self.left_out.issuperset(names))
+    @staticmethod
+    def complete(model: nn.Module, without: set[str]) -> bool:
+        """Return whether all tensors of ``model`` have values, but those with names in ``without``."""
+        return not any(tensor.is_meta for names, tensor in _named(model) if not without.issuperset(names))
 
     def take(self, model: nn.Module) -> None:
         """Keep the values of ``model``, which is about to be sharded."""

@@ -44,11 +44,10 @@ _AUTOCAST = {
 }  # fmt: skip
 # accesses that depend on neither the values nor the dtype, in FSDP's code and in users' code
 _METADATA = {
-    *(
-        getattr(Tensor, name).__get__
-        for name in ("shape", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_leaf")
-    ),
-    *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad", "grad_fn", "is_quantized", "is_nested")),
+    *(getattr(Tensor, name).__get__ for name in (
+        "shape", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_leaf", "requires_grad",
+        "grad", "grad_fn", "is_quantized", "is_nested",
+    )),
     *(getattr(Tensor, name).__set__ for name in ("requires_grad", "grad")),
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.is_contiguous, Tensor.__len__,
     Tensor.requires_grad_, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.is_floating_point,

@@ -49,21 +49,16 @@ class ReplacedParameters:
 
     def _require_shardable(self, name: str, parameter: nn.Parameter) -> None:
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise TaskError(
-                f"model: {name} has a gradient hook, which strategy={self._kind.value} cannot keep: shards replace "
-                "the parameter.\n  Have the forward pass do the same, for example multiply the weight by a mask, or "
-                "use strategy=ddp."
-            )
-        if parameter.is_complex():
-            raise TaskError(
-                f"model: {name} is complex, which strategy={self._kind.value} cannot shard.\n"
-                "  Keep its real and imaginary part as one real parameter (torch.view_as_complex), or use strategy=ddp."
-            )
-        if not parameter.is_contiguous():
-            raise TaskError(
-                f"model: {name} is not contiguous, which strategy={self._kind.value} cannot shard.\n"
-                "  Make it of a contiguous tensor (nn.Parameter(tensor.contiguous())), or use strategy=ddp."
-            )
+            what, remedy = "has a gradient hook", "Have the forward pass do the same: multiply the weight by a mask"
+        elif parameter.is_complex():
+            what, remedy = "is complex", "Keep its parts as one real parameter (torch.view_as_complex)"
+        elif not parameter.is_contiguous():
+            what, remedy = "is not contiguous", "Make it of a contiguous tensor (nn.Parameter(tensor.contiguous()))"
+        else:
+            return
+        raise TaskError(
+            f"model: {name} {what}, which strategy={self._kind.value} cannot shard.\n  {remedy}, or use strategy=ddp."
+        )
 
     def _require_own_memory(self, model: nn.Module) -> None:
         """Raise TaskError if a parameter shares memory with another one or with a buffer: shards would be separate."""

@@ -3,9 +3,8 @@
 Of each pair one is calibrated and the other is not. Prints one JSON object a pair: what differs in the end. Words of a
 line without a dot in them are for this file: ``oom=N``: on rank 1 the N-th forward pass runs out of memory;
 ``oom_backward=N``: so does its backward pass, in the middle; ``too_large=1``: it has no memory to gather the model;
-``reads=1``: the dtype of a unit's weight is read outside of it; ``old=1``: torch has no reset_iter_state, as before
-2.13; ``own=N``: the loop calls engine.calibrate before window N, and gives engine.windows no forward pass;
-``resume=1``: another engine loads the state at the end.
+``reads=1``: the dtype of a unit's weight is read outside of it; ``own=N``: the loop calls engine.calibrate before
+window N, and gives engine.windows no forward pass; ``resume=1``: another engine loads the state at the end.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from launcher.plan.run_plan import RunPlan
@@ -157,8 +155,6 @@ def main() -> None:
         words = {word.partition("=")[0]: int(word.partition("=")[2]) for word in line.split() if word not in overrides}
         plain, nothing, plain_order = train(plan_of(overrides, 0), {key: words[key] for key in words if key == "reads"})
         assert nothing is None
-        if "old" in words:
-            del FSDPModule.reset_iter_state
         left, calibrated, order = train(plan_of(overrides, LONG_S), words)
         if dist.get_world_size() == 1:
             assert calibrated is None

@@ -206,11 +206,6 @@ class Momentum(Plain):
         return followed(model.teacher, model)
 
 
-class Spectral(Plain):
-    def model(self) -> nn.Module:
-        return nn.utils.spectral_norm(nn.Linear(4, 3))
-
-
 class ReadsGradients(Plain):
     def aim(self, model: Any, rows: Tensor) -> Tensor:  # noqa: ARG002
         gradient = model.out.weight.grad
@@ -254,14 +249,6 @@ class Reseeded(Noise):
     def aim(self, model: Any, rows: Tensor) -> Tensor:
         self.random.manual_seed(7)
         return super().aim(model, rows)
-
-
-class Alternates(Counter):
-    """The pattern of a GAN whose two losses take turns."""
-
-    def loss(self, model: Any, batch: Tensor) -> Loss:
-        self.calls += 1
-        return Loss((model(batch) - self.calls % 2).square().sum(), len(batch))
 
 
 class Annealed(Plain):
@@ -433,8 +420,7 @@ CASES: dict[type, tuple[str, str]] = {
     Counter: ("task.calls", "task.calls"), Queue: ("task.past", "task.past"),
     Hidden: ("model.out.hidden", "model.out.hidden"), Centre: ("model.centre", ""),
     Teacher: ("task.teacher", "task.teacher"), Momentum: ("model.teacher.weight", ""),
-    Spectral: ("model.weight_u", ""), ReadsGradients: ("the parameters' .grad", ""),
-    Alternates: ("task.calls", "task.calls"), Annealed: ("", "task.alpha"),
+    ReadsGradients: ("the parameters' .grad", ""), Annealed: ("", "task.alpha"),
     ModuleCounter: ("task.calls", "task.calls"), Timed: ("", ""),
     Collected: ("", ""), GlobalCounter: (f"{__name__}.CALLS", f"{__name__}.CALLS"),
     ClassCounter: ("Shared.calls", "Shared.calls"),
@@ -471,7 +457,7 @@ def test_state_of_forward_passes_is_named(tmp_path: Path, kind: type, capsys: py
     assert "Evaluations read" not in out
     if kind is SecondData:  # 4 steps of 2 micro-batches
         assert SecondData.taken == [float(number) for number in range(8)]
-    if read:
+    if kind in (Counter, Centre, ReadsGradients):
         run(tmp_path, kind, "batch.accumulation=1")
         assert ("The loss reads state" in capsys.readouterr().out) == (kind is ReadsGradients)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from launcher.plan.run_plan import RunPlan
 from launcher.train.engine import oom
 from launcher.train.world import World
 from tests.helpers import make_plan
+from tests.infra.workers import run_shrinking
 
 
 def plan_of(*overrides: str) -> RunPlan:
@@ -28,43 +29,41 @@ def plan_of(*overrides: str) -> RunPlan:
     )
 
 
-def trained(fails_at: int | None) -> tuple[list[Tensor], list[tuple[int, int]]]:
-    """Parameters and buffers after four windows, of a model that draws and that keeps statistics; the sizes of each
-    window's micro-batches. ``fails_at``: the micro-batch of the third window in which memory does not suffice."""
+def trained(
+    model: Callable[[], nn.Module],
+    loss: Callable[[Any, Tensor], Any],
+    steps: int,
+    counted_by: dict[str, Any],
+    **fails: Any,
+) -> tuple[list[Tensor], list[int]]:
+    """Return parameters and buffers after some windows of two micro-batches, and the number of micro-batches of each
+    window. ``fails``: see ``run_shrinking``."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
-    plan = plan_of("batch.micro_size=8", "batch.on_oom=shrink", "train.steps=4", "precision=fp32")
-    engine = Engine(model, torch.optim.SGD(model.parameters(), 0.1), plan)
+    plan = plan_of("batch.micro_size=8", "batch.on_oom=shrink", f"train.steps={steps}", "precision=fp32")
+    engine = Engine(made := model(), torch.optim.SGD(made.parameters(), 0.1), plan)
     data = torch.randn(96, 5, generator=torch.Generator().manual_seed(1))
-    sizes: list[tuple[int, int]] = []
-    failed = False
-    for window in engine.windows(list(data)):
-        seen: list[int] = []
-        try:
-            for number, batch in enumerate(window):
-                loss = engine.model(batch).square().sum()
-                if len(sizes) == 2 and number == fails_at and not failed:
-                    failed = True
-                    raise torch.OutOfMemoryError("injected")
-                engine.backward(loss, len(batch))
-                seen.append(len(batch))
-        except torch.OutOfMemoryError as error:
-            if not engine.shrinks(error):
-                raise
-            continue
-        engine.step()
-        sizes.append((len(seen), max(seen)))
-    assert (engine.steps, engine.samples) == (4, 64)
-    return [value.clone() for value in model.state_dict().values()], sizes
+    windows = engine.windows(list(data), **counted_by)
+    micro_batches = run_shrinking(engine, windows, lambda batch: loss(engine.model, batch), **fails)
+    assert (engine.steps, engine.samples) == (steps, 16 * steps)
+    return [value.clone() for value in made.state_dict().values()], micro_batches
+
+
+def noisy() -> nn.Module:
+    """Return a model that draws and that keeps statistics."""
+    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+
+def squares(model: Any, batch: Tensor) -> Loss:
+    return Loss(model(batch).square().sum(), len(batch))
 
 
 @pytest.mark.usefixtures("alone")
 def test_it_does_not_matter_where_in_a_window_memory_ran_out() -> None:
-    first, sizes = trained(fails_at=0)
-    last, again = trained(fails_at=1)
-    assert sizes == again == [(2, 8), (2, 8), (4, 4), (4, 4)]
+    first, micro_batches = trained(noisy, squares, 4, {}, fails_at=4)
+    last, again = trained(noisy, squares, 4, {}, fails_at=5)
+    assert micro_batches == again == [2, 2, 4, 4]
     assert all(torch.equal(one, other) for one, other in zip(first, last, strict=True))
-    never, _ = trained(fails_at=None)
+    never, _ = trained(noisy, squares, 4, {})
     assert not all(torch.equal(one, other) for one, other in zip(first, never, strict=True)), "dropout draws otherwise"
 
 
@@ -73,34 +72,16 @@ def two_terms(model: Any, batch: Tensor) -> list[Loss]:
     return [Loss(out.square().sum(), len(batch), name="one"), Loss(out.abs().sum(), 2 * len(batch), name="two")]
 
 
-def trained_with_terms(fails_at: int | None, **counted_by: Any) -> list[Tensor]:
-    """Parameters after two windows; ``fails_at``: the pass after whose ``backward`` memory runs out: that of the first
-    one has found several terms that must be counted first."""
-    torch.manual_seed(0)
-    model = nn.Linear(5, 1)
-    plan = plan_of("batch.micro_size=8", "batch.on_oom=shrink", "train.steps=2", "precision=fp32")
-    engine = Engine(model, torch.optim.SGD(model.parameters(), 0.1), plan)
-    data = torch.randn(96, 5, generator=torch.Generator().manual_seed(1))
-    passes = itertools.count()
-    for window in engine.windows(list(data), **counted_by):
-        try:
-            for batch in window:
-                engine.backward(two_terms(engine.model, batch))
-                if next(passes) == fails_at:
-                    raise torch.OutOfMemoryError("injected")
-        except torch.OutOfMemoryError as error:
-            if not engine.shrinks(error):
-                raise
-            continue
-        engine.step()
-    return [value.clone() for value in model.state_dict().values()]
-
-
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("fails_at", [0, 1])
 @pytest.mark.parametrize("counted_by", [{"forward": two_terms}, {"items": lambda batch: [len(batch), 2 * len(batch)]}])
 def test_memory_that_runs_out_with_several_terms(fails_at: int, counted_by: dict[str, Any]) -> None:
-    torch.testing.assert_close(trained_with_terms(fails_at, **counted_by), trained_with_terms(None, **counted_by))
+    """The first pass has found several terms that must be counted first."""
+
+    def left(**fails: Any) -> list[Tensor]:
+        return trained(lambda: nn.Linear(5, 1), two_terms, 2, counted_by, **fails)[0]
+
+    torch.testing.assert_close(left(fails_at=fails_at, after_backward=True), left())
 
 
 @pytest.mark.usefixtures("alone")

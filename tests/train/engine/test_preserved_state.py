@@ -27,6 +27,7 @@ from launcher.plan.run_plan import RunPlan
 from launcher.train.engine import preserved_state
 from launcher.train.engine.preserved_state import ChangingParameters, PreservedState, SavedAttributes
 from tests.helpers import make_plan
+from tests.infra.workers import run_shrinking
 from tests.train.engine import clocks
 from tests.train.engine.clocks import WIDTH, Clocks, Counting, OfWindow
 
@@ -315,22 +316,11 @@ def trained(task: Counting, overrides: list[str], *, terms: bool = False, fails_
     of_window = isinstance(task, OfWindow)
     forward: Any = None if of_window else task.terms if terms else task.loss
     data = torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(1))
-    passes = itertools.count()
-    for window in engine.windows(list(data), forward=forward):
-        try:
-            for batch in window:
-                if of_window:
-                    loss: Any = engine.outputs.loss(engine.model, batch, len(batch))
-                else:
-                    loss = forward(engine.model, batch)
-                if next(passes) == fails_at:
-                    raise torch.OutOfMemoryError("injected")
-                engine.backward(loss)
-        except torch.OutOfMemoryError as error:
-            if not engine.shrinks(error):
-                raise
-            continue
-        engine.step()
+
+    def loss(batch: torch.Tensor) -> Any:
+        return engine.outputs.loss(engine.model, batch, len(batch)) if of_window else forward(engine.model, batch)
+
+    run_shrinking(engine, engine.windows(list(data), forward=forward), loss, fails_at)
     return model
 
 

@@ -22,7 +22,6 @@ STEPS, SLEEP_S = 32, 0.02
 TIMES = 4
 CASES = {
     "computes": [],
-    "computes, every": ["strategy.sync=every"],
     "reads": [],
     "computes, fsdp": ["strategy=fsdp"],
     "computes, events": ["batch.micro_size=8"],  # one micro-batch, which is enough and takes the least time

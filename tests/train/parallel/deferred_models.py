@@ -80,17 +80,10 @@ def random_of_all_kinds(self: Any) -> None:
     self.c = nn.Parameter(torch.normal(0.0, 2.0, (3, 3)))
     self.d = nn.Parameter(torch.normal(torch.rand(7), 1.0))
     self.register_buffer("e", torch.randperm(17))
-    self.register_buffer("f", torch.bernoulli(torch.rand(40)))
     self.register_buffer("g", torch.multinomial(torch.rand(40), 9))
-    self.register_buffer("h", torch.randint(0, 9, (4,)))
-    self.i = nn.Parameter(torch.empty(64, 64).exponential_())
     self.j = nn.Parameter(torch.rand_like(self.a))
-    generator = torch.Generator().manual_seed(5)
-    self.k = nn.Parameter(torch.randn(9, generator=generator))
-    self.m = nn.Parameter(torch.empty(33).normal_(generator=generator))
+    self.k = nn.Parameter(torch.randn(9, generator=torch.Generator().manual_seed(5)))
     self.n = nn.Parameter(nn.functional.dropout(torch.ones(20), 0.5))
-    torch.poisson(torch.rand(9) * 20)  # draws as many numbers as its values say, though nobody wants the result
-    self.o = nn.Parameter(torch.rand(5))
 
 
 def views(self: Any) -> None:

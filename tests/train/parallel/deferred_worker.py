@@ -79,7 +79,7 @@ def built(make: Make, world: World) -> tuple[bool, bool, str]:
     with contextlib.redirect_stdout(io.StringIO()) as output:
         model, initial = build_for_shards(make, world)
     if initial is not None:
-        assert initial.complete(model) or world.rank > 0
+        assert initial.complete(model, set()) or world.rank > 0
         initial.take(model)
         model.to_empty(device="cpu")
         initial.fill(model)
@@ -99,8 +99,7 @@ def elsewhere(world: World) -> list[bool]:
     for drawn in (False, True):
         model, initial = build_for_shards(lambda drawn=drawn: Named(drawn), world, values=False)
         assert initial is not None
-        initial.left_out = {"layer.weight", "layer.bias"}
-        found.append(initial.complete(model))
+        found.append(initial.complete(model, {"layer.weight", "layer.bias"}))
     return found
 
 
