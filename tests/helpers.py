@@ -84,15 +84,19 @@ def launch_command(*arguments: str) -> list[str]:
     return [sys.executable, "-P", "-c", "from launcher.cli import main; main()", *arguments]
 
 
-def launch(*arguments: str, cwd: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """`launch ...` typed in ``cwd``."""
-    return warm.run(
+def launch(
+    *arguments: str, cwd: Path, env: dict[str, str] | None = None, status: int | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`launch ...` typed in ``cwd``. Fails the test if its status is not ``status``; None: any."""
+    done = warm.run(
         launch_command(*arguments),
         cwd=cwd,
         env={**os.environ, **(env or {})},
         stdin=subprocess.DEVNULL,
         timeout=patience(240),
     )
+    assert status is None or done.returncode == status, done.stdout + done.stderr
+    return done
 
 
 def series(some: int, whole: int) -> pytest.MarkDecorator:

@@ -7,19 +7,22 @@ import json
 import os
 import socket
 import struct
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from launcher.config.choices import WandbMode
 from launcher.config.schema import Config, Device
 from launcher.errors import ConfigError
 from launcher.plan.host import without_secrets
+from launcher.plan.placement import SCRIPT_COMMAND
 from launcher.plan.run_plan import RunPlan
 from launcher.process import AGENT_PID
 from launcher.rundir import code_snapshot
-from launcher.rundir.files import write_line
+from launcher.rundir.files import read_json, write_line
 from launcher.trackers.tracker import StepEntry, Tracker, library, sample_name
 
 INIT_TIMEOUT_S = 30
@@ -97,25 +100,29 @@ class WandbTracker(Tracker):
         if commit is not None:
             remote = code_snapshot.remote_of(Path(plan.cluster.cwd))
             git = {"git_commit": commit.partition("-dirty")[0], "git_remote_url": remote}
-        return wandb.init(
-            id=plan.run.id,
-            name=plan.run.name,
-            dir=plan.run.dir,
-            mode=mode.value,
-            project=plan.wandb.project,
-            entity=plan.wandb.entity,
-            group=plan.wandb.group,
-            tags=plan.wandb.tags or None,  # None: use W&B's own environment variable
-            notes=plan.wandb.notes,
-            job_type=plan.wandb.job_type,
-            config=without_secrets(json.loads(plan.to_json())) | ({"commit": commit} if commit else {}),
-            resume="allow" if mode is WandbMode.online else None,
-            # no difference of the work tree is uploaded, and no output of this process
-            settings=wandb.Settings(
-                init_timeout=INIT_TIMEOUT_S, console="off", disable_git=True, disable_code=True,
-                **self._system_settings(), **git,
-            ),
-        )  # fmt: skip
+        # W&B would record the program and the arguments of this process
+        command: list[str] = (read_json(plan.paths.plan) or {}).get("command", [])
+        program, *arguments = command[len(SCRIPT_COMMAND) :] or [" ".join(command)]
+        with patch.object(sys, "argv", [program, *arguments]):
+            return wandb.init(
+                id=plan.run.id,
+                name=plan.run.name,
+                dir=plan.run.dir,
+                mode=mode.value,
+                project=plan.wandb.project,
+                entity=plan.wandb.entity,
+                group=plan.wandb.group,
+                tags=plan.wandb.tags or None,  # None: use W&B's own environment variable
+                notes=plan.wandb.notes,
+                job_type=plan.wandb.job_type,
+                config=without_secrets(json.loads(plan.to_json())) | ({"commit": commit} if commit else {}),
+                resume="allow" if mode is WandbMode.online else None,
+                # no difference of the work tree is uploaded, and no output of this process
+                settings=wandb.Settings(
+                    init_timeout=INIT_TIMEOUT_S, console="off", disable_git=True, disable_code=True,
+                    program=program, **self._system_settings(), **git,
+                ),
+            )  # fmt: skip
 
     def _system_settings(self) -> dict[str, Any]:
         """Return the settings for system metrics: of the agent and all below it, while the run is active."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.cli import run
 from launcher.config.hydra import compose_with_yaml
 from launcher.errors import RunError
 from launcher.extensions.drill.backends import LocalBackend
@@ -89,7 +90,11 @@ def test_a_job_that_fails_by_itself_is_not_drilled(project: Path, monkeypatch: p
     assert processes_of(project / "runs") == []
 
 
-def test_the_name_of_another_run_is_refused_before_the_inspection(launch: Launch, tmp_path: Path) -> None:
+def test_the_name_of_another_run_is_refused_before_the_inspection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "taken").mkdir(parents=True)
-    done = launch("drill", "run.name=taken", "task._target_=no.such.Task")
-    assert (done.returncode, "run.name=taken: " in done.stderr, "no.such" in done.stderr) == (2, True, False)
+    assert run(["drill", "run.name=taken", "task._target_=no.such.Task"]) == 2
+    message = capsys.readouterr().err
+    assert ("run.name=taken: " in message, "no.such" in message) == (True, False)

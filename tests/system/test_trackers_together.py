@@ -72,12 +72,3 @@ def test_what_a_tracker_lacks_at_the_end_is_sent_by_a_command(launch: Launch, tm
         assert [step["train/loss"] for step in stored.values()] == [record["train/loss"] for record in written]
     none = launch("mirror", "nothing")
     assert none.returncode == 2
-
-
-def test_what_cannot_work_is_refused_before_anything_starts(launch: Launch, tmp_path: Path) -> None:
-    for override in ("trackers=[neptune]", "trackers=[wandb,wandb]"):
-        refused = launch("train", *SMALL, override)
-        assert refused.returncode == 2, refused.stderr
-        assert "trackers" in refused.stderr
-        assert "Traceback" not in refused.stderr
-    assert not (tmp_path / "runs").exists()

@@ -45,8 +45,7 @@ def in_sqlite(file: Path, name: str) -> Steps:
 @pytest.mark.slow
 def test_a_job_uses_the_tracker_of_another_package(launch: Launch, example: dict[str, str], tmp_path: Path) -> None:
     file = Path(example["SQLITE_TRACKER_FILE"])
-    done = launch("train", *SMALL, *ALONE, "trackers=[wandb,sqlite]", env=example)
-    assert done.returncode == 0, done.stderr
+    done = launch("train", *SMALL, *ALONE, "trackers=[wandb,sqlite]", env=example, status=0)
     assert "SQLite" in done.stdout
     record = [json.loads(line) for line in (tmp_path / "runs" / "w" / "metrics.jsonl").read_text().splitlines()]
     stored = in_sqlite(file, "w")

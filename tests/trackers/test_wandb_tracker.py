@@ -145,6 +145,8 @@ def test_wandb_shows_the_job_and_not_the_mirror(tmp_path: Path, monkeypatch: pyt
         if (kind := record.WhichOneof("record_type")) in found:
             found[kind].append(getattr(record, kind))
     assert "".join(each.line for each in found["output_logger"]) == "epoch 1\nepoch 2\n"
+    programs = {(each.program, *each.args) for each in found["environment"] if each.program}
+    assert programs == {("-P -m launcher.train.worker",)}
     (of_git,) = [each.git for each in found["environment"] if each.HasField("git")]
     assert of_git.commit == commit
     assert of_git.remote_url.endswith("example.org/mine.git")

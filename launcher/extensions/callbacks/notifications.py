@@ -29,11 +29,7 @@ def _require_verdicts(verdicts: Sequence[str]) -> frozenset[str]:
 
 
 def _address(url: str | None, variable: str | None) -> str | None:
-    """Return ``url``, or the content of an environment variable.
-
-    Raises:
-        ConfigError: both are given, or none.
-    """
+    """Return ``url``, or the content of an environment variable."""
     if url is not None and variable is not None:
         raise ConfigError("url_from", variable, "url is set too.", "Leave one out.")
     if url is None and variable is None:

@@ -11,7 +11,7 @@ import json
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from launcher.extensions.drill.verdict import Difference
 from launcher.process import die_with_parent
 from launcher.train.checkpoint.file_format import STREAM_KEY, Reader, read_values
 
@@ -27,28 +28,15 @@ _BATCH_BYTES = 1 << 28
 _INFINITE = 1e100
 
 
-@dataclass
-class CheckpointDiff:
-    """Result of a comparison. A tensor that is missing or has another shape counts as differing, and does not enter
-    ``absolute``, ``relative`` and ``norm``."""
-
-    tensors: int = 0
-    differing: int = 0
-    first: str | None = None
-    absolute: float = 0.0
-    relative: float = 0.0
-    norm: float = 0.0
-
-
-def diff_checkpoints(directory: Path, reference: Path) -> CheckpointDiff:
-    """Compare all tensors (parameters, buffers, the optimizer's state, each rank's random state), and the optimizer's
-    other values."""
+def diff_checkpoints(directory: Path, reference: Path) -> Difference:
+    """Return the difference in all tensors (parameters, buffers, the optimizer's state, each rank's random state), and
+    the optimizer's other values."""
     ours, theirs = (Reader(path).read_metadata().state_dict_metadata for path in (directory, reference))
     # the state of a stream may describe the same position in another way after a resume
     compared = (name for name in {*ours, *theirs} if not name.startswith(STREAM_KEY))
     names = sorted(compared, key=lambda name: (not name.startswith("model."), name))
     unmatched = {name for name in names if _kind(ours.get(name)) != _kind(theirs.get(name))}
-    diff = CheckpointDiff(tensors=len(names), differing=len(unmatched))
+    diff = Difference(tensors=len(names), differing=len(unmatched))
     squares = total = 0.0
     for batch in _batches([name for name in names if name not in unmatched], theirs):
         values, expected = (_read(path, batch, theirs) for path in (directory, reference))

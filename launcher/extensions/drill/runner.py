@@ -263,11 +263,9 @@ class Drill:
         if done.returncode:
             raise RunError(f"The checkpoints of {name} cannot be compared.\n  {done.stderr.strip()}")
         record = RecordLines.of(ours.metrics)
-        return Difference(
-            **json.loads(done.stdout),
-            steps=wrong_steps(record, length.windows),
-            figure=first_difference(record, RecordLines.of(theirs.metrics)),
-        )
+        found = {"steps": wrong_steps(record, length.windows)}
+        found["figure"] = first_difference(record, RecordLines.of(theirs.metrics))
+        return Difference(**json.loads(done.stdout) | found)
 
 
 def next_step(

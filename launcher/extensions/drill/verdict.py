@@ -42,12 +42,13 @@ class DrillOutcome(StrEnum):
     damaged = "does not survive"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Difference:
     """Difference of a run a from a run b at the same step.
 
     Args:
-        tensors, differing: tensors of the last checkpoint that were compared, and that differ in any bit.
+        tensors, differing: tensors of the last checkpoint that were compared, and that differ in any bit. One that is
+            missing or has another shape differs, and does not enter ``absolute``, ``relative`` and ``norm``.
         first: first tensor that differs, parameters before the optimizer's state; None if none does.
         absolute: largest |a - b|.
         relative: largest |a - b| of a tensor / largest |b| of that tensor.
@@ -56,14 +57,14 @@ class Difference:
         figure: first figure of the record that differs, with both values; empty if none does.
     """
 
-    tensors: int
-    differing: int
-    first: str | None
-    absolute: float
-    relative: float
-    norm: float
-    steps: str
-    figure: str
+    tensors: int = 0
+    differing: int = 0
+    first: str | None = None
+    absolute: float = 0.0
+    relative: float = 0.0
+    norm: float = 0.0
+    steps: str = ""
+    figure: str = ""
 
     @property
     def identical(self) -> bool:

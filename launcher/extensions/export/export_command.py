@@ -17,7 +17,7 @@ FLAGS = (
 
 
 def launch_export(arguments: list[str]) -> int:
-    from launcher.extensions.export.request import DEFAULT_SHARD, DTYPES, ExportOptions, export_run
+    from launcher.extensions.export.request import DTYPES, export_run
 
     parser = command_parser("export", "Write the trained model of a run as safetensors, in Hugging Face's layout.")
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="directory to create")
@@ -27,14 +27,13 @@ def launch_export(arguments: list[str]) -> int:
     parser.add_argument("--ema", action="store_true", help="the averages of the callback Ema")
     parser.add_argument("--merge-lora", action="store_true", help="merge adapters of peft (default: write them alone)")
     parser.add_argument("--dtype", choices=DTYPES, help="convert floating-point tensors (default: as they are)")
-    parser.add_argument("--max-shard-size", default=DEFAULT_SHARD, metavar="SIZE", help="of a file (default: 5GB)")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (default: 5GB)")
     parser.add_argument("--json", action="store_true", help="one object")
     given = parser.parse_args(arguments)
-    options = ExportOptions(
-        step=given.step, best=given.best, ema=given.ema, merge_lora=given.merge_lora, dtype=given.dtype,
-        max_shard=given.max_shard_size,
+    exported = export_run(
+        resolve(given.run, given.dir), given.to, step=given.step, best=given.best, ema=given.ema,
+        merge_lora=given.merge_lora, dtype=given.dtype, max_shard_size=given.max_shard_size,
     )  # fmt: skip
-    exported = export_run(resolve(given.run, given.dir), given.to, options)
     if given.json:
         print(json.dumps(dataclasses.asdict(exported), indent=2))
         return EXIT_DONE

@@ -7,7 +7,6 @@ Reads an ExportRequest from standard input; writes the answer to the file named 
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import shutil
 import sys
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from launcher.errors import ExportFailed, LauncherError, UserError, WrongCheckpoint
+from launcher.errors import ExportFailed, LauncherError, UserError
 from launcher.extensions.export.model_files import ExportedModel, ExportNames
 from launcher.extensions.export.request import ExportRequest
 from launcher.extensions.export.safetensors_file import (
@@ -188,21 +187,12 @@ def _whole_model(task: Task, seed: int, tensors: _Tensors) -> nn.Module:
 def _sync(directory: Path) -> None:
     """Make all files durable."""
     for path in (*directory.rglob("*"), directory):
-        if path.is_dir():
-            sync_directory(path)
-        else:
-            handle = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+        sync_directory(path)  # and files: an fsync of what it opens
 
 
 def _answer(request: ExportRequest) -> dict[str, Any]:
     try:
         return export(request)
-    except WrongCheckpoint as error:
-        return {"error": str(error), "user": True}
     except LauncherError as error:
         return {"error": str(error), "user": not isinstance(error, ExportFailed)}
     except OSError as error:

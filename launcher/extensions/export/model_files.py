@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -92,12 +91,13 @@ class ExportedModel:
             sources = self._adapters.merged_sources(stored)
         written = {plain_name(source): name for name, source in sources.items()}
         ignored = getattr(self._model, "_keys_to_ignore_on_save", None) if self._is_transformers else None
-        drops = _dropped_by_transformers(self._model) if self._is_transformers else lambda _: False
+        # tied names that `save_pretrained` leaves out, and `from_pretrained` ties again
+        dropped: Mapping[str, str] = getattr(self._model, "all_tied_weights_keys", None) or {}
         tied, aliases = dict[str, str](), dict[str, list[str]]()
         for group, _ in self._state.named:
             own = [written[name] for name in group if name in written]
             if len(own) > 1:  # that stays which transformers keeps, or the first one of another model
-                kept, *others = sorted(own, key=drops)
+                kept, *others = sorted(own, key=lambda name: name in dropped)
                 self._require_alike(kept, others)
                 tied |= dict.fromkeys(others, kept)
                 aliases[kept] = [sources[name] for name in others]
@@ -147,7 +147,7 @@ class ExportedModel:
         elif self._is_transformers:
             config = self._model.config
             config.architectures = [type(self._model).__name__]
-            setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", str(dtype).removeprefix("torch."))
+            config.dtype = str(dtype).removeprefix("torch.")
             config.save_pretrained(directory)
             generation = getattr(self._model, "generation_config", None)
             if generation is not None and self._model.can_generate():
@@ -157,16 +157,3 @@ class ExportedModel:
         tokenizer = getattr(task, "tokenizer", None)
         if callable(save := getattr(tokenizer, "save_pretrained", None)):
             save(directory)
-
-
-def _dropped_by_transformers(model: Any) -> Callable[[str], bool]:
-    """Return whether ``save_pretrained`` leaves out a tied name, and ``from_pretrained`` ties it again."""
-    names = getattr(model, "all_tied_weights_keys", None)  # since transformers 5: {name: name that is kept}
-    if isinstance(names, dict):
-        return lambda name: name in names
-    patterns = [
-        f"{prefix}.{pattern}" if prefix else pattern
-        for prefix, module in model.named_modules()
-        for pattern in getattr(module, "_tied_weights_keys", None) or ()
-    ]
-    return lambda name: any(re.search(pattern, name) for pattern in patterns)

@@ -25,29 +25,7 @@ from launcher.rundir.files import sync_directory
 from launcher.rundir.paths import RunPaths
 
 DTYPES = ("fp32", "bf16", "fp16")
-DEFAULT_SHARD = "5GB"
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """Choice of what is exported, and how.
-
-    Attributes:
-        step: optimizer step of the checkpoint; None: the newest.
-        best: the checkpoint of the best evaluation.
-        ema: the averages of the callback Ema in place of the parameters.
-        merge_lora: adapters of peft are merged into the model.
-        dtype: format of floating-point tensors; None: that of the checkpoint.
-        max_shard: largest file, such as 5GB.
-    """
-
-    step: int | None = None
-    best: bool = False
-    ema: bool = False
-    merge_lora: bool = False
-    dtype: str | None = None
-    max_shard: str = DEFAULT_SHARD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,19 +70,32 @@ class Exported:
     tied: dict[str, str]
 
 
-def export_run(paths: RunPaths, to: Path, options: ExportOptions) -> Exported:
+def export_run(
+    paths: RunPaths, to: Path, *, step: int | None, best: bool, ema: bool, merge_lora: bool, dtype: str | None,
+    max_shard_size: str,
+) -> Exported:  # fmt: skip
     """Write the model of one of a run's checkpoints to the directory ``to``, and return what was written.
 
     The files are written to a temporary directory beside it, which is renamed when they are complete.
+
+    Args:
+        step: optimizer step of the checkpoint; None: the newest.
+        best: the checkpoint of the best evaluation.
+        ema: the averages of the callback Ema in place of the parameters.
+        merge_lora: adapters of peft are merged into the model.
+        dtype: format of floating-point tensors; None: that of the checkpoint.
+        max_shard_size: largest file, such as 5GB.
 
     Raises:
         UserError: the run has no such checkpoint, it is damaged, or ``to`` is not empty.
         ExportFailed: a file could not be written.
     """
-    plan = _plan_of_model(paths)
-    checkpoint = choose_checkpoint(paths, step=options.step, best=options.best)
-    averages = _name_of_averages(plan) if options.ema else None
-    shard_bytes = parse_size("--max-shard-size", options.max_shard)
+    plan = RunPlan.of_record(paths)
+    if plan is None:
+        raise UserError(f"{paths.root.name}: is a script of `launch run` without checkpoints of the engine.")
+    checkpoint = choose_checkpoint(paths, step=step, best=best)
+    averages = _name_of_averages(plan) if ema else None
+    shard_bytes = parse_size("--max-shard-size", max_shard_size)
     target = require_free(to)
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
     try:
@@ -113,8 +104,8 @@ def export_run(paths: RunPaths, to: Path, options: ExportOptions) -> Exported:
         raise UserError(f"--to {to}: {partial.parent} cannot be written: {error.strerror}.") from None
     request = ExportRequest(
         checkpoint=str(checkpoint), directory=str(partial), target=plan.task.target, params=plan.task.params,
-        import_from=plan.cluster.import_from, seed=plan.train.seed, averages=averages, merge_lora=options.merge_lora,
-        dtype=options.dtype, shard_bytes=shard_bytes,
+        import_from=plan.cluster.import_from, seed=plan.train.seed, averages=averages, merge_lora=merge_lora,
+        dtype=dtype, shard_bytes=shard_bytes,
     )  # fmt: skip
     try:
         with signal_handler((signal.SIGTERM, signal.SIGHUP), _interrupt):
@@ -131,32 +122,16 @@ def export_run(paths: RunPaths, to: Path, options: ExportOptions) -> Exported:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    step = int(checkpoint.name.removeprefix("step_"))
-    return Exported(run=paths.root.name, step=step, directory=str(target), **result)
+    written = int(checkpoint.name.removeprefix("step_"))
+    return Exported(run=paths.root.name, step=written, directory=str(target), **result)
 
 
 def _interrupt(number: int, frame: object) -> None:  # noqa: ARG001
     raise KeyboardInterrupt
 
 
-def _plan_of_model(paths: RunPaths) -> RunPlan:
-    """Return the plan of the run's engine.
-
-    Raises:
-        UserError: it has none.
-    """
-    plan = RunPlan.of_record(paths)
-    if plan is None:
-        raise UserError(f"{paths.root.name}: is a script of `launch run` without checkpoints of the engine.")
-    return plan
-
-
 def _name_of_averages(plan: RunPlan) -> str:
-    """Return the name of the callback with averages, as checkpoints have it: of several, the one that is evaluated.
-
-    Raises:
-        UserError: there is none, or none of several is evaluated.
-    """
+    """Return the name of the callback with averages, as checkpoints have it: of several, the one that is evaluated."""
     counts, names = Counter[str](), dict[str, bool]()
     for entry in plan.callbacks:
         kind = name_of(entry)

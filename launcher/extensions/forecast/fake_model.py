@@ -255,7 +255,6 @@ class AllocationLog(TorchDispatchMode):
 
     Attributes:
         events: bytes of each allocation (positive) and each free (negative), in order.
-        operators: number of operators that ran.
     """
 
     def __init__(self, device: torch.device, rounding: int = 1) -> None:
@@ -264,7 +263,6 @@ class AllocationLog(TorchDispatchMode):
         self._type = device.type
         self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self.events: list[int] = []
-        self.operators = 0
         self._resize = torch.UntypedStorage.resize_
         self._derive = getattr(ShardingPropagator, _DERIVE)
         self._paused = False
@@ -320,6 +318,5 @@ class AllocationLog(TorchDispatchMode):
             return args[0].fake_device  # half of all calls; takes a tenth of the time
         result = func(*args, **(kwargs or {}))
         if not self._paused:
-            self.operators += 1
             self.add(result)
         return result

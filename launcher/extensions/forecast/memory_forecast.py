@@ -129,7 +129,6 @@ class Tracer:
         shorten: whether repeated blocks are traced once, if that is less work.
 
     Attributes:
-        operators: number of operators that the traces have run.
         irregular: why the whole model was traced although it has repeated blocks; None if it was not.
     """
 
@@ -139,7 +138,6 @@ class Tracer:
         self._task, self._built, self._batch, self._device = task, model, batch, device
         self._copies = True
         self._plan = plan
-        self.operators = 0
         self.irregular: Exception | None = None
         self._regular = False
         self._until = time.process_time() + LIMIT_S  # CPU time, so that a loaded host decides like an idle one
@@ -186,11 +184,7 @@ class Tracer:
         return each * policies + longest < sum(len(run.names) for run in self._runs) * policies
 
     def _compare_blocks(self) -> None:
-        """Run one forward pass of a model of its own, which may keep tensors.
-
-        Raises:
-            IrregularModel: equal blocks are not used alike.
-        """
+        """Run one forward pass of a model of its own, which may keep tensors."""
         fake, precision = FakeTensorMode(allow_non_fake_inputs=True), Precision(self._plan.precision, self._device)
         model = self._fake_model(fake)
         calls = BlockCalls(model, self._runs, self._device)
@@ -239,11 +233,7 @@ class Tracer:
         )
 
     def _from_shortened(self, plan: RunPlan) -> BlockTrace:
-        """Return the trace of the whole model, from those of shortened ones.
-
-        Raises:
-            IrregularModel: it does not follow from them.
-        """
+        """Return the trace of the whole model, from those of shortened ones."""
         least = dict.fromkeys(self._runs, SHORTEST_BLOCKS)
         shortest = self._shortened(plan, least)
         longer = {run: self._shortened(plan, least | {run: SHORTEST_BLOCKS + 1}) for run in least}
@@ -311,7 +301,6 @@ class Tracer:
                 raise
             except Exception as error:  # a loss may need tensors with values
                 problem = error
-        self.operators += log.operators
         return BlockTrace.of(log.events, payload), problem
 
 

@@ -346,11 +346,7 @@ def _message(message: Any) -> dict[str, Any]:
 
 
 def _is_learned(message: dict[str, Any]) -> bool:
-    """Return whether an answer is learned; otherwise it is context.
-
-    Raises:
-        UnusableExample: it has a weight that is neither 0 nor 1.
-    """
+    """Return whether an answer is learned; otherwise it is context."""
     if (weight := message.get("weight", 1)) not in (0, 1):
         raise UnusableExample(f"has an answer of weight {weight}; it can be 0 or 1")
     return weight == 1 and message.get("train") is not False

@@ -94,11 +94,7 @@ class HfClassifier(HfTask):
         return self._in_order_of_head(sorted(values))
 
     def _in_order_of_head(self, classes: list[Any]) -> list[Any]:
-        """Return ``classes`` in the order of the head that the model has.
-
-        Raises:
-            TaskError: the model has a trained head of other classes.
-        """
+        """Return ``classes`` in the order of the head that the model has."""
         trained = any("ForSequenceClassification" in name for name in self._config.architectures or ())
         if not trained or Path(self._model).is_file():
             return classes

@@ -200,9 +200,6 @@ def _build_pretrained(
         auto: class of transformers that finds the architecture, such as AutoModelForCausalLM.
         new_head: the head may have no weights yet, and those of another head are not used.
         dtype: of random values, such as float32.
-
-    Raises:
-        TaskError: the architecture has no such head, or the weights are not those of the configuration.
     """
     import torch
     from transformers.utils import logging
@@ -233,29 +230,16 @@ def _build_pretrained(
 
 
 def _load_tokenizer(key: str, path: str, revision: str | None) -> Any:
-    """Return the tokenizer at ``path``, which the config key ``key`` names. ``revision``: commit of a name on the hub.
-
-    Raises:
-        TaskError: there is none.
-    """
+    """Return the tokenizer at ``path``, which the key ``key`` names. ``revision``: commit of a name on the hub."""
     from transformers import AutoTokenizer
 
     if not Path(path).is_dir():
-        _require_tokenizer_name(key, path, revision)
+        files = ("tokenizer_config.json", "tokenizer.json", "config.json")
+        _require_on_hub(key, path, files, revision, missing="no tokenizer: ", other_key="task.tokenizer")
     try:
         return AutoTokenizer.from_pretrained(path, revision=revision or "main")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise TaskError(f"{key}={path}: no tokenizer: {_first_line(error)}\n  Name one with task.tokenizer=.") from None
-
-
-def _require_tokenizer_name(key: str, name: str, revision: str | None) -> None:
-    """Raise TaskError unless ``name`` is a repository of the hub with a tokenizer, as far as it can be known."""
-    path = Path(name)
-    if path.is_file() or path.suffix == ".json":
-        problem = "a file is not one" if path.is_file() else "no such file"
-        raise TaskError(f"{key}={name}: no tokenizer: {problem}.\n  Name its directory: task.tokenizer={path.parent}.")
-    files = ("tokenizer_config.json", "tokenizer.json", "config.json")
-    _require_on_hub(key, name, files, revision, missing="no tokenizer: ", other_key="task.tokenizer")
 
 
 def _with_lora(model: Any, lora: dict[str, Any], kind: str, new: list[str]) -> Any:
@@ -265,9 +249,6 @@ def _with_lora(model: Any, lora: dict[str, Any], kind: str, new: list[str]) -> A
         lora: ``r``, ``alpha``, ``dropout``, ``targets`` (names of modules, or "all-linear"); missing ones have the
             defaults of peft.
         kind: peft's task type.
-
-    Raises:
-        TaskError: ``lora`` has another key, or its targets match no module.
     """
     from peft import LoraConfig, get_peft_model
 

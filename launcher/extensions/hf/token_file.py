@@ -163,11 +163,7 @@ def require_token_file(key: str, path: str) -> None:
 
 
 def _mapped(path: Path, token_type: str) -> Any:
-    """Return the numbers of a file, mapped into memory.
-
-    Raises:
-        ValueError: it is no file of numbers.
-    """
+    """Return the numbers of a file, mapped into memory."""
     import numpy
 
     if path.suffix == ".npy":

@@ -85,11 +85,7 @@ def _is_sent(name: str) -> bool:
 
 
 def _remote_arguments(verb: str, arguments: Sequence[str], here: Path) -> list[str]:
-    """Return the arguments of the command on the login node: without its keys, and with paths relative to the project.
-
-    Raises:
-        ConfigError: a directory of config files is outside of the project.
-    """
+    """Return the arguments of the command on the login node: without its keys, with paths relative to the project."""
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     words = [word for word in arguments[:cut] if word.lstrip("+").partition("=")[0] not in _KEYS]
     for at, word in enumerate(words):

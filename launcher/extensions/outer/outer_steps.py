@@ -211,11 +211,7 @@ class OuterSteps:
 
 
 def _divided(sizes: dict[str, int], parts: int) -> list[list[str]]:
-    """Return the names in ``parts`` lists of adjacent ones, of about equal sizes.
-
-    Raises:
-        ConfigError: there are fewer names than parts.
-    """
+    """Return the names in ``parts`` lists of adjacent ones, of about equal sizes."""
     if parts > len(sizes):
         raise ConfigError(
             "outer.fragments", parts, f"the model has {count(len(sizes), 'trained parameter')} to divide.",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from launcher.extensions.page import compare
 from launcher.extensions.page.compare import Row, TaskGroup
@@ -19,19 +19,11 @@ from launcher.quantities import Interval, count, first_names, interval, number_t
 _FEWEST_REPEATS = 3
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One finding of the answer.
-
-    Attributes:
-        subject: what it is about, in one or two words.
-        text: the finding.
-        more: what the page adds to it.
-    """
+class Finding(NamedTuple):
+    """One finding of the answer, about ``subject``, which is one or two words."""
 
     subject: str
     text: str
-    more: str = ""
 
 
 def findings(group: TaskGroup) -> list[Finding]:
@@ -126,7 +118,7 @@ def _name(group: TaskGroup, rows: Sequence[Row]) -> str:
     return f"{name}, from {len(rows)} runs"
 
 
-def _claims(group: TaskGroup, ranking: _Ranking, ratio: Interval, form: str) -> tuple[str, str]:
+def _claims(group: TaskGroup, ranking: _Ranking, ratio: Interval, form: str) -> str:
     """Return what may be said of the first settings against the others, and against the last ones.
 
     Args:
@@ -134,14 +126,12 @@ def _claims(group: TaskGroup, ranking: _Ranking, ratio: Interval, form: str) -> 
         form: sentence with {ratio} and {name} of the last settings.
     """
     if not all(_known(value) for _, value in ranking):
-        return " Too few runs or steps per setting to tell a difference from chance.", ""
+        return " Too few runs or steps per setting to tell a difference from chance."
     ties = [group.describe(rows[0]) for rows, value in ranking[1:] if _overlap(value, ranking[0][1])]
     which = f"all {len(ties)} others" if len(ties) == len(ranking) - 1 > 1 else first_names(ties, 3)
     name = group.describe(ranking[-1][0][0]) + _single_starts(ranking[0][0], ranking[-1][0])
-    return (
-        f" The intervals overlap with that of {which}: no difference is claimed." if ties else "",
-        f" {form.format(ratio=_text(ratio, '.2f'), name=name)}" if ratio.excludes(1) else "",
-    )
+    overlap = f" The intervals overlap with that of {which}: no difference is claimed." if ties else ""
+    return overlap + (f" {form.format(ratio=_text(ratio, '.2f'), name=name)}" if ratio.excludes(1) else "")
 
 
 def _single_starts(*settings: Sequence[Row]) -> str:
@@ -156,9 +146,9 @@ def _fastest(group: TaskGroup, settings: Sequence[Sequence[Row]]) -> Finding | N
     rows, best = ranking[0]
     text = f"{_text(best)} samples/s on {count(rows[0]['batch/world_size'], group.worker)}: {_name(group, rows)}."
     if len(ranking) == 1:
-        return Finding("Speed", text, " There are no other settings to compare with.")
-    claim, more = _claims(group, ranking, _ratio(best, ranking[-1][1]), "That is {ratio} times as fast as {name}.")
-    return Finding("Fastest", text + claim, more)
+        return Finding("Speed", f"{text} There are no other settings to compare with.")
+    claim = _claims(group, ranking, _ratio(best, ranking[-1][1]), "That is {ratio} times as fast as {name}.")
+    return Finding("Fastest", text + claim)
 
 
 def _cheapest(group: TaskGroup, settings: Sequence[Sequence[Row]]) -> list[Finding]:
@@ -196,11 +186,11 @@ def _lowest_cost(
     if len(ranking) < 2:
         return None
     rows, best = ranking[0]
-    claim, more = _claims(group, ranking, _ratio(ranking[-1][1], best), "It takes {ratio} times as much with {name}.")
+    claim = _claims(group, ranking, _ratio(ranking[-1][1], best), "It takes {ratio} times as much with {name}.")
     missing = len(settings) - len(ranking)
     left_out = f" Not known for {count(missing, 'other setting')}." if missing else ""
     shown = Interval(best.value * factor, best.low * factor, best.high * factor)
-    return Finding(subject, f"{_text(shown)} {unit.strip()}: {_name(group, rows)}.{claim}", more + left_out)
+    return Finding(subject, f"{_text(shown)} {unit.strip()}: {_name(group, rows)}.{claim}{left_out}")
 
 
 def _best_loss(group: TaskGroup, settings: Sequence[Sequence[Row]]) -> Finding | None:
@@ -222,8 +212,7 @@ def _best_loss(group: TaskGroup, settings: Sequence[Sequence[Row]]) -> Finding |
     last = ranking[-1]
     text += f" The highest is {_text(last[1], '.4f')}: {_name(group, last[0])}."
     lengths = " The runs have different numbers of steps." if len({row["step"] for row in rows}) > 1 else ""
-    claim, _ = _claims(group, ranking, Interval(1, 1, 1), "")
-    return Finding("Lowest loss", text + lengths + claim)
+    return Finding("Lowest loss", text + lengths + _claims(group, ranking, Interval(1, 1, 1), ""))
 
 
 def _scaling(group: TaskGroup, rows: Sequence[Row]) -> Finding | None:
@@ -264,7 +253,7 @@ def _accumulation(group: TaskGroup, rows: Sequence[Row]) -> Finding | None:
     )
     sizes = sorted({row["batch/global_size"] for row in (few, *others)})
     learned = f" The global batch is {sizes[0]:,} to {sizes[-1]:,}." if len(sizes) > 1 else ""
-    return Finding("Accumulation", text, learned)
+    return Finding("Accumulation", text + learned)
 
 
 def _accumulated(row: Row) -> str:
@@ -298,7 +287,7 @@ def _policy(group: TaskGroup, rows: Sequence[Row]) -> Finding | None:
         gain = "the effect on speed was not measured"
     bytes_saved = f"{best['comm/saved_fraction']:.1%} fewer bytes on the wire"
     text = f"{best['sync']} instead of every: {gain}, with {bytes_saved}."
-    return Finding("Sync policy", text, f" This is {group.describe(best)}, compared within the run.")
+    return Finding("Sync policy", f"{text} This is {group.describe(best)}, compared within the run.")
 
 
 def _limits(group: TaskGroup, settings: Sequence[Sequence[Row]]) -> Finding:
@@ -322,4 +311,4 @@ def _limits(group: TaskGroup, settings: Sequence[Sequence[Row]]) -> Finding:
         " Ranges are 95% intervals: over runs where settings ran at least three times, else over the steps of a run, "
         "without what changes from one start to the next."
     )
-    return Finding("Basis", based + unknown, ranges)
+    return Finding("Basis", based + unknown + ranges)

@@ -114,18 +114,15 @@ class TaskGroup:
     def describe(self, row: Row) -> str:
         """Return the run's name, with the varying settings unless its label contains them."""
         if row not in self._descriptions:
-            self._descriptions[row] = self._description(row)
+            label, settings = row.entry.label, settings_text(_key(row, self.varying[:_SETTINGS_SHOWN]))
+            known = "=" in label or not self.varying
+            described = row.name if known else f"{label} ({settings}){row.name.removeprefix(label)}"
+            self._descriptions[row] = described
         return self._descriptions[row]
 
     @cached_property
     def _descriptions(self) -> dict[Row, str]:
         return {}
-
-    def _description(self, row: Row) -> str:
-        if "=" in row.entry.label or not self.varying:
-            return row.name
-        settings = settings_text(_key(row, self.varying[:_SETTINGS_SHOWN]))
-        return f"{row.entry.label} ({settings}){row.name.removeprefix(row.entry.label)}"
 
     @cached_property
     def worker(self) -> str:

@@ -15,50 +15,12 @@ from rich.table import Table
 from launcher.extensions.page.answer import Finding
 from launcher.extensions.page.compare import Row, RunComparison
 from launcher.quantities import number_text
-from launcher.record.measurements import SMOOTHED_OVER
 from launcher.report.run_list import COLOURS, LISTED
 from launcher.report.tables import tracker_lines
 from launcher.rundir.paths import RunPaths
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-# figure -> how it is computed from metrics.jsonl
-DEFINITIONS = {
-    "sweep/at_once": "cells of the sweep that may have run at the same time on the machine; if there are several, "
-    "times, speeds and hours are not comparable with those of other runs",
-    "own_windows": "full windows: records with batch/samples = batch/global_size, of the largest global batch",
-    "time/step_s": "median of time/step_s over full windows; seconds",
-    "time/step_low_s": "lower end of the 95% interval of that median (order statistics); time/step_high_s: the upper "
-    "end. It contains the spread of the steps inside a run, not what changes from one start to the next",
-    "predicted/wire_bytes": "bytes that one rank sends in a step as the plan has predicted them",
-    "time/data_s": "median of time/data_s over full windows: the part of a step that waited for data; seconds",
-    "comm/exposed_s": "time of a window's passes minus that of the same passes without any collective, measured by the "
-    "calibration before training; seconds. 0 on one worker; below zero: within the noise; absent: not measured",
-    "time/compute_s": "time/step_s - time/data_s - comm/exposed_s (at least 0); absent if the latter was not "
-    "measured or is longer than the step",
-    "throughput/samples_per_s": "batch/global_size / (time/step_s + outer/step_s), for the whole job",
-    "outer/step_bytes": "with outer steps: bytes that the first site has sent to others, per step",
-    "outer/step_s": "with outer steps: seconds in which training stood still for them, per step; no part of "
-    "time/step_s",
-    "scaling/efficiency": "(samples/s on W workers) / (W / W0 × samples/s on W0 workers), where W0 is the fewest "
-    "workers of a finished run with the same other settings (except length, evaluation, logging and checkpoints); if "
-    "there are several such runs, the fastest",
-    "comm/wire_bytes": "median over full windows of the bytes that one rank sends in a step, as counted",
-    "comm/wire_bytes_every": "the same if every micro-batch were synchronised",
-    "comm/saved_fraction": "1 - comm/wire_bytes / comm/wire_bytes_every",
-    "comm/speedup": "(median step + extra time of its passes with sync=every) / median step; the calibration before "
-    "training measures the extra time",
-    "comm/speedup_low": "lower end of its 95% interval; comm/speedup_high: the upper end. If 1 is between them, the "
-    "measurement is not distinguishable from no speed-up",
-    "train/loss_smoothed": f"mean of the latest {SMOOTHED_OVER} logged values of train/loss (fewer at the start)",
-    "time/total_s": "wall seconds of training up to the last record, summed over all starts of the run",
-    "loss/hours": "batch/world_size × time/total_s / 3600 at the first record whose smoothed loss is loss/target or "
-    "lower; GPU-hours on GPUs, worker-hours on CPUs",
-    "total/hours": "batch/world_size × time/total_s / 3600 at the last record; total/cost and loss/cost: the hours × "
-    "cluster.price_per_gpu_hour",
-    "loss/target": "given by --loss; without it, the lowest smoothed loss that every finished run of the task reached",
-}
 
 
 @dataclass(frozen=True)
@@ -177,12 +139,6 @@ def terminal_table(comparison: RunComparison, limit: int) -> Table:
     return table
 
 
-def page_headings(comparison: RunComparison, columns: Sequence[Column]) -> list[tuple[str, str]]:
-    """Return (heading, unit) of each column of the page's table."""
-    figures = [(column.heading.format(hours=comparison.hours_unit), column.unit) for column in columns]
-    return [("run", ""), ("state", ""), *figures]
-
-
 def page_line(row: Row) -> dict[str, Any]:
     """Return a row of the page's table but for its figures: links to trackers, and remarks on the run."""
     entry = row.entry
@@ -226,7 +182,7 @@ def as_json(comparison: RunComparison) -> str:
         record | {"settings": {key: its.get(key) for key in varying} if its else {}}
         for record, its in zip(_records(comparison), settings, strict=True)
     ]
-    content = {"title": comparison.title, "runs": runs, "notes": comparison.notes, "definitions": DEFINITIONS}
+    content = {"title": comparison.title, "runs": runs, "notes": comparison.notes}
     return json.dumps(content, indent=2, allow_nan=False)
 
 

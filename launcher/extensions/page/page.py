@@ -16,7 +16,7 @@ import launcher
 from launcher.errors import UserError
 from launcher.extensions.page.answer import Finding
 from launcher.extensions.page.compare import Row, RunComparison, TaskGroup, natural_sort_key, with_drawn_runs
-from launcher.extensions.page.comparison_tables import DEFINITIONS, Column, columns_of, page_headings, page_line
+from launcher.extensions.page.comparison_tables import Column, columns_of, page_line
 from launcher.extensions.page.plots import Plot, heat_maps, plots
 from launcher.quantities import first_names
 from launcher.rundir.files import write_text
@@ -41,6 +41,7 @@ def page(comparison: RunComparison, answer: Sequence[Sequence[Finding]], now: da
         left_out = _left_out(group, shown)
         sections.append({"target": group.target, "findings": found, "plots": numbered, "left_out": left_out})
     columns = columns_of(comparison)
+    headings = [(column.heading.format(hours=comparison.hours_unit), column.unit) for column in columns]
     table = [page_line(row) | {"cells": _cells(columns, row)} for row in comparison.rows]
     import jinja2
     import orjson
@@ -63,10 +64,9 @@ def page(comparison: RunComparison, answer: Sequence[Sequence[Finding]], now: da
         states=Counter(row.entry.state for row in comparison.rows).most_common(),
         varied=_varied(comparison),
         sections=sections,
-        columns=page_headings(comparison, columns),
+        columns=[("run", ""), ("state", ""), *headings],
         table=table,
         notes=comparison.notes,
-        definitions=DEFINITIONS,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -86,11 +86,7 @@ def _has_runs(place: Path) -> bool:
 
 
 def _runs_of(word: str, runs: Path) -> list[RunPaths | SweepPaths]:
-    """Return a run, a sweep, or all runs and sweeps in a directory.
-
-    Raises:
-        UserError: ``word`` is none of them.
-    """
+    """Return a run, a sweep, or all runs and sweeps in a directory."""
     for place in (runs / word, Path(word)) if word else ():
         if place.is_dir() and not is_run(place) and not is_sweep(place):
             if runs_there := [*find(place), *find_sweeps(place)]:
@@ -138,14 +134,9 @@ def _size(run: Path) -> int:
 
 
 class ReportedRuns:
-    """States and measurements of a report's runs.
+    """States and measurements of a report's runs."""
 
-    Args:
-        read: reads the measurements of runs.
-    """
-
-    def __init__(self, read: Callable[[Sequence[Path]], dict[Path, RunData]] = read_all) -> None:
-        self._read = read
+    def __init__(self) -> None:
         self._entries: dict[Path, tuple[list[str] | None, RunData] | None] = {}
 
     def statuses(self, runs: Iterable[RunPaths]) -> list[Run]:
@@ -168,7 +159,7 @@ class ReportedRuns:
         runs = list(dict.fromkeys(runs))
         found = {run: entry[1] for run in runs if (entry := self._entry(run)) is not None}
         if missing := [run for run in runs if run not in found]:
-            found |= self._read(missing)
+            found |= read_all(missing)
         return {run: found[run] for run in runs}
 
     def _entry(self, run: Path) -> tuple[list[str] | None, RunData] | None:

@@ -188,11 +188,7 @@ def mlflow_uri(plan: RunPlan, env: Mapping[str, str]) -> str:
 
 
 def _require_store(key: str, uri: str) -> None:
-    """Check that MLflow knows such a URI.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Check that MLflow knows such a URI."""
     try:
         parts = urlsplit(uri)
     except ValueError as error:

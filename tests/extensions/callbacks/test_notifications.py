@@ -128,17 +128,11 @@ def test_an_email(mail: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_email_without_apprise(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"callbacks\[0\]\._target_=Email.*\n.*mailtos://"):
+        solve_callbacks([{"_target_": "Email", "to": ["me@example.org"]}])
     monkeypatch.setattr(declared, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"notify=env:MAIL: .*\n.*pip install samebatch\[notify\]"):
         require_environment([("notify", *notify_entries(["env:MAIL"]))], {"MAIL": "mailto://u:p@h"})
-
-
-@pytest.mark.parametrize("words", [["me@example.org"], ["smtp://h:25/me@example.org"]])
-def test_what_replaces_the_mailer_is_named(words: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"An e-mail: notify=\[env:NAME\]"):
-        notify_entries(words)
-    with pytest.raises(ConfigError, match=r"callbacks\[0\]\._target_=Email.*\n.*mailtos://"):
-        solve_callbacks([{"_target_": "Email", "to": words}])
 
 
 @pytest.mark.parametrize(
@@ -166,17 +160,16 @@ def test_notify_is_made_of_the_callbacks() -> None:
 
 
 @pytest.mark.parametrize(
-    "word", ["", "beep", "ftp://x", "env:", "env:A-B", "a/b@c", "mailto://a@b", "https://", "https://x:port/a"]
-)
+    "word",
+    [
+        "", "beep", "ftp://x", "env:", "env:A-B", "a/b@c", "mailto://a@b", "https://", "https://x:port/a",
+        "me@example.org", "https://me:geheim@x.org/a", "https://me:ge/heim@x.org", "mailto://me:geheim@h",
+    ],
+)  # fmt: skip
 def test_an_entry_of_notify_that_has_no_known_form(word: str) -> None:
-    with pytest.raises(ConfigError, match="must be bell, an https:// address"):
+    """It may hold a password, which is not printed."""
+    with pytest.raises(ConfigError, match=r"(?s)must be bell, an https:// address.*An e-mail: notify=") as refused:
         notify_entries(["bell", word])
-
-
-@pytest.mark.parametrize("word", ["https://me:geheim@x.org/a", "https://me:ge/heim@x.org", "mailto://me:geheim@h"])
-def test_a_password_in_an_address_is_refused_and_not_printed(word: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        notify_entries([word])
     assert "heim" not in str(refused.value)
     assert "me:" not in without_path("https://x.org/a?me:geheim")
 
@@ -236,8 +229,7 @@ def test_at_the_end_of_a_job(launch: Launch, project: Path, web: tuple[str, list
     job = [word for word in OWN if not word.startswith("run.name")]
     hook = "{_target_: Webhook, url_from: TEST_HOOK},{_target_: speech.hooked.Reporting}"
     env = {**os.environ, "TEST_HOOK": address}
-    done = launch("train", *job, "run.name=fine", "train.steps=2", f"callbacks=[{hook}]", env=env)
-    assert done.returncode == 0, done.stderr
+    launch("train", *job, "run.name=fine", "train.steps=2", f"callbacks=[{hook}]", env=env, status=0)
     assert (received[0]["run"], received[0]["verdict"], received[0]["steps"]) == ("fine", "done", 2)
     assert received[0]["metrics"]["train/loss"] > 0
     assert (project / "runs/fine/outcome.txt").read_text().startswith("Run fine: done after 2 steps")
@@ -254,8 +246,7 @@ def test_at_the_end_of_a_job(launch: Launch, project: Path, web: tuple[str, list
     env["TEST_HOOK"] = address
     own = [str(ROOT / "tests" / "system" / "own_loop.py"), "train.steps=3", "wandb.mode=disabled"]
     hook = "callbacks=[{_target_: Webhook, url_from: TEST_HOOK}]"
-    done = launch("run", "run.name=loop", "--", *own, hook, env=env)
-    assert done.returncode == 0, done.stderr
+    launch("run", "run.name=loop", "--", *own, hook, env=env, status=0)
     assert (received[3]["run"], received[3]["verdict"], received[3]["steps"]) == ("loop", "done", 3)
     script = ["run", "run.name=script", "notify=[env:TEST_HOOK]", "cluster.workers_per_node=1", "--"]
     (project / "script.py").write_text("print('hello')\n")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from launcher.cli import run
 from launcher.config.hydra import compose
 from launcher.extensions.doctor import examination
 from launcher.extensions.doctor.check import CheckState
@@ -66,8 +67,7 @@ def test_a_probe_that_does_not_end_is_a_failure(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_output_is_a_table_by_default(launch: Launch) -> None:
-    done = launch("doctor", "cluster.device=cpu", "cluster.workers_per_node=1")
-    assert done.returncode == 0, done.stderr
+    done = launch("doctor", "cluster.device=cpu", "cluster.workers_per_node=1", status=0)
     assert "one worker: no collectives" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("Fit to run")
 
@@ -116,19 +116,18 @@ def test_runs_in_memory_cause_a_warning(launch: Launch, tmp_path: Path) -> None:
         (("cluster.nodes=2",), "cluster=local is one machine"),
         (("cluster=hosts", "cluster.nodes=2", "cluster.rendezvous=nowhere.invalid:1"), "has no IPv4 address"),
         (("cluster=elsewhere", "cluster.nodes=2"), "nothing can be started on hosts that are not at hand"),
+        (("cluster=slurm",), "sbatch is not on this machine's PATH"),
         (("cluster.link_gbit=1",), "there is no such key.\n  Leave it out: times are not predicted."),
     ],
 )
-def test_wrong_input(launch: Launch, arguments: tuple[str, ...], words: str) -> None:
-    done = launch("doctor", *arguments)
-    assert done.returncode == 2
-    assert words in done.stderr
-
-
-def test_no_slurm_here(launch: Launch, tmp_path: Path) -> None:
-    done = launch("doctor", "cluster=slurm", env={"PATH": str(tmp_path)})
-    assert done.returncode == 2
-    assert "sbatch is not on this machine's PATH" in done.stderr
+def test_wrong_input(
+    arguments: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))  # without Slurm
+    assert run(["doctor", *arguments]) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:

@@ -70,13 +70,6 @@ def test_a_known_rate_is_found(gloo: bool, seed: int, kind: Collective, shape: t
     assert max(rate.errors) <= 0.15
 
 
-def test_exact_measurements_are_fitted_exactly() -> None:
-    rate = found(measure())
-    assert rate.latency_s == pytest.approx(1e-4)
-    assert rate.bytes_per_s == pytest.approx(1e9)
-    assert rate.errors == pytest.approx((0.0, 0.0, 0.0), abs=1e-6)
-
-
 def test_a_time_in_which_the_machine_was_busy_counts_little() -> None:
     samples = measure(noise=0.02)
     samples[3] = dataclasses.replace(samples[3], seconds=20 * samples[3].seconds)

@@ -11,7 +11,7 @@ from tests.helpers import shown
 
 
 def test_the_drill() -> None:
-    same = Difference(tensors=9, differing=0, first=None, absolute=0, relative=0, norm=0, steps="", figure="")
+    same = Difference(tensors=9)
     other = dataclasses.replace(same, differing=2, first="model.w", absolute=1e-3, relative=0.5, norm=0.25)
     drilled = DrillResult(
         job={"task": "a.Task"}, changed=(), windows=32, every=8, cold_start_s=4.0, run_s=6.5, rerun_difference=same,

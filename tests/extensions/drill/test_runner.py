@@ -25,7 +25,7 @@ from launcher.rundir.paths import RunPaths
 from tests.helpers import make_plan
 
 Captured = pytest.CaptureFixture[str]
-SAME = Difference(tensors=9, differing=0, first=None, absolute=0, relative=0, norm=0, steps="", figure="")
+SAME = Difference(tensors=9)
 
 
 def off_by(norm: float, steps: str = "") -> Difference:

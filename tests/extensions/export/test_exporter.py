@@ -35,8 +35,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project with the run `base`, trained by FSDP on two ranks."""
     place = tmp_path_factory.mktemp("project")
     shutil.copytree(PROJECT / "speech", place / "speech")
-    done = launch("train", *JOB, *FSDP, "run.name=base", CALLBACKS, cwd=place)
-    assert done.returncode == 0, done.stdout + done.stderr
+    launch("train", *JOB, *FSDP, "run.name=base", CALLBACKS, cwd=place, status=0)
     return place
 
 
@@ -60,8 +59,7 @@ def assert_export_is_the_state(run: Path, to: Path) -> None:
 
 
 def export(place: Path, to: Path, *flags: str) -> dict[str, Any]:
-    done = launch("export", "base", "--to", str(to), "--json", *flags, cwd=place)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = launch("export", "base", "--to", str(to), "--json", *flags, cwd=place, status=0)
     assert not list(to.parent.glob(".*")), "nothing temporary is left"
     return json.loads(done.stdout)
 
@@ -114,8 +112,7 @@ def test_a_task_adds_files_of_its_own(place: Path, tmp_path: Path) -> None:
     shutil.copytree(place / "runs" / "base", run)
     text = (run / "plan.json").read_text()
     (run / "plan.json").write_text(text.replace("speech.exported.Tied", "speech.exported.Hooked"))
-    done = launch("export", str(run), "--to", str(tmp_path / "out"), cwd=place)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = launch("export", str(run), "--to", str(tmp_path / "out"), cwd=place, status=0)
     assert "Files: model.safetensors, sums.pt" in done.stdout
     assert "head.weight is embed.weight" in done.stdout
     sums = torch.load(tmp_path / "out" / "sums.pt")
@@ -142,9 +139,8 @@ def test_a_run_starts_with_the_weights_bit_by_bit(strategy: str, place: Path, tm
         export(place, tmp_path / "out", *(["--max-shard-size", "2KB"] if kind == "parts" else []))
     done = launch(
         "train", *JOB, *words, f"run.name={strategy}", CALLBACKS, f"checkpoint.init_from={source}", "train.seed=5",
-        "train.steps=1", cwd=place,
+        "train.steps=1", cwd=place, status=0,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
     assert "starts with" in done.stdout
     started, wanted = torch.load(place / "start.pt"), reference(place, tmp_path)
     torch.manual_seed(5)
@@ -166,8 +162,7 @@ def test_a_run_with_a_checkpoint_does_not_read_them_again(place: Path, tmp_path:
     assert refused.returncode == 2
     assert "the run has started with other parameters" in refused.stderr
 
-    again = launch("retry", "short", cwd=place)
-    assert again.returncode == 0, again.stderr
+    launch("retry", "short", cwd=place, status=0)
     after = tensors(place / "runs" / "short.retry1" / "checkpoints" / "step_000002")
     assert all(value.equal(before[name]) for name, value in after.items()), "from the same weights"
 
@@ -180,8 +175,7 @@ def test_a_run_with_a_checkpoint_does_not_read_them_again(place: Path, tmp_path:
     assert not (place / "runs" / "short.retry2").exists(), "nothing was started"
 
     shutil.rmtree(source)
-    done = launch("resume", "short", "train.steps=4", "strategy=ddp", "cluster.workers_per_node=1", cwd=place)
-    assert done.returncode == 0, done.stdout + done.stderr
+    launch("resume", "short", "train.steps=4", "strategy=ddp", "cluster.workers_per_node=1", cwd=place, status=0)
     assert summary(place / "runs" / "short")["verdict"] == "done"
 
 
@@ -199,8 +193,7 @@ def test_a_run_with_a_checkpoint_does_not_read_them_again(place: Path, tmp_path:
 )
 def test_weights_that_do_not_fit_are_refused(words: list[str], messages: list[str], place: Path) -> None:
     before = sorted((place / "runs").iterdir())
-    done = launch("train", *JOB, *FSDP, "checkpoint.init_from=base", *words, cwd=place)
-    assert done.returncode == 2, done.stdout + done.stderr
+    done = launch("train", *JOB, *FSDP, "checkpoint.init_from=base", *words, cwd=place, status=2)
     assert done.stderr.count("launch: error: ") == 1
     for message in messages:
         assert message in done.stderr
@@ -213,8 +206,7 @@ def test_a_checkpoint_that_has_changed_is_found_by_the_workers(place: Path, tmp_
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
-    done = launch("train", *JOB, *FSDP, f"checkpoint.init_from={tmp_path / 'step_000004'}", cwd=place)
-    assert done.returncode == 2, done.stdout + done.stderr
+    done = launch("train", *JOB, *FSDP, f"checkpoint.init_from={tmp_path / 'step_000004'}", cwd=place, status=2)
     assert f"is damaged: the content of {data.name} has changed." in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -274,8 +266,7 @@ def test_a_loop_of_ones_own_starts_with_them(place: Path, tmp_path: Path) -> Non
 def test_verify_starts_with_them(place: Path) -> None:
     job = [*(word for word in JOB if not word.startswith("checkpoint")), *FSDP, "train.steps=1", "train.seed=3"]
     weights = "checkpoint.init_from=base"
-    done = launch("verify", "--json", *job, weights, "run.name=verified", cwd=place)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = launch("verify", "--json", *job, weights, "run.name=verified", cwd=place, status=0)
     assert launch("train", *job, weights, "run.name=verified-run", cwd=place).returncode == 0
     (record,) = records(place / "runs" / "verified-run")
     assert record["train/loss"] == pytest.approx(json.loads(done.stdout)["windows"][0]["loss"], rel=1e-6)

@@ -1,4 +1,4 @@
-"""precision=float8 under every strategy and sync policy, run by torchrun in test_float8_gradients.py.
+"""precision=float8 under every strategy and sync policy, run by torchrun in test_float8.py.
 
 The reference is one process, one big batch, and torchao's own conversion of a model whose linear layers are in bf16.
 Prints one JSON object from rank 0: by case, the distance of the gradient of one window from the reference, and whether

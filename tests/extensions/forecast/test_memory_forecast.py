@@ -14,12 +14,11 @@ from launcher.plan.run_plan import RunPlan
 from launcher.plan.task_inspection import weigh_memory
 from tests.conftest import Launch
 from tests.extensions.forecast.forecast_tasks import MODELS
-from tests.extensions.forecast.memory_worker import TOLERANCE
+from tests.extensions.forecast.forecast_worker import TOLERANCE
 from tests.helpers import CORPUS, ROOT, patience, torchrun
 from tests.infra import warm
 
-WORKER = Path(__file__).parent / "memory_worker.py"
-BYTES_WORKER = Path(__file__).parent / "forecast_worker.py"
+WORKER = Path(__file__).parent / "forecast_worker.py"
 JOB = (
     CORPUS, "task.width=256", "task.depth=3", "task.heads=4", "task.seq_len=32", "batch.micro_size=2",
     "batch.accumulation=2", "train.loader_workers=0", "run.calibrate_s=0",
@@ -29,7 +28,8 @@ JOB = (
 def measured(plan: RunPlan, predicted: dict[str, int], ranks: int, place: Path) -> dict[str, int]:
     """Return the peak of each policy, in bytes, on real ranks."""
     (place / "plan.json").write_text(json.dumps(dataclasses.asdict(plan)))
-    return json.loads(torchrun(WORKER, [str(place / "plan.json"), json.dumps(predicted)], ranks, ROOT).splitlines()[-1])
+    arguments = ["peaks", str(place / "plan.json"), json.dumps(predicted)]
+    return json.loads(torchrun(WORKER, arguments, ranks, ROOT).splitlines()[-1])
 
 
 @pytest.mark.slow
@@ -132,7 +132,7 @@ def test_bytes_are_what_the_ranks_then_send(ranks: int, complete: bool, tmp_path
     done = warm.run(command, patience(240), cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads(line) for line in plans.read_text().splitlines()]
-    output = torchrun(BYTES_WORKER, ["count", str(plans)], ranks, ROOT).splitlines()
+    output = torchrun(WORKER, ["count", str(plans)], ranks, ROOT).splitlines()
     counted = [json.loads(line) for line in output if line.startswith("{")]
     assert len(found) == len(counted) == len(cases)
     for (overrides, model), prediction, sent in zip(cases, found, counted, strict=True):

@@ -299,19 +299,6 @@ def test_shard_units_that_the_strategy_does_not_use_may_be_wrong() -> None:
         assert tracer.irregular is None
 
 
-def test_the_work_depends_neither_on_depth_nor_on_the_world() -> None:
-    def operators(ranks: int, depth: int) -> int:
-        plan = plan_of(
-            ranks, "strategy=hsdp", "strategy.shard_size=2", "batch.accumulation=1", target=GPT, depth=depth, seq_len=16
-        )
-        with tracing(plan) as tracer:
-            tracer.forecast(Sync.every)
-            assert tracer.shortens
-            return tracer.operators
-
-    assert operators(4, 12) == operators(1024, 20)
-
-
 def test_blocks_are_alike_if_their_classes_and_parameters_are() -> None:
     model = Mlp([7] * DEPTH)
     assert [len(run.names) for run in block_runs(model)] == [DEPTH]

@@ -10,25 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from launcher.errors import TaskError
 from tests.extensions.hf.hf_files import TEXTS, save_lines, save_model
 from tests.infra.pretended_gpu import PretendedGpu
 
-torch = pytest.importorskip("torch")
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    datasets.disable_progress_bars()
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("llama"), "llama")
+pytestmark = pytest.mark.usefixtures("datasets_cache")
 
 
 def task(model: Path | str, data: Path, **settings: Any) -> Any:
@@ -129,7 +117,6 @@ def test_the_held_out_part_is_the_same_in_every_run(llama: Path, tmp_path: Path)
         ({"lora": {"r": "many"}}, "task.lora.r=many: must be a number"),
         ({"lora": {"r": 4, "targets": ["q_porj"]}}, "task.lora.targets=q_porj.*\n.*q_proj"),
         ({"tokenizer": "nowhere/at/all"}, "task.tokenizer=nowhere/at/all: no tokenizer: no such directory"),
-        ({"tokenizer": "nowhere/tokenizer.json"}, r"no such file.\n  Name its directory: task.tokenizer=nowhere"),
         ({"tokenizer": "../nowhere"}, "task.tokenizer=../nowhere: no tokenizer: no such directory"),
         ({"tokenizer": "tests/nowhere"}, "no tokenizer: tests has no directory nowhere"),
     ],
@@ -194,13 +181,14 @@ def with_start_and_end(job: Any) -> Any:
     return job
 
 
-def test_an_empty_prompt_has_the_start_token(llama: Path, tmp_path: Path) -> None:
-    rows = [{"prompt": "", "completion": "4"}, {"prompt": "2", "completion": "4"}]
+def test_tokens_that_a_tokenizer_adds_surround_an_example(llama: Path, tmp_path: Path) -> None:
+    """The prompt does not end with the end token, and an empty one has the start token."""
+    rows = [{"prompt": prompt, "completion": "4"} for prompt in ("", "2", "2+2=")]
     job = with_start_and_end(task(llama, save_lines(tmp_path / "pairs.jsonl", rows)))
-    assert [job.tokenizer.decode(row["input_ids"]) for row in job.train_data()] == [
-        "<|start|>4<|end|>",
-        "<|start|>24<|end|>",
-    ]
+    texts = ["<|start|>4<|end|>", "<|start|>24<|end|>", "<|start|>2+2=4<|end|>"]
+    assert [job.tokenizer.decode(row["input_ids"]) for row in job.train_data()] == texts
+    learned = [label for label in job.train_data()[2]["labels"] if label != -100]
+    assert job.tokenizer.decode(learned) == "4<|end|>"
 
 
 def test_an_empty_text_is_refused_if_the_tokenizer_adds_tokens(llama: Path, tmp_path: Path) -> None:
@@ -252,14 +240,6 @@ def test_rotary_embeddings_that_depend_on_the_longest_text_have_a_limit(kind: st
     assert (
         _longest(types.SimpleNamespace(max_position_embeddings=128, rope_parameters={"rope_type": "default"}))[0] == 128
     )
-
-
-def test_a_prompt_does_not_end_with_the_end_token_that_a_tokenizer_adds(llama: Path, tmp_path: Path) -> None:
-    file = save_lines(tmp_path / "pairs.jsonl", [{"prompt": "2+2=", "completion": "4"}])
-    job = with_start_and_end(task(llama, file))
-    row = job.train_data()[0]
-    assert job.tokenizer.decode(row["input_ids"]) == "<|start|>2+2=4<|end|>"
-    assert job.tokenizer.decode([label for label in row["labels"] if label != -100]) == "4<|end|>"
 
 
 def test_an_example_has_the_number_of_its_line(llama: Path, tmp_path: Path) -> None:

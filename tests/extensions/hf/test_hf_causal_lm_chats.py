@@ -9,12 +9,9 @@ import pytest
 
 from launcher.errors import TaskError
 from tests.extensions.hf.hf_files import CHAT_TEMPLATE, save_lines, save_model
-from tests.extensions.hf.test_hf_causal_lm import _cache, task  # noqa: F401
+from tests.extensions.hf.test_hf_causal_lm import task
 
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("llama"), "llama")
+pytestmark = pytest.mark.usefixtures("datasets_cache")
 
 
 def test_the_loss_of_a_chat_is_on_its_answers(llama: Path, tmp_path: Path) -> None:
@@ -33,18 +30,6 @@ def test_the_loss_of_a_chat_is_on_its_answers(llama: Path, tmp_path: Path) -> No
     whole = job.tokenizer.decode(row["input_ids"])
     assert whole == job.tokenizer.apply_chat_template(chat[:5], tokenize=False)
     assert [t for t, label in zip(row["input_ids"], row["labels"], strict=True) if label != -100] == learned
-
-
-def test_a_template_that_rewrites_a_chat_is_refused(tmp_path: Path) -> None:
-    newest_only = CHAT_TEMPLATE.replace("in messages", "in messages[-1:]")
-    job = task(
-        save_model(tmp_path / "model", "llama", template=newest_only),
-        save_lines(tmp_path / "chats.jsonl", [{"messages": [
-            {"role": "user", "content": "one?"}, {"role": "assistant", "content": "first"}
-        ]}]),
-    )  # fmt: skip
-    with pytest.raises(TaskError, match="chat template writes the start of a chat differently"):
-        job.train_data()
 
 
 def test_a_chat_without_messages_cannot_be_used(llama: Path, tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from launcher.errors import TaskError
 from tests.extensions.hf.hf_files import CHAT_TEMPLATE, configuration, save_lines, save_tokenizer
-from tests.extensions.hf.test_hf_causal_lm import _cache  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("datasets_cache")
 
 # transformers computes a mask of what is between generation and endgeneration
 TEMPLATE = (

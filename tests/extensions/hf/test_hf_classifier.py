@@ -12,14 +12,8 @@ from launcher.errors import TaskError
 from launcher.extensions.hf.hf_classifier import HfClassifier
 from tests.extensions.hf.hf_files import TEXTS, save_lines, save_model
 
+pytestmark = pytest.mark.usefixtures("datasets_cache")
 ROWS = [{"text": text, "label": "code" if "(" in text else "prose"} for text in TEXTS]
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 @pytest.fixture(scope="module")

@@ -81,18 +81,16 @@ def test_a_job_trains_the_llama_of_transformers(strategy: str, tied: bool, tmp_p
     start, data = save_start(tmp_path / "start", tied=tied), save_tokens(tmp_path / "tokens.npy")
     params = {"model": str(start), "data": str(data), "seq_len": LENGTH, "eos": EOS, "eval_samples": 2}
     sharding = ["strategy.shard_size=2", "cluster.workers_per_node=4"] if strategy == "hsdp" else []
-    done = launch(
+    launch(
         "train", "task=llama", *(f"task.{key}={value}" for key, value in params.items()),
         f"checkpoint.init_from={start}", f"strategy={strategy}", "cluster.workers_per_node=2", *sharding,
         f"batch.global_size={BATCH}", "batch.micro_size=2" if not sharding else "batch.micro_size=1",
         "strategy.recompute=blocks", "optimizer=sgd", f"optimizer.lr={RATE}", "optimizer.momentum=0",
         "optimizer.weight_decay=0", "schedule=constant", "schedule.warmup_steps=0", "train.clip_norm=null",
         f"train.steps={STEPS}", "precision=fp32", f"train.seed={SEED}", "wandb.mode=disabled", "run.dir=.",
-        "run.name=job", "run.calibrate_s=0", cwd=tmp_path,
+        "run.name=job", "run.calibrate_s=0", cwd=tmp_path, status=0,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    exported = launch("export", "job", "--to", "out", cwd=tmp_path)
-    assert exported.returncode == 0, exported.stdout + exported.stderr
+    launch("export", "job", "--to", "out", cwd=tmp_path, status=0)
     found, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"]
     assert found.generation_config.max_new_tokens == 7
@@ -114,34 +112,10 @@ def test_the_head_is_gathered_in_the_precision_of_the_products(tmp_path: Path) -
         "train", "task=llama", *shape, "task.seq_len=32", "task.eval_samples=2", "strategy=fsdp", "precision=bf16",
         "cluster.workers_per_node=2", "batch.global_size=8", "batch.micro_size=2", "train.steps=3",
         "wandb.mode=disabled", "run.dir=.", "run.name=job", "train.log_every=1", "task.size=8b",
-        "run.calibrate_s=0", cwd=tmp_path,
+        "run.calibrate_s=0", cwd=tmp_path, status=0,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
     shown = (tmp_path / "job/logs/rank0.log").read_text() + done.stdout + done.stderr
     assert "gathered in fp32" not in shown
     losses = [record["train/loss"] for record in records(tmp_path / "job") if "train/loss" in record]
     assert 5.3 < losses[0] < 5.8
     assert losses[-1] < losses[0]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["task.size=9b"], "task.size=9b: no such size."),
-        (["task.data=texts.json"], "task.data=texts.json: not a file of tokens (.npy, .bin)."),
-        (["task.data=tokens.npy", "task.eos=5", "task.vocab=10", "task.seq_len=16"], "task.data=tokens.npy: token"),
-        (
-            ["task.data=texts.json", "task.tokenizer=own/tokenizer.json"],
-            "task.tokenizer=own/tokenizer.json: no tokenizer",
-        ),
-    ],
-)
-def test_a_mistake_is_one_message(arguments: list[str], message: str, tmp_path: Path) -> None:
-    save_tokens(tmp_path / "tokens.npy")
-    (tmp_path / "texts.json").write_text('[{"text": "some words"}]')
-    done = launch("plan", "task=llama", *arguments, cwd=tmp_path)
-    assert done.returncode == 2, done.stdout + done.stderr
-    shown = done.stdout + done.stderr
-    assert shown.count(message) == 1, shown
-    assert "Traceback" not in shown
-    assert len(shown.splitlines()) <= 3, shown

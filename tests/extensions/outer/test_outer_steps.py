@@ -29,6 +29,7 @@ JOB = [
     "train.log_every=1", "outer=diloco",
 ]  # fmt: skip
 STEPS = 8
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 class Site:
@@ -127,11 +128,9 @@ CASES: dict[str, tuple[list[str], int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_each_step_is_that_of_the_published_algorithm(case: str, launch: Launch, project: Path) -> None:
     overrides, sites, settings = CASES[case]
-    done = launch("train", *JOB, *overrides, "outer.every=3", f"train.steps={STEPS}", "run.name=r", RECORDER)
-    assert done.returncode == 0, done.stdout + done.stderr
+    launch("train", *JOB, *overrides, "outer.every=3", f"train.steps={STEPS}", "run.name=r", RECORDER, status=0)
     seen = events(project, 0)
     start = parameters_in(next(each for each in seen if each["event"] == "start"))
     history, shared = reference(start, sites, **settings)
@@ -151,7 +150,6 @@ def test_each_step_is_that_of_the_published_algorithm(case: str, launch: Launch,
     assert not torch.allclose(history[0][0][0], history[0][1][0]), "sites differ between outer steps"
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_averages_after_each_step_are_the_synchronous_step(launch: Launch, project: Path) -> None:
     """Equal shares and items are needed: the mean of the sites' means is that of the window then."""
     job = [word for word in JOB if not word.startswith("outer")]
@@ -160,8 +158,7 @@ def test_averages_after_each_step_are_the_synchronous_step(launch: Launch, proje
     averaged = ["outer=diloco", "outer.group=1", "outer.every=1", "outer.lr=1", "outer.momentum=0"]
     steps: list[list[list[Tensor]]] = []
     for name, more in (("together", list[str]()), ("averaged", averaged)):
-        done = launch("train", *job, *more, f"run.name={name}")
-        assert done.returncode == 0, done.stdout + done.stderr
+        launch("train", *job, *more, f"run.name={name}", status=0)
         steps.append([parameters_in(each) for each in events(project, 0) if each["event"] == "step"])
         (project / "events-0.jsonl").unlink()
     for found, wanted in zip(*steps, strict=True):
@@ -170,12 +167,11 @@ def test_averages_after_each_step_are_the_synchronous_step(launch: Launch, proje
 
 
 @pytest.mark.parametrize("lacking", [["", "sites/1"], ["sites/1"]], ids=["both sites", "one site"])
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_resumed_bit_by_bit_within_a_round(lacking: list[str], launch: Launch, project: Path) -> None:
     """A site that has later checkpoints than another one writes them again: they are of steps that are repeated."""
     job = [*JOB, *TWO_OF_ONE, "outer.every=4", "outer.fragments=2", "outer.delay=2"]
     job += ["checkpoint.every=3", "checkpoint.keep=null", "train.steps=9", "+task.buffer=true", "train.clip_norm=1"]
-    assert (done := launch("train", *job, "run.name=whole")).returncode == 0, done.stdout + done.stderr
+    launch("train", *job, "run.name=whole", status=0)
     whole = project / "runs" / "whole"
     shutil.copytree(whole, project / "kept")
     # step 3 is between the step after which a fragment was sent and the step after which it is applied
@@ -183,7 +179,7 @@ def test_resumed_bit_by_bit_within_a_round(lacking: list[str], launch: Launch, p
         for step in (6, 9):
             shutil.rmtree(whole / site / "checkpoints" / f"step_{step:06d}")
     (whole / "summary.json").unlink()
-    assert (done := launch("resume", "whole")).returncode == 0, done.stdout + done.stderr
+    launch("resume", "whole", status=0)
     resumed = (whole / "logs" / "rank1.attempt1.log").read_text()
     assert "Resuming from" in resumed
     assert "instead of" not in resumed, "sites, ranks and global batch are those of before"
@@ -197,13 +193,11 @@ def test_resumed_bit_by_bit_within_a_round(lacking: list[str], launch: Launch, p
     assert record["outer/sites"] == 2
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_run_resumes_with_more_sites(launch: Launch, project: Path) -> None:
     job = [*JOB, *TWO_OF_ONE, "batch.micro_size=2", "outer.every=2", "checkpoint.every=3", "checkpoint.keep=null"]
-    assert (done := launch("train", *job, "train.steps=3", "run.name=more")).returncode == 0, done.stdout + done.stderr
+    launch("train", *job, "train.steps=3", "run.name=more", status=0)
     run = project / "runs" / "more"
-    done = launch("resume", "more", "cluster.workers_per_node=3", "train.steps=6")
-    assert done.returncode == 0, done.stdout + done.stderr
+    launch("resume", "more", "cluster.workers_per_node=3", "train.steps=6", status=0)
     models = [tensors(run / site / "checkpoints" / "step_000006") for site in ("", "sites/1", "sites/2")]
     for name, value in models[0].items():
         if name.startswith("model."):
@@ -212,8 +206,7 @@ def test_a_run_resumes_with_more_sites(launch: Launch, project: Path) -> None:
     assert records(run)[-1]["progress/samples"] == 6 * 24
     # with fewer sites and then more again, the third one does not go back to what it has of its own
     for workers, steps in ((2, 9), (3, 12)):
-        done = launch("resume", "more", f"cluster.workers_per_node={workers}", f"train.steps={steps}")
-        assert done.returncode == 0, done.stdout + done.stderr
+        launch("resume", "more", f"cluster.workers_per_node={workers}", f"train.steps={steps}", status=0)
     assert [each["step"] for each in records(run)] == [*range(1, 13)]
     assert (
         tensors(run / "sites" / "2" / "checkpoints" / "step_000012").keys()
@@ -221,20 +214,17 @@ def test_a_run_resumes_with_more_sites(launch: Launch, project: Path) -> None:
     )
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_sites_have_one_model_at_the_end_although_a_part_was_frozen_within_a_round(
     launch: Launch, project: Path
 ) -> None:
     freezer = "callbacks=[{_target_: speech.fitted.Freezer, after: 2}]"
-    done = launch("train", *JOB, *TWO_OF_ONE, "outer.every=3", "train.steps=5", "run.name=frozen", freezer)
-    assert done.returncode == 0, done.stdout + done.stderr
+    launch("train", *JOB, *TWO_OF_ONE, "outer.every=3", "train.steps=5", "run.name=frozen", freezer, status=0)
     run = project / "runs" / "frozen"
     models = [tensors(run / site / "checkpoints" / "step_000005") for site in ("", "sites/1")]
     different = [name for name in models[0] if name.startswith("model.") and not models[0][name].equal(models[1][name])]
     assert different == []
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_stop_at_one_site_stops_all_after_the_same_step(project: Path) -> None:
     job = [*JOB, *TWO_OF_ONE, "outer.every=5", "train.steps=100000", "+task.pause_s=0.02", "run.name=stop"]
     command = launch_command("train", *job)
@@ -248,13 +238,11 @@ def test_a_stop_at_one_site_stops_all_after_the_same_step(project: Path) -> None
     assert newest[0] == newest[1]
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_cost_of_a_synchronous_step_is_measured_and_changes_nothing(launch: Launch, project: Path) -> None:
     finals = []
     for seconds in ("0", "1"):
         words = ["outer.every=3", "train.steps=4", f"run.calibrate_s={seconds}", f"run.name=measured{seconds}"]
-        done = launch("train", *JOB, *TWO_OF_ONE, *words, "task._target_=speech.fitted.Even")
-        assert done.returncode == 0, done.stdout + done.stderr
+        done = launch("train", *JOB, *TWO_OF_ONE, *words, "task._target_=speech.fitted.Even", status=0)
         run = project / "runs" / f"measured{seconds}"
         measured = [record.get("outer/synchronous_s", 0) > 0 for record in records(run)]
         assert measured == [seconds == "1"] * 4
@@ -266,20 +254,16 @@ def test_the_cost_of_a_synchronous_step_is_measured_and_changes_nothing(launch: 
             assert value.equal(finals[1][0][name])
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_sites_whose_parameters_have_another_order_are_refused(launch: Launch, project: Path) -> None:
     """They would share values by position."""
     (project / "different").write_text("order of parameters on rank 1")
     more = ["task._target_=speech.fitted.Different", "train.shuffle=true", "outer.every=3", "train.steps=3"]
-    done = launch("train", *JOB, *TWO_OF_ONE, *more)
-    assert done.returncode == 2, done.stdout + done.stderr
+    done = launch("train", *JOB, *TWO_OF_ONE, *more, status=2)
     assert "The model differs between ranks: the order of its parameters." in done.stderr
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.usefixtures("project")
 def test_more_fragments_than_parameters_are_one_message(launch: Launch) -> None:
-    done = launch("train", *JOB, *TWO_OF_ONE, "outer.every=9", "outer.fragments=5", "train.steps=9")
-    assert done.returncode == 2, done.stdout + done.stderr
+    done = launch("train", *JOB, *TWO_OF_ONE, "outer.every=9", "outer.fragments=5", "train.steps=9", status=2)
     assert " failed: outer.fragments=5: the model has 4 trained parameters to divide." in done.stderr
     assert "Callback" not in done.stderr

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from launcher.extensions.page import report_command
 from launcher.extensions.page.report_command import ReportedRuns, read_all
 from launcher.record.measurements import RunData
 from launcher.record.report_entry import leave_entry
@@ -40,9 +41,11 @@ def report(runs: Sequence[Path]) -> list[str]:
         read.extend(place.name for place in places)
         return read_all(places)
 
-    reported, paths = ReportedRuns(reader), [RunPaths(run) for run in runs]
+    reported, paths = ReportedRuns(), [RunPaths(run) for run in runs]
     assert shown(reported.statuses(paths)) == shown(statuses_of(paths))
-    assert reported.measurements(runs) == read_all(runs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report_command, "read_all", reader)
+        assert reported.measurements(runs) == read_all(runs)
     return read
 
 
