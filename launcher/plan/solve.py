@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from launcher.config.key_facts import EPOCH
 from launcher.config.schema import (
@@ -68,19 +67,6 @@ from launcher.plan.windows import Windows, count_windows, least_share
 from launcher.quantities import count, first_names
 
 
-def require_possible(batch: Batch, recompute: Recompute) -> None:
-    """Check that recomputed activations do not enter a window's BatchNorm statistics twice.
-
-    Raises:
-        ConfigError: passes ahead over a window with strategy.recompute.
-    """
-    if batch.norm.looks_ahead and batch.accumulates and recompute is not Recompute.none:
-        raise ConfigError(
-            "batch.norm", batch.norm, f"does not work with strategy.recompute={recompute.value}.",
-            "Leave strategy.recompute out, or use batch.norm=sync.",
-        )  # fmt: skip
-
-
 def what_norms_do(layers: int, batch: Batch) -> str | None:
     """Return a sentence on the statistics that the model's BatchNorms use and on the alternatives; None without any."""
     if not layers:
@@ -106,28 +92,6 @@ def what_norms_do(layers: int, batch: Batch) -> str | None:
         f"{who}: statistics of {seen} samples ({of}), not of the {batch.global_size} of a window, so the gradient is "
         f"not that of one big batch. Other choices: batch.norm={others} (docs/explanations/batchnorm.md)."
     )
-
-
-def require_possible_order(config: Config, task: TaskPlan) -> None:
-    """Check that the task's data allows ``batch.balance`` and ``train.shuffle``.
-
-    Raises:
-        ConfigError: balance without lengths or of a stream; or train.shuffle=false with an order of the task's own.
-    """
-    if config.batch.balance is Balance.length and task.samples is None:
-        raise ConfigError(
-            "batch.balance", "length", "does not work with a stream, whose samples are not known before they are read.",
-            "Leave it out, or return map-style data (__len__ and __getitem__).",
-        )  # fmt: skip
-    if config.batch.balance is Balance.length and task.lengths is False:
-        raise ConfigError(
-            "batch.balance", "length", f"the lengths of the samples of task._target_={task.target} are not known.",
-            "Give the task a method lengths(data), one number for each sample; or length(sample); or leave it out.",
-        )  # fmt: skip
-    if task.own_order and not config.train.shuffle:
-        raise ConfigError(
-            "train.shuffle", "false", "has no effect: the task has a method order(epoch, seed).", "Leave it out."
-        )
 
 
 DEFAULT_STEPS = 300
@@ -163,9 +127,8 @@ def solve(
             if not error.key.startswith("batch.global_size"):
                 raise
             each = task.tokens_per_sample or 1
-            problem, _, remedy = str(error).partition("\n  ")
-            problem = f"is {count(size.global_size or 0, 'sample')} of {each:,} tokens. {problem}"
-            raise ConfigError("batch.global_tokens", tokens, problem, _in_tokens(remedy, each)) from None
+            problem = f"is {count(size.global_size or 0, 'sample')} of {each:,} tokens. {error}"
+            raise ConfigError("batch.global_tokens", tokens, problem) from None
     if config.strategy.kind is StrategyKind.auto:
         plan = solve(with_strategy(config, StrategyKind.ddp), site, task, run, started, rebatch)
         if plan.cluster.world_size > 1 or not plan.cluster.range.fixed:
@@ -200,16 +163,6 @@ def solve(
     return plan.with_fewer(fewer).with_notes(batch_notes(config.batch, batches, task.batch_norms))
 
 
-def _in_tokens(remedy: str, each: int) -> str:
-    """Return advice on batch.global_size as advice on batch.global_tokens, with ``each`` tokens in a sample."""
-
-    def rewritten(advice: re.Match[str]) -> str:
-        sizes = re.sub(r"\d+", lambda size: str(int(size[0]) * each), advice[1])
-        return f"batch.global_tokens{sizes}"
-
-    return re.sub(r"batch\.global_size((?:=| of )\d+(?: or \d+)?)", rewritten, remedy)
-
-
 def _on_loader(message: str) -> str:
     """Return advice on batch.micro_size as advice on the DataLoader whose batches are the micro-batches."""
     message = message.replace("; or batch.micro_size=", "; or a DataLoader with batch_size=")
@@ -221,10 +174,7 @@ def _on_loader(message: str) -> str:
 
 def _with_ready_batches(config: Config, task: TaskPlan) -> Config:
     """Return ``config`` with micro-batches of the size of the training data's batches, if these are used as they are.
-
-    Raises:
-        ConfigError: ``batch`` does not allow it, or the size is not known.
-    """
+    Raises ConfigError if ``batch`` does not allow it."""
     if task.stream is None or not task.stream.ready:
         return config
     size, micro, key = task.stream.batch_size, config.batch.micro_size, "batch.micro_size"
@@ -240,11 +190,7 @@ def _with_ready_batches(config: Config, task: TaskPlan) -> Config:
 
 
 def _require_consistent(config: Config) -> None:
-    """Check values that exclude each other.
-
-    Raises:
-        ConfigError: for the first ones.
-    """
+    """Raise ConfigError for values that exclude each other, whatever the task and the ranks."""
     train, grace_s = config.train, config.cluster.grace_s
     if train.steps is not None and train.epochs is not None:
         raise ConfigError("train.epochs", train.epochs, f"train.steps={train.steps} is set too.", "Leave one out.")
@@ -260,6 +206,45 @@ def _require_consistent(config: Config) -> None:
             f"must be above cluster.grace_s={grace_s}, the seconds in which workers must stop.",
             "Raise it or lower cluster.grace_s; train.hang_timeout=null disables the check.",
         )  # fmt: skip
+
+
+def _require_possible(config: Config, task: TaskPlan, batch: Batch) -> None:
+    """Raise ConfigError for a value that does not work with the task's model and data, or has no effect with them."""
+    if config.batch.balance is Balance.length and (task.samples is None or task.lengths is False):
+        problem = f"the lengths of the samples of task._target_={task.target} are not known."
+        remedy = "Give the task a method lengths(data), one number for each sample; or length(sample); or leave it out."
+        if task.samples is None:
+            problem = "does not work with a stream, whose samples are not known before they are read."
+            remedy = "Leave it out, or return map-style data (__len__ and __getitem__)."
+        raise ConfigError("batch.balance", "length", problem, remedy)
+    if task.own_order and not config.train.shuffle:
+        raise ConfigError(
+            "train.shuffle", "false", "has no effect: the task has a method order(epoch, seed).", "Leave it out."
+        )
+    cadences = {"train.eval_every": config.train.eval_every, "checkpoint.every": config.checkpoint.every}
+    for key in (key for key, every in cadences.items() if every == EPOCH):
+        if task.samples is None and config.train.epochs is None:
+            raise ConfigError(
+                key, EPOCH, "the training data is a stream of unknown length, whose first epoch may not end within "
+                "train.steps.", f"Write a number of steps, such as {key}=500, or train.epochs instead of train.steps.",
+            )  # fmt: skip
+    if config.optimizer.lr_scaling is not LrScaling.none and sets_own_rates(task, config.schedule):
+        raise ConfigError(
+            "optimizer.lr_scaling", config.optimizer.lr_scaling,
+            "has no effect on an optimizer or a schedule of your own, which sets the rates itself.", "Leave it out.",
+        )  # fmt: skip
+    if task.batch_norms == 0 and batch.norm is not Norm.leave:
+        raise ConfigError("batch.norm", batch.norm, "has no effect: the model has no BatchNorm.", "Leave it out.")
+    if not batch.norm.looks_ahead or not batch.accumulates:
+        return
+    if config.strategy.recompute is not Recompute.none:
+        # recomputed activations would enter the window's statistics twice
+        raise ConfigError(
+            "batch.norm", batch.norm, f"does not work with strategy.recompute={config.strategy.recompute.value}.",
+            "Leave strategy.recompute out, or use batch.norm=sync.",
+        )  # fmt: skip
+    if task.window_loss:
+        raise norm_of_window_loss(batch.norm)
 
 
 def _on_hosts(hosts: int, nodes: int | str, error: ConfigError) -> ConfigError:
@@ -280,30 +265,21 @@ def _on_cluster(
     """Derive everything that follows from the cluster and its batch."""
     if task.stream is not None and task.stream.ready:
         batch.of_ready_batches(task.stream.batch_size)
-    require_possible_order(config, task)
+    _require_possible(config, task, batch)
     require_second_epoch(config.train.epochs, task.stream)
     epoch = _epoch(config.batch, batch, task)
     steps = _steps(config.train, epoch, batch, task)
-    _require_ends(config, task)
     precision = solve_precision(config, cluster, site.bf16)
     division = division_of(UndividedJob(config, batch, cluster, task.samples, epoch.short_window, task.parameters))
     sites, own_strategy, site_notes = division or (None, config.strategy, [])
     own_batch = batch if sites is None else batch.of_site(sites.count)
     strategy = solve_strategy(own_strategy, own_batch, cluster, precision, task)
-    require_possible(batch, strategy.recompute)
-    if task.window_loss and batch.norm.looks_ahead and batch.accumulates:
-        raise norm_of_window_loss(batch.norm)
     if batch.on_oom is OnOom.shrink and batch.micro_size > 1:
         cluster = dataclasses.replace(
             cluster, max_restarts=max(cluster.max_restarts, (batch.micro_size - 1).bit_length())
         )
     schedule = _schedule(config.schedule, steps)
     optimizer = solve_optimizer(config.optimizer, batch.global_size)
-    if config.optimizer.lr_scaling is not LrScaling.none and sets_own_rates(task, schedule):
-        raise ConfigError(
-            "optimizer.lr_scaling", config.optimizer.lr_scaling,
-            "has no effect on an optimizer or a schedule of your own, which sets the rates itself.", "Leave it out.",
-        )  # fmt: skip
     callbacks = solve_callbacks(config.callbacks)
     notify_entries(config.notify)  # raises for what has no known form
     return RunPlan(
@@ -337,26 +313,15 @@ def _on_cluster(
             *device_notes(config.cluster, cluster, site),
             *compiler_notes(config.cluster, cluster.device, "train.compile" if config.train.compile else task.compiles),
             *site_notes,
-            *_notes(schedule, steps, epoch, batch, optimizer),
-            *_unit_notes(strategy, task),
-            *_precision_notes(precision, strategy),
-            *_format_notes(config, task),
-            *_norm_notes(batch, task),
-            *_single_sample_notes(epoch, batch, task, steps),
-            *_loss_notes(batch, task),
-            *_bound_notes(batch, config.train, task),
+            *_step_notes(schedule, steps, epoch, batch, optimizer),
+            *_model_notes(config, task, strategy, precision),
+            *_norm_notes(epoch, batch, task, steps),
+            *_window_notes(batch, config.train, task),
             *task.data_notes,
-            *_mode_notes(task),
-            *_parameter_notes(precision, task),
-            *best_notes(config.checkpoint, config.train),
+            *_parameter_notes(config, precision, task),
             *callback_notes(callbacks, steps, cluster.world_size),
         ),
     )
-
-
-def _format_notes(config: Config, task: TaskPlan) -> list[str]:
-    added = float_format(config)
-    return [] if added is None else added.notes(task.format_layers, compiles=config.train.compile)
 
 
 def _epoch(config: BatchConfig, batch: Batch, task: TaskPlan) -> EpochPlan:
@@ -389,21 +354,6 @@ def _steps(config: TrainConfig, epoch: EpochPlan, batch: Batch, task: TaskPlan) 
     return Windows(task.samples, batch, keep_short=keep_short).before(config.epochs)
 
 
-def _require_ends(config: Config, task: TaskPlan) -> None:
-    """Check that epochs end, if something is due at their end: a stream may not, unless train.epochs counts them.
-
-    Raises:
-        ConfigError: a cadence is ``epoch`` in a stream of train.steps.
-    """
-    cadences = {"train.eval_every": config.train.eval_every, "checkpoint.every": config.checkpoint.every}
-    for key in (key for key, every in cadences.items() if every == EPOCH):
-        if task.samples is None and config.train.epochs is None:
-            raise ConfigError(
-                key, EPOCH, "the training data is a stream of unknown length, whose first epoch may not end within "
-                "train.steps.", f"Write a number of steps, such as {key}=500, or train.epochs instead of train.steps.",
-            )  # fmt: skip
-
-
 def _schedule(config: ScheduleConfig, steps: int | None) -> SchedulePlan:
     require_target("schedule", config.kind, config.target, "torch.optim.lr_scheduler.OneCycleLR")
     if config.kind is ScheduleKind.custom:
@@ -419,51 +369,39 @@ def _schedule(config: ScheduleConfig, steps: int | None) -> SchedulePlan:
     return solved_part(SchedulePlan, config)
 
 
-def _unit_notes(strategy: StrategyPlan, task: TaskPlan) -> list[str]:
-    if task.unit_parameters != 0:
-        return []
-    notes: list[str] = []
-    if strategy.kind in SHARDED:
-        notes.append(
-            "The model has no repeated blocks: it is gathered as a whole. See shard units in docs/guides/sharding.md."
-        )
-    if strategy.recompute is not Recompute.none:
-        notes.append("strategy.recompute=blocks has no effect: the model has no repeated blocks.")
-    return notes
+def _model_notes(config: Config, task: TaskPlan, strategy: StrategyPlan, precision: PrecisionPlan) -> Iterator[str]:
+    """Yield the notes on shard units and number formats."""
+    if task.unit_parameters == 0 and strategy.kind in SHARDED:
+        yield "The model has no repeated blocks: it is gathered as a whole. See shard units in docs/guides/sharding.md."
+    if task.unit_parameters == 0 and strategy.recompute is not Recompute.none:
+        yield "strategy.recompute=blocks has no effect: the model has no repeated blocks."
+    if precision.kind is PrecisionKind.auto and strategy.kind in SHARDED:
+        yield "Bytes and memory are predicted for fp32; in bf16 all-gathers send less."
+    if (added := float_format(config)) is not None:
+        yield from added.notes(task.format_layers, compiles=config.train.compile)
 
 
-def _precision_notes(precision: PrecisionPlan, strategy: StrategyPlan) -> list[str]:
-    if precision.kind is not PrecisionKind.auto or strategy.kind not in SHARDED:
-        return []
-    return ["Bytes and memory are predicted for fp32; in bf16 all-gathers send less."]
+def _parameter_notes(config: Config, precision: PrecisionPlan, task: TaskPlan) -> Iterator[str]:
+    """Yield the notes on modules in eval mode, on narrow parameters, and on the best checkpoint."""
+    if task.in_eval_mode == ("",):
+        yield "model() returns a model in eval mode: it is put into training mode, with dropout and BatchNorm on."
+    elif task.in_eval_mode:
+        yield f"Kept in eval mode by model() or by a module's train(): {first_names(task.in_eval_mode)}."
+    if task.narrow_parameters:
+        handled = "they stay so (precision.parameters=keep), with gradients and optimizer state in that format."
+        if precision.parameters is Parameters.fp32:
+            handled = "they are trained in fp32 (precision.parameters=keep leaves them as they are)."
+        yield f"model() returns {task.narrow_parameters:,} trained parameters in bf16 or fp16: {handled}"
+    if (best := config.checkpoint.best) is not None and not config.train.eval_every:
+        yield f"checkpoint.best={best} has one evaluation to choose from, that at the end (train.eval_every=0)."
 
 
-def _mode_notes(task: TaskPlan) -> list[str]:
-    names = task.in_eval_mode
-    if not names:
-        return []
-    if names == ("",):
-        return ["model() returns a model in eval mode: it is put into training mode, with dropout and BatchNorm on."]
-    return [f"Kept in eval mode by model() or by a module's train(): {first_names(names)}."]
-
-
-def _parameter_notes(precision: PrecisionPlan, task: TaskPlan) -> list[str]:
-    """Return the note on how trained parameters that model() returns in bf16 or fp16 are handled."""
-    if not task.narrow_parameters:
-        return []
-    start = f"model() returns {task.narrow_parameters:,} trained parameters in bf16 or fp16: "
-    if precision.parameters is Parameters.fp32:
-        return [start + "they are trained in fp32 (precision.parameters=keep leaves them as they are)."]
-    return [start + "they stay so (precision.parameters=keep), with gradients and optimizer state in that format."]
-
-
-def _norm_notes(batch: Batch, task: TaskPlan) -> list[str]:
-    if task.batch_norms == 0 and batch.norm is not Norm.leave:
-        raise ConfigError("batch.norm", batch.norm, "has no effect: the model has no BatchNorm.", "Leave it out.")
+def _norm_notes(epoch: EpochPlan, batch: Batch, task: TaskPlan, steps: int | None) -> list[str]:
     note = None if task.batch_norms is None else what_norms_do(task.batch_norms, batch)
     if note is not None and batch.balance is Balance.length and batch.norm in (Norm.leave, Norm.sync):
         note += " With batch.balance=length these samples have alike lengths."
-    return [] if note is None else [note]
+    notes = _single_sample_notes(epoch, batch, task, steps)
+    return notes if note is None else [note, *notes]
 
 
 def _single_sample_notes(epoch: EpochPlan, batch: Batch, task: TaskPlan, steps: int | None) -> list[str]:
@@ -502,54 +440,43 @@ def _single_sample_notes(epoch: EpochPlan, batch: Batch, task: TaskPlan, steps: 
     raise ConfigError("batch.micro_size", batch.micro_size, problem, remedy)
 
 
-def _loss_notes(batch: Batch, task: TaskPlan) -> list[str]:
-    """Return the note on what a loss of the whole window costs."""
-    if not task.window_loss:
-        return []
-    start = "The task's window_loss is computed from the outputs of all samples of a window"
-    if batch.predicted_accumulation == 1:
-        return [f"{start}, which is one micro-batch."]
-    return [
-        f"{start}: each micro-batch runs forward once more, without gradient, about a third more time "
-        "(docs/guides/losses.md)."
-    ]
-
-
-def _bound_notes(batch: Batch, train: TrainConfig, task: TaskPlan) -> list[str]:
-    """Return the notes on what does not follow ``batch.micro_tokens``."""
+def _window_notes(batch: Batch, train: TrainConfig, task: TaskPlan) -> Iterator[str]:
+    """Yield the notes on the cost of a loss of the whole window, and on what ``batch.micro_tokens`` does not bound."""
+    if task.window_loss:
+        cost = (
+            ": each micro-batch runs forward once more, without gradient, about a third more time "
+            "(docs/guides/losses.md)."
+        )
+        if batch.predicted_accumulation == 1:
+            cost = ", which is one micro-batch."
+        yield f"The task's window_loss is computed from the outputs of all samples of a window{cost}"
     if batch.micro_tokens is None:
-        return []
-    notes = [
+        return
+    yield (
         "batch.micro_tokens: a window has as many micro-batches as the lengths of its samples need. Bytes and memory "
         f"are predicted for {batch.predicted_accumulation} a rank."
-    ]
+    )
     if task.eval_sets != () and train.eval_micro_size is None:
-        notes.append(
+        yield (
             f"Evaluation runs {count(batch.micro_size, 'sample')} at once, whatever their tokens: "
             "train.eval_micro_size bounds them."
         )
-    return notes
 
 
-def _notes(
+def _step_notes(
     schedule: SchedulePlan, steps: int | None, epoch: EpochPlan, batch: Batch, optimizer: OptimizerPlan
-) -> tuple[str, ...]:
-    notes: list[str] = []
+) -> Iterator[str]:
+    """Yield the notes on the batch ramp, the warm-up and the short window."""
     ramp = sum(stage.windows for stage in batch.ramp)
     if steps is not None and ramp >= steps:
-        notes.append(
-            f"batch.ramp takes longer than the run's {count(steps, 'step')}: the global batch stays below "
-            f"{batch.global_size}."
-        )
+        run = count(steps, "step")
+        yield f"batch.ramp takes longer than the run's {run}: the global batch stays below {batch.global_size}."
     if ramp and optimizer.lr != optimizer.base_lr:
-        notes.append(
-            f"optimizer.lr_scaling is for the {batch.global_size} samples after batch.ramp, from the first step on."
-        )
+        yield f"optimizer.lr_scaling is for the {batch.global_size} samples after batch.ramp, from the first step on."
     if steps is not None and schedule.warmup_steps >= steps:
-        notes.append(f"schedule.warmup_steps={schedule.warmup_steps} takes up all {count(steps, 'step')} of the run.")
+        yield f"schedule.warmup_steps={schedule.warmup_steps} takes up all {count(steps, 'step')} of the run."
     if epoch.short_window and epoch.short_window < batch.world_size:
-        notes.append(f"The short window of {count(epoch.short_window, 'sample')} leaves some ranks without a sample.")
-    return tuple(notes)
+        yield f"The short window of {count(epoch.short_window, 'sample')} leaves some ranks without a sample."
 
 
 PREFIX = "eval/"
@@ -579,14 +506,14 @@ def solve_best_mode(checkpoint: CheckpointConfig, train: TrainConfig, task: Task
         ConfigError: the metric cannot be one of this job's evaluations, its direction is not known, or the keys
             contradict each other.
     """
-    metric = checkpoint.best
+    metric, key = checkpoint.best, "checkpoint.best"
     if metric is None:
         return None
     _require_metric(metric, task)
     if not checkpoint.enabled and train.patience is None:
         raise ConfigError(
-            "checkpoint.best", metric, "has no effect: no checkpoint is saved (checkpoint.enabled=false), and the run "
-            "does not end early (train.patience=null).", "Leave it out.",
+            key, metric, "has no effect: no checkpoint is saved (checkpoint.enabled=false), and the run does not end "
+            "early (train.patience=null).", "Leave it out.",
         )  # fmt: skip
     if train.patience is not None and not train.eval_every:
         raise ConfigError(
@@ -625,11 +552,3 @@ def _require_metric(metric: str, task: TaskPlan) -> None:
             "checkpoint.best", metric, f"eval_data() has no set {name!r}.",
             f"{did_you_mean(name, named)}Its sets: {', '.join(named)}.",
         )  # fmt: skip
-
-
-def best_notes(checkpoint: CheckpointConfig, train: TrainConfig) -> list[str]:
-    if checkpoint.best is None or train.eval_every:
-        return []
-    return [
-        f"checkpoint.best={checkpoint.best} has one evaluation to choose from, that at the end (train.eval_every=0)."
-    ]
