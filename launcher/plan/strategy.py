@@ -159,7 +159,9 @@ def solve_strategy(
     elif special:
         sync, reason = Sync.every, f"strategy.{special} is not safe with skipped synchronisation"
     else:
-        sync, reason = fewest_bytes(forecasts).sync, "fewest wire bytes"
+        # of equals the later one, which skips more as accumulation grows
+        fewest = min(reversed(forecasts), key=lambda forecast: forecast.wire_bytes)
+        sync, reason = fewest.sync, "fewest wire bytes"
     plan = solved_part(
         StrategyPlan,
         config,
@@ -191,11 +193,6 @@ def with_memory(plan: StrategyPlan, forecasts: Sequence[Forecast], memory_bytes:
         plan, sync=chosen.sync, sync_reason=reason, memory_bytes=memory_bytes, rehearses=rehearses,
         forecasts=tuple(forecasts),
     )  # fmt: skip
-
-
-def fewest_bytes(forecasts: Sequence[Forecast]) -> Forecast:
-    """Return the forecast with the fewest wire bytes; of equals the later, which skips more as accumulation grows."""
-    return min(reversed(forecasts), key=lambda forecast: forecast.wire_bytes)
 
 
 def solve_precision(config: Config, cluster: ClusterPlan, bf16: bool | None) -> PrecisionPlan:
@@ -268,12 +265,9 @@ def _layout(config: StrategyConfig, batch: Batch, shard_size: int, precision: Pr
     unit_bytes = width * in_units - narrower * in_units_matmul
     root_bytes = width * (total - in_units) - narrower * (matmul - in_units_matmul)
     return Layout(
-        shard_size=shard_size,
-        replicas=batch.world_size // shard_size,
-        unit_bytes=unit_bytes,
-        root_bytes=root_bytes,
+        shard_size=shard_size, replicas=batch.world_size // shard_size, unit_bytes=unit_bytes, root_bytes=root_bytes,
         gradient_bytes=reduced,
-    )
+    )  # fmt: skip
 
 
 def _forecast(kind: StrategyKind, sync: Sync, batch: Batch, layout: Layout) -> Forecast:

@@ -116,15 +116,10 @@ def with_strategy(config: Config, kind: StrategyKind) -> Config:
     return dataclasses.replace(config, strategy=dataclasses.replace(config.strategy, kind=kind))
 
 
-def with_each_strategy(config: Config) -> list[Config]:
-    """Return ``config`` with each strategy among which strategy=auto chooses, the simplest first. One rank is single
-    and has no choice. DDP sends as many bytes as FSDP and HSDP with gather_once, and fewer than their other policies.
-    """
-    return [with_strategy(config, kind) for kind in SIMPLEST_FIRST if kind is not StrategyKind.single]
-
-
 def choose_strategy(config: Config, plan_of: Callable[[Config], RunPlan]) -> RunPlan:
     """Return the plan of the simplest strategy that fits, with the reason. No further one is tried after it.
+
+    DDP sends as many bytes as FSDP and HSDP with gather_once, and fewer than their other policies.
 
     Args:
         config: has strategy=auto.
@@ -133,42 +128,29 @@ def choose_strategy(config: Config, plan_of: Callable[[Config], RunPlan]) -> Run
     Raises:
         UserError: no strategy is possible.
     """
-    plans: list[RunPlan] = []
+    tried: list[Candidate] = []
     errors: list[UserError] = []
-    for each in with_each_strategy(config):
+    for kind in SIMPLEST_FIRST[1:]:
         try:
-            plan = plan_of(each)
+            plan = plan_of(with_strategy(config, kind))
         except UserError as error:
             errors.append(error)
             continue
         if plan.batch.world_size == 1 and plan.cluster.range.fixed:
             return with_reason(plan_of(with_strategy(config, StrategyKind.single)), ONE_RANK)
-        plans.append(plan)
-        if not Candidate("", plan).missing_bytes:
-            break
-    if not plans:
+        candidate = Candidate(kind.value, plan)
+        if not candidate.missing_bytes:
+            lacking = "".join(f"; {each.label} lacks {bytes_text(each.missing_bytes)}" for each in tried)
+            unknown = candidate.forecast is None or candidate.forecast.peak_bytes is None
+            if unknown or plan.strategy.memory_bytes is None:
+                return with_reason(plan, UNKNOWN + lacking)
+            return with_reason(plan, f"the simplest one that is predicted to fit into memory{lacking}")
+        tried.append(candidate)
+    if not tried:
         raise next((error for error in errors if _OF_ANOTHER not in str(error)), errors[0])
-    return best_strategy(plans)
-
-
-def best_strategy(plans: Sequence[RunPlan]) -> RunPlan:
-    """Return the best of the plans of one job, with the reason.
-
-    Args:
-        plans: one for each strategy, the simplest first.
-    """
-    candidates = [Candidate(plan.strategy.kind.value, plan) for plan in plans]
-    chosen = next((each for each in candidates if not each.missing_bytes), None)
-    if chosen is None:
-        least = min(candidates, key=lambda each: each.missing_bytes)
-        text = bytes_text(least.missing_bytes)
-        return with_reason(least.plan, f"least memory: no strategy is predicted to fit, and {least.label} lacks {text}")
-    lacking = "".join(
-        f"; {each.label} lacks {bytes_text(each.missing_bytes)}" for each in candidates if each.missing_bytes
-    )
-    if chosen.forecast is None or None in (chosen.forecast.peak_bytes, chosen.plan.strategy.memory_bytes):
-        return with_reason(chosen.plan, UNKNOWN + lacking)
-    return with_reason(chosen.plan, f"the simplest one that is predicted to fit into memory{lacking}")
+    least = min(tried, key=lambda each: each.missing_bytes)
+    text = bytes_text(least.missing_bytes)
+    return with_reason(least.plan, f"least memory: no strategy is predicted to fit, and {least.label} lacks {text}")
 
 
 def with_reason(plan: RunPlan, reason: str) -> RunPlan:

@@ -6,12 +6,8 @@ import dataclasses
 
 import pytest
 
-from launcher.config.hydra import compose
 from launcher.config.schema import Device, StrategyKind, Sync
-from launcher.plan.host import Site
-from launcher.plan.launch_plan import RunInfo
 from launcher.plan.run_plan import Forecast, StrategyPlan, TaskPlan, predicted_metrics
-from launcher.plan.solve import solve
 from launcher.plan.strategy import excess_notes, least_note, with_memory
 from launcher.plan.sync_policy import POLICIES
 from tests.helpers import make_plan
@@ -22,13 +18,6 @@ CLUSTER = make_plan().cluster
 def own(strategy: StrategyPlan) -> Forecast:
     assert strategy.forecast is not None
     return strategy.forecast
-
-
-def test_auto_takes_the_fewest_bytes_that_the_strategy_has() -> None:
-    assert make_plan("strategy=fsdp").strategy.sync is Sync.gather_once
-    hsdp = make_plan("strategy=hsdp", "cluster.workers_per_node=4", "strategy.shard_size=2").strategy
-    assert hsdp.sync is Sync.gather_once
-    assert [forecast.sync for forecast in hsdp.forecasts] == list(POLICIES[StrategyKind.hsdp])
 
 
 def test_predicted_bytes_of_each_policy() -> None:
@@ -45,6 +34,7 @@ def test_predicted_bytes_of_each_policy() -> None:
         Sync.replicas_at_boundary: 4 * (gather + scatter) + reduce,
     }
     assert {forecast.sync: forecast.payload_bytes for forecast in solved.forecasts} == expected
+    assert [forecast.sync for forecast in solved.forecasts] == list(POLICIES[StrategyKind.hsdp])
     # half of what is gathered and scattered by two, and all of what two reduce
     assert own(solved).wire_bytes == (2000 + scatter) // 2 + reduce
 
@@ -64,20 +54,10 @@ def test_a_bound_in_tokens_is_predicted_with_several_micro_batches() -> None:
     assert not predicted_metrics(make_plan(*options, "batch.micro_tokens=16K", "strategy.sync=every"))
 
 
-def test_only_matrix_products_are_predicted_to_be_gathered_narrow() -> None:
-    task = TaskPlan(
-        target="some.Task", params={}, samples=1000, parameters=1000, gradient_bytes=4000, unit_parameters=800,
-        matmul_parameters=750, unit_matmul_parameters=700,
-    )  # fmt: skip
-    run = RunInfo(name="run", id="abcd1234", dir="/nowhere/run", created="2024-01-01T00:00:00+00:00", version="0")
-    overrides = ["strategy=fsdp", "strategy.sync=gather_once", "precision=bf16"]
-    plan = solve(compose(overrides), Site(gpus=0, cores=2, cwd="/nowhere"), task, run)
-    assert own(plan.strategy).payload_bytes == 2 * 750 + 4 * 250 + 4000
-
-
 @pytest.mark.parametrize(
     ("width", "narrow", "formats", "gathered"),
     [
+        (4, 0, "fp32", 2 * 750 + 4 * 250),  # only matrix products are gathered narrow
         (2, 1000, "keep", 2 * 1000),
         (2, 1000, "fp32", 2 * 750 + 4 * 250),
         (8, 0, "keep", 8 * 1000),
@@ -92,9 +72,9 @@ def test_parameters_are_predicted_to_be_gathered_in_their_own_format(
         target="some.Task", params={}, samples=1000, parameters=1000, gradient_bytes=width * 1000, unit_parameters=800,
         matmul_parameters=750, unit_matmul_parameters=700, narrow_parameters=narrow,
     )  # fmt: skip
-    run = RunInfo(name="run", id="abcd1234", dir="/nowhere/run", created="2024-01-01T00:00:00+00:00", version="0")
-    overrides = ["strategy=fsdp", "strategy.sync=gather_once", "precision=bf16", f"precision.parameters={formats}"]
-    plan = solve(compose(overrides), Site(gpus=0, cores=2, cwd="/nowhere"), task, run)
+    plan = make_plan(
+        "strategy=fsdp", "strategy.sync=gather_once", "precision=bf16", f"precision.parameters={formats}", task=task
+    )
     assert own(plan.strategy).payload_bytes == gathered + 4000
 
 
@@ -130,10 +110,6 @@ def test_what_a_rank_has_is_named_if_it_is_less() -> None:
     plan = make_plan("strategy=ddp")
     assert least_note(plan, 10_000).endswith("; it has 10.00 kB.")
     assert "it has" not in least_note(plan, 16_000)
-
-
-def test_without_parameters_nothing_is_said() -> None:
-    plan = make_plan("strategy=ddp")
     unknown = dataclasses.replace(plan, task=dataclasses.replace(plan.task, parameters=None, gradient_bytes=None))
     assert not least_note(unknown, 1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -15,82 +15,59 @@ from launcher.errors import ConfigError
 from launcher.launch import planner
 from launcher.plan.run_plan import Forecast, RunPlan, StrategyPlan
 from launcher.plan.strategy import with_memory
-from launcher.plan.strategy_choice import Candidate, best_strategy, choose_strategy, rank, require_equal_work
+from launcher.plan.strategy_choice import Candidate, choose_strategy, rank
 from tests.helpers import make_plan
-
-KINDS = (StrategyKind.ddp, StrategyKind.fsdp, StrategyKind.hsdp)
 
 
 def forecast(sync: Sync, wire: int, peak: int | None) -> Forecast:
     return Forecast(sync=sync, payload_bytes=wire, wire_bytes=wire, peak_bytes=peak)
 
 
-def plan_of(kind: str, peak: int | None, memory: int | None = 1000) -> RunPlan:
-    plan = make_plan(f"strategy={kind}", "cluster.workers_per_node=4", *(["strategy.shard_size=2"] * (kind == "hsdp")))
-    forecasts = tuple(dataclasses.replace(each, peak_bytes=peak) for each in plan.strategy.forecasts)
+class Planned:
+    """Stand-in for the planner that records which strategies were tried."""
+
+    def __init__(self, peaks: dict[str, int | None], *overrides: str, memory: int | None = 1000) -> None:
+        self.config = compose(["strategy=auto", *overrides])
+        self.tried: list[str] = []
+        self._peaks, self._overrides, self._memory = peaks, overrides, memory
+
+    def __call__(self, config: Config) -> RunPlan:
+        kind = config.strategy.kind.value
+        self.tried.append(kind)
+        groups = ["strategy.shard_size=2"] * (kind == "hsdp" and bool(self._peaks))
+        plan = make_plan(f"strategy={kind}", *self._overrides, *groups)
+        return with_peaks(plan, dict.fromkeys(Sync, self._peaks.get(kind)), self._memory)
+
+
+def with_peaks(plan: RunPlan, peaks: Mapping[Sync, int | None], memory: int | None = 1000) -> RunPlan:
+    """Return ``plan`` with these predicted peaks, on a device with this memory."""
+    forecasts = tuple(dataclasses.replace(each, peak_bytes=peaks[each.sync]) for each in plan.strategy.forecasts)
     return dataclasses.replace(
         plan, strategy=dataclasses.replace(plan.strategy, forecasts=forecasts, memory_bytes=memory)
     )
 
 
 @pytest.mark.parametrize(
-    ("peaks", "chosen", "reason"),
+    ("peaks", "workers", "memory", "tried", "chosen", "reason"),
     [
-        ((100, 50, 60), "ddp", "the simplest one that is predicted to fit into memory"),
-        ((1920, 50, 60), "fsdp", "the simplest .* to fit into memory; ddp lacks 1.00 kB"),
-        ((1920, 1930, 60), "hsdp", "the simplest .* to fit into memory; ddp lacks .*; fsdp lacks 1.01 kB"),
-        ((None, None, None), "ddp", "the simplest one, because the memory .* is not known"),
-        ((9000, 2000, 3000), "fsdp", "least memory: no strategy is predicted to fit, and fsdp lacks 1.08 kB"),
+        ((100, 50, 60), 4, 1000, 1, "ddp", "the simplest one that is predicted to fit into memory"),
+        ((1920, 50, 60), 4, 1000, 2, "fsdp", "the simplest .* to fit into memory; ddp lacks 1.00 kB"),
+        ((1920, 1930, 60), 4, 1000, 3, "hsdp", "the simplest .*; ddp lacks .*; fsdp lacks 1.01 kB"),
+        ((None, None, None), 4, 1000, 1, "ddp", "the simplest one, because the memory .* is not known"),
+        ((10**12, 10**12, 10**12), 4, None, 1, "ddp", "the simplest one, because the memory .* is not known"),
+        ((9000, 2000, 3000), 4, 1000, 3, "fsdp", "least memory: no strategy is predicted to fit, and fsdp lacks 1.08"),
+        ((5000, 4000, 10), 2, 1000, 3, "fsdp", "least memory: "),  # two ranks are no shard groups
     ],
 )
-def test_the_best_strategy(peaks: Sequence[int | None], chosen: str, reason: str) -> None:
-    plans = [plan_of(kind.value, peak) for kind, peak in zip(KINDS, peaks, strict=True)]
-    best = best_strategy(plans)
-    assert best.strategy.kind.value == chosen
-    assert re.fullmatch(reason + ".*", best.strategy.kind_reason), best.strategy.kind_reason
+def test_the_simplest_strategy_that_fits_and_no_more_are_tried(
+    peaks: Sequence[int | None], workers: int, memory: int | None, tried: int, chosen: str, reason: str
+) -> None:
+    kinds = ["ddp", "fsdp", "hsdp"]
+    planned = Planned(dict(zip(kinds, peaks, strict=True)), f"cluster.workers_per_node={workers}", memory=memory)
+    best = choose_strategy(planned.config, planned)
+    assert (planned.tried, best.strategy.kind.value) == (kinds[:tried], chosen)
+    assert re.match(reason, best.strategy.kind_reason), best.strategy.kind_reason
     assert RunPlan.from_json(best.to_json()) == best
-
-
-def test_without_memory_of_the_device_the_simplest_is_taken() -> None:
-    plans = [plan_of(kind.value, 10**12, memory=None) for kind in KINDS]
-    assert best_strategy(plans).strategy.kind is StrategyKind.ddp
-
-
-class Planned:
-    """Stand-in for the planner that records which strategies were tried."""
-
-    def __init__(self, peaks: dict[str, int], *overrides: str) -> None:
-        self.config = compose(["strategy=auto", *overrides])
-        self.tried: list[str] = []
-        self._peaks, self._overrides = peaks, overrides
-
-    def __call__(self, config: Config) -> RunPlan:
-        kind = config.strategy.kind.value
-        self.tried.append(kind)
-        plan = make_plan(f"strategy={kind}", *self._overrides)
-        forecasts = tuple(
-            dataclasses.replace(each, peak_bytes=self._peaks.get(kind)) for each in plan.strategy.forecasts
-        )
-        return dataclasses.replace(
-            plan, strategy=dataclasses.replace(plan.strategy, forecasts=forecasts, memory_bytes=1000)
-        )
-
-
-@pytest.mark.parametrize(
-    ("peaks", "tried"),
-    [
-        ({"ddp": 10}, ["ddp"]),
-        ({"ddp": 5000, "fsdp": 10}, ["ddp", "fsdp"]),
-        ({"ddp": 5000, "fsdp": 4000, "hsdp": 4500}, ["ddp", "fsdp", "hsdp"]),
-    ],
-)
-def test_no_more_strategies_are_tried_than_the_choice_needs(peaks: dict[str, int], tried: list[str]) -> None:
-    planned = Planned(peaks, "cluster.workers_per_node=2")  # which cannot be split into shard groups
-    plan = choose_strategy(planned.config, planned)
-    assert planned.tried == tried
-    assert plan.strategy.kind.value == min(
-        peaks, key=lambda kind: (peaks[kind] > 920, peaks[kind] * (peaks[kind] > 920))
-    )
 
 
 def test_one_rank_is_single() -> None:
@@ -131,7 +108,7 @@ def test_the_planner_weighs_the_memory_of_a_strategy_that_it_chooses(monkeypatch
     def weigh(plan: RunPlan, *_: object, **__: Any) -> RunPlan:
         weighed.append(plan.strategy.kind)
         peak = {StrategyKind.ddp: 5000, StrategyKind.fsdp: 10}[plan.strategy.kind]
-        forecasts = [dataclasses.replace(each, peak_bytes=peak) for each in plan.strategy.forecasts]
+        forecasts = with_peaks(plan, dict.fromkeys(Sync, peak)).strategy.forecasts
         return dataclasses.replace(plan, strategy=with_memory(plan.strategy, forecasts, 1000))
 
     monkeypatch.setattr(planner, "weigh_memory", weigh)
@@ -179,7 +156,7 @@ def test_the_policy_of_a_job_by_the_memory_of_its_device(
     """Bytes from the policy table; 92% of the memory may be used, and with the last figure nothing fits."""
     own = ["strategy.shard_size=2"] * (kind == "hsdp")
     plan = make_plan(f"strategy={kind}", "cluster.workers_per_node=4", f"batch.accumulation={accumulation}", *own)
-    forecasts = [dataclasses.replace(each, peak_bytes=PEAKS[each.sync]) for each in plan.strategy.forecasts]
+    forecasts = with_peaks(plan, PEAKS).strategy.forecasts
     chosen = [with_memory(plan.strategy, forecasts, memory).sync.value for memory in (1000, 900, 700, 600, 400)]
     assert chosen == list(by_memory)
     assert plan.strategy.sync is Sync.gather_once, "before the memory is known"
@@ -190,10 +167,7 @@ WORKERS = "cluster.workers_per_node"
 
 def candidate(label: str, *overrides: str, peak: int | None = None, memory: int = 1000) -> Candidate:
     """Return a plan whose policy has this predicted peak."""
-    plan = make_plan(*overrides)
-    forecasts = tuple(dataclasses.replace(each, peak_bytes=peak) for each in plan.strategy.forecasts)
-    strategy = dataclasses.replace(plan.strategy, forecasts=forecasts, memory_bytes=memory)
-    return Candidate(label, dataclasses.replace(plan, strategy=strategy))
+    return Candidate(label, with_peaks(make_plan(*overrides), dict.fromkeys(Sync, peak), memory))
 
 
 def labels(candidates: Sequence[Candidate]) -> list[str]:
@@ -222,17 +196,9 @@ def test_what_does_not_fit_is_named_with_its_excess_and_not_ranked() -> None:
     assert [(each.label, each.missing_bytes) for each in ranking.too_large] == [("large", 1), ("larger", 1080)]
 
 
-def test_equal_reasons_are_grouped() -> None:
-    ranking = rank([candidate("a")], [("b", "no"), ("c", "never"), ("d", "no")])
+def test_equal_reasons_are_grouped_and_notes_that_all_plans_have_are_shown_once() -> None:
+    plan = candidate("a").plan
+    plans = [Candidate("a", plan.with_notes(["both", "first"])), Candidate("b", plan.with_notes(["both"]))]
+    ranking = rank(plans, [("b", "no"), ("c", "never"), ("d", "no")])
     assert ranking.impossible == {"no": ["b", "d"], "never": ["c"]}
-
-
-def test_cells_that_do_not_do_the_same_work_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"batch.global_size=64, 128: differs .*\n.*batch.micro_size"):
-        require_equal_work([64, 128])
-
-
-def test_notes_that_all_plans_have_are_shown_once() -> None:
-    common, own = candidate("a"), candidate("b")
-    plans = [common.plan.with_notes(["both", "first"]), own.plan.with_notes(["both"])]
-    assert rank([Candidate(str(n), plan) for n, plan in enumerate(plans)]).notes == ("both",)
+    assert ranking.notes == ("both",)
