@@ -324,17 +324,10 @@ def _numbers(file: Path) -> dict[str, int]:
     return {words[0]: int(words[1]) for words in map(str.split, file.read_text().splitlines())}
 
 
-# oneDNN's instruction sets in its order; ONEDNN_MAX_CPU_ISA names the highest that oneDNN may use
-_ISAS = (
-    "SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16",
-    "AVX10_1_512", "AVX512_CORE_FP16", "AVX10_1_512_AMX", "AVX512_CORE_AMX", "AVX10_1_512_AMX_FP16",
-    "AVX512_CORE_AMX_FP16",
-)  # fmt: skip
-# by format: CPU flags of native arithmetic units (first the one that suffices for oneDNN), and the instruction set
-# that oneDNN must be allowed to use
+# by format: CPU flags of native arithmetic units, first the one that suffices for oneDNN
 _UNITS = {
-    PrecisionKind.bf16: (("avx512_bf16", "amx_bf16", "avx_ne_convert"), "AVX512_CORE_BF16"),
-    PrecisionKind.fp16: (("avx512_fp16", "amx_fp16", "avx_ne_convert"), "AVX512_CORE_FP16"),
+    PrecisionKind.bf16: ("avx512_bf16", "amx_bf16", "avx_ne_convert"),
+    PrecisionKind.fp16: ("avx512_fp16", "amx_fp16", "avx_ne_convert"),
 }
 NARROW = tuple(_UNITS)
 # least compute capability of GPUs with units: torch's rule
@@ -354,21 +347,11 @@ def computes(kind: PrecisionKind, device: Device, env: Mapping[str, str]) -> boo
         return True if kind is PrecisionKind.fp16 else gpus_have(_BF16_CAPABILITY)
     if platform.machine() != "x86_64":
         return None
-    return _cpu_computes(kind, cpu_flags(), env)
-
-
-def _cpu_computes(kind: PrecisionKind, flags: frozenset[str], env: Mapping[str, str]) -> bool | None:
-    """Return whether oneDNN uses the CPU's units for ``kind``; None if flags and environment do not determine it."""
-    units, needed = _UNITS[kind]
-    if not flags & set(units):
+    flags, units = cpu_flags(), _UNITS[kind]
+    if not flags & {*units}:
         return False
-    limit = (env.get("ONEDNN_MAX_CPU_ISA") or env.get("DNNL_MAX_CPU_ISA") or "").upper()
-    if limit in _ISAS[: _ISAS.index("AVX2_VNNI") + 1]:
-        return False
-    sufficient = units[0] in flags and flags >= _AVX512_CORE
-    if sufficient and (limit in ("", "ALL", "DEFAULT") or limit in _ISAS[_ISAS.index(needed) :]):
-        return True
-    return None
+    limited = env.get("ONEDNN_MAX_CPU_ISA") or env.get("DNNL_MAX_CPU_ISA")
+    return True if units[0] in flags and flags >= _AVX512_CORE and not limited else None
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
@@ -417,7 +400,7 @@ def gpus_have(least: float) -> bool | None:
 
 def has_units(kind: PrecisionKind) -> bool:
     """Return whether this x86 CPU has arithmetic units for ``kind``."""
-    return bool(cpu_flags() & set(_UNITS[kind][0]))
+    return bool(cpu_flags() & {*_UNITS[kind]})
 
 
 def emulation_reason(kind: PrecisionKind, device: str) -> str:

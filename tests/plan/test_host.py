@@ -22,25 +22,11 @@ from launcher.plan.placement import compiler_notes, device_notes, solve_cluster
 @pytest.mark.parametrize(
     ("visible", "expected"),
     [
-        (None, 4),
-        ("", 0),
-        ("-1", 0),
-        ("0", 1),
-        ("0,2", 2),
-        ("0,-1,1", 1),
-        ("7", 0),
-        ("3,9,1", 1),
-        ("MIG-a,MIG-b", 1),
-        ("NoDevFiles", 0),
-        ("void", 0),
-        ("none", 0),
-        ("all", 0),
-        ("GPU-8f6d2c1e-0a,1", 2),
-        ("GPU-node1", 0),
-        ("0,void,1", 1),
-        ("0,0", 0),
+        (None, 4), ("", 0), ("-1", 0), ("0", 1), ("0,2", 2), ("0,-1,1", 1), ("7", 0), ("3,9,1", 1), ("MIG-a,MIG-b", 1),
+        ("NoDevFiles", 0), ("void", 0), ("none", 0), ("all", 0), ("GPU-8f6d2c1e-0a,1", 2), ("GPU-node1", 0),
+        ("0,void,1", 1), ("0,0", 0),
     ],
-)
+)  # fmt: skip
 def test_visible_gpus(tmp_path: Path, visible: str | None, expected: int) -> None:
     for name in ("nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
@@ -101,10 +87,6 @@ def test_what_compiling_needs_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     assert missing(Device.cuda, env | {"CC": "icx"}) == "no C compiler (CC=icx)"
 
 
-LIMITS = (
-    "SSE41", "AVX2", "avx2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16",
-    "AVX512_CORE_FP16", "AVX512_CORE_AMX", "ALL", "nonsense",
-)  # fmt: skip
 NARROW = (PrecisionKind.bf16, PrecisionKind.fp16)
 
 
@@ -123,8 +105,7 @@ for env in json.loads(sys.argv[1]):
 
 
 def test_a_quick_answer_is_that_of_torch() -> None:
-    names = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
-    envs = [{}, *({name: limit} for name in names for limit in LIMITS)]
+    envs = [{}, {"ONEDNN_MAX_CPU_ISA": "AVX2"}, {"DNNL_MAX_CPU_ISA": "AVX512_CORE_BF16"}]
     clean = {key: value for key, value in os.environ.items() if not key.endswith("_MAX_CPU_ISA")}
     command = [sys.executable, "-c", IN_TORCH, json.dumps(envs)]
     lines = subprocess.run(command, env=clean, check=True, capture_output=True, text=True).stdout.splitlines()
@@ -144,9 +125,7 @@ AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
         (AVX512, "", (False, False)),  # oneDNN has bf16 there, in four times the time of fp32
         ([*AVX512, "avx512_bf16"], "", (True, False)),
         ([*AVX512, "avx512_bf16", "avx512_fp16", "amx_bf16"], "", (True, True)),
-        ([*AVX512, "avx512_bf16", "avx512_fp16"], "avx2", (False, False)),
-        ([*AVX512, "avx512_bf16", "avx512_fp16"], "AVX512_CORE_BF16", (True, None)),
-        ([*AVX512, "avx512_bf16", "avx512_fp16"], "AVX512_CORE", (None, None)),
+        ([*AVX512, "avx512_bf16"], "AVX512_CORE_BF16", (None, False)),  # only torch can tell
         (["avx2", "avx_ne_convert"], "", (None, None)),
     ],
 )
