@@ -99,11 +99,11 @@ def load_task(target: str, params: dict[str, Any], search_path: Sequence[str], s
         TaskError: a required method is missing.
     """
     if seed is not None:
-        _seed(seed, "task")
+        seed_everything(seed_for(seed, "task"))
     cls = find_class(target, search_path)
     params = require_arguments("task", target, cls, params)
     if seed is not None:
-        _seed(seed, "task")  # again after the import, which may have imported NumPy
+        seed_everything(seed_for(seed, "task"))  # again after the import, which may have imported NumPy
     task = cls(**params)
     form = loss_form(task)
     required = [name for name in REQUIRED_METHODS if name != "loss" or form is None]
@@ -153,7 +153,7 @@ def train_data(task: Task, seed: int, notes: list[str] | None = None) -> Any:
     Raises:
         TaskError: it is several data sets.
     """
-    _seed(seed, "data")
+    seed_everything(seed_for(seed, "data"))
     data: Any = task.train_data()
     if notes is not None:
         notes += getattr(task, "notes", ())
@@ -175,7 +175,7 @@ def eval_sets(task: Task, seed: int, notes: list[str] | None = None) -> dict[str
     """
     if not callable(getattr(task, "eval_data", None)):
         return {}
-    _seed(seed, "data")
+    seed_everything(seed_for(seed, "data"))
     data: Any = task.eval_data()
     if data is None:
         return {}
@@ -222,7 +222,7 @@ def eval_metrics(task: Task, seed: int) -> Any:
     """Return what the task's ``eval_metrics`` returns, called under the job's seed; None without that method."""
     if not callable(method := getattr(task, "eval_metrics", None)):
         return None
-    _seed(seed, "metrics")
+    seed_everything(seed_for(seed, "metrics"))
     return method()
 
 
@@ -306,8 +306,7 @@ def is_mapped(data: Any) -> bool:
 
 def first_samples(data: Any, count: int) -> list[Any]:
     """Return the first ``count`` samples, or all if there are fewer."""
-    indexed = (data[index] for index in range(min(count, len(data)))) if is_mapped(data) else data
-    return list(itertools.islice(indexed, count))
+    return [data[n] for n in range(min(count, len(data)))] if is_mapped(data) else [*itertools.islice(data, count)]
 
 
 def first_batch(task: Task, data: Any, count: int) -> tuple[Any, int]:
@@ -460,20 +459,15 @@ def _require_samples_of_dataset(loader: Any, where: str, *, own_order: bool) -> 
             f"micro-batch is the launcher's to decide.\n{instead}, or a Subset of it."
         )
     sampler, samples = loader.sampler, len(loader.dataset)
+    drawn = f"{len(sampler) if hasattr(sampler, '__len__') else 'an unknown number'} of {samples} samples"
     if isinstance(sampler, WeightedRandomSampler) or (isinstance(sampler, RandomSampler) and sampler.replacement):
-        raise TaskError(
-            f"{name} with a {type(sampler).__name__} that draws with replacement: each sample is to be read "
-            f"once.\n{instead}."
-        )
-    if isinstance(sampler, SequentialSampler | DistributedSampler):
+        drawn = "with replacement"
+    elif isinstance(sampler, SequentialSampler | DistributedSampler) or drawn == f"{samples} of {samples} samples":
         return
-    drawn = len(sampler) if hasattr(sampler, "__len__") else None
-    if drawn != samples:
-        raise TaskError(
-            f"{name} whose {type(sampler).__name__} draws {'an unknown number' if drawn is None else drawn} of "
-            f"{samples} samples: each sample of the dataset is to be read once.\n{instead}, or a Subset of those that "
-            "belong to it."
-        )
+    raise TaskError(
+        f"{name} whose {type(sampler).__name__} draws {drawn}: each sample of the dataset is to be read once.\n"
+        f"{instead}, or a Subset of those that belong to it."
+    )
 
 
 def _only_seeds(function: Any) -> bool:
@@ -482,10 +476,6 @@ def _only_seeds(function: Any) -> bool:
         function = function.func
     code = getattr(function, "__code__", None)
     return code is not None and all(name in _SEEDS or name.lower().endswith("seed") for name in code.co_names)
-
-
-def _seed(seed: int, part: str) -> None:
-    seed_everything(seed_for(seed, part))
 
 
 def seed_for(seed: int, part: str) -> int:

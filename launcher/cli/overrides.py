@@ -155,12 +155,15 @@ def with_config(
     words = sys.argv[1:]  # Hydra's application replaces them for -m
     arguments = flags_first(arguments)
 
+    def check(config: Config) -> None:
+        if verb != "plan":
+            require_one_copy(config.cluster.kind, words)
+        if on_login_node:
+            _leave_for_login_node(config)
+
     def act_or_explain(config: Config, yaml: str) -> int:
         try:
-            if verb != "plan":
-                require_one_copy(config.cluster.kind, words)
-            if on_login_node:
-                _leave_for_login_node(config)
+            check(config)
             if verb != "plan":
                 require_at_hand(config.cluster)
             status = act(config, yaml)
@@ -176,9 +179,7 @@ def with_config(
         begin = sweep["cells"]
 
         def begin_here(requested: Sequence[RequestedCell], with_results: bool) -> Sequence[Result]:
-            if verb != "plan":
-                require_one_copy(requested[0].config.cluster.kind, words)
-            _leave_for_login_node(requested[0].config)
+            check(requested[0].config)
             return begin(requested, with_results)
 
         sweep["cells"] = begin_here
@@ -186,12 +187,7 @@ def with_config(
 
 
 def _leave_for_login_node(config: Config) -> None:
-    """Check whether a command is to run on a login node.
-
-    Raises:
-        OnLoginNode: it is.
-        ConfigError: cluster.login is set, and cluster.kind is not slurm.
-    """
+    """Raise OnLoginNode if a command is to run on a login node; ConfigError if that is not possible."""
     cluster = config.cluster
     if cluster.login is None:
         return

@@ -46,7 +46,7 @@ def launch_plan(arguments: list[str]) -> int:
     if not several:
         for key in sorted(_keys_with_all(arguments)):
             raise ConfigError(key, ALL, "stands for several values.", "Add -m, which compares them.")
-        return with_config("plan", arguments, lambda config, _: _show(_planned(config), as_json=as_json))
+        return with_config("plan", arguments, lambda config, _: _show(config, as_json=as_json))
     wide = _keys_with_all(arguments)
     arguments = [_with_options(argument) for argument in arguments]
 
@@ -71,12 +71,9 @@ def launch_plan(arguments: list[str]) -> int:
     return with_config("plan", arguments, act, cells=cells, confirmed=True)
 
 
-def _planned(config: Config) -> RunPlan:
+def _show(config: Config, *, as_json: bool) -> int:
     with live.waiting("Inspecting the task"):
-        return plan_job(config, starts=False)
-
-
-def _show(solved: RunPlan, *, as_json: bool) -> int:
+        solved = plan_job(config, starts=False)
     recorded = RecordedSteps(solved.paths.root.parent).step_of(solved)
     if as_json:
         measured = None if recorded is None else dataclasses.asdict(recorded)

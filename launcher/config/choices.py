@@ -51,15 +51,9 @@ StrategyKind = StrEnum(
 )
 BestMode = StrEnum("BestMode", {"min": "min", "max": "max"})
 Sync = StrEnum(
-    "Sync",
-    {
-        "auto": "auto",
-        "every": "every",
-        "boundary": "boundary",
-        "gather_once": "gather_once",
-        "replicas_at_boundary": "replicas_at_boundary",
-    },
-)
+    "Sync", {"auto": "auto", "every": "every", "boundary": "boundary", "gather_once": "gather_once",
+             "replicas_at_boundary": "replicas_at_boundary"},
+)  # fmt: skip
 
 
 class Compress(StrEnum):

@@ -68,18 +68,13 @@ def start_cells(master: Any, overrides: Sequence[Sequence[str]], composed: Seque
     from hydra.core.hydra_config import HydraConfig
 
     HydraConfig.instance().set_config(master)  # needed by interpolations such as ${hydra:...}
-    newest = {
-        override_key(word): word for word in master.hydra.overrides.task
-    }  # of a repeated key the last value is used
+    # of a repeated key the last value is used
+    newest = {override_key(word): word for word in master.hydra.overrides.task}
     fixed = {key for key, word in newest.items() if not _sweeps(word)}
     requested: list[RequestedCell] = []
     for words, config in zip(overrides, composed, strict=True):
-        requested.append(
-            RequestedCell(
-                tuple(word.removeprefix("++") for word in words if override_key(word) not in fixed),
-                *BEGIN.get().to_config(config),
-            )
-        )
+        varied = tuple(word.removeprefix("++") for word in words if override_key(word) not in fixed)
+        requested.append(RequestedCell(varied, *BEGIN.get().to_config(config)))
     return BEGIN.get().cells(requested, not _takes_no_results(master))
 
 
@@ -98,10 +93,9 @@ def confirm_size(loader: Any, master: Any) -> None:
     if BEGIN.get().confirmed or not _takes_no_results(master):
         return
     words = [f"{key}={value}" for key, value in (master.hydra.sweeper.params or {}).items()]
+    words += master.hydra.overrides.task
     cells = 1
-    for override in OverridesParser.create(config_loader=loader).parse_overrides(
-        [*words, *master.hydra.overrides.task]
-    ):
+    for override in OverridesParser.create(config_loader=loader).parse_overrides(words):
         if override.is_sweep_override() and override.is_discrete_sweep():
             cells *= sum(1 for _ in itertools.islice(override.sweep_iterator(), _COUNTED_TO))
     if cells <= MANY_CELLS:
@@ -147,9 +141,8 @@ class CellLoader:
         config = copy.deepcopy(self._by_groups[groups])
         try:
             for override in values:
-                OmegaConf.update(
-                    config, override.key_or_group, override.value(), merge=True, force_add=override.is_force_add()
-                )
+                key, value = override.key_or_group, override.value()
+                OmegaConf.update(config, key, value, merge=True, force_add=override.is_force_add())
         except Exception:
             return self._load(master, words)  # raises an error that describes the problem
         return config

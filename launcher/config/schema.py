@@ -64,6 +64,9 @@ Kind = TypeVar("Kind")
 _BATCH = forced("it defines what a step and its learning rate mean")
 _STATE = never("the checkpoint's optimizer state does not fit another one; " + NEW_RUN)
 SCHEDULE_STATE = never("a schedule of your own continues from its saved state; " + NEW_RUN)
+_GROUPS = never(
+    "the checkpoint's optimizer state is stored by group: only the arguments of groups may change; " + NEW_RUN
+)
 _ORDER = never("it is the order of the samples; " + NEW_RUN)
 _IDENTITY = never("it identifies the run and its files")
 _MIRROR = never("W&B stores the run there")
@@ -179,12 +182,9 @@ class PrecisionConfig:
     init_scale: float | None = key(None, above(0), only="precision=fp16", resume=FREE, affects="learning")
     """fp16: first loss scale."""
     reduce_dtype: SumFormat | None = key(
-        None,
-        only="strategy=fsdp|hsdp",
-        hint="DDP sends narrower gradients with strategy.compress=bf16.",
-        resume=FREE,
+        None, only="strategy=fsdp|hsdp", hint="DDP sends narrower gradients with strategy.compress=bf16.", resume=FREE,
         affects=STEP,
-    )
+    )  # fmt: skip
     """fsdp, hsdp: format in which gradients are summed between ranks. Default: fp32."""
     growth_interval: int | None = key(None, at_least(1), only="precision=fp16", resume=FREE, affects="learning")
     """fp16: steps without overflow after which the scale doubles."""
@@ -223,12 +223,9 @@ class BatchConfig:
     """Division of a window's samples into micro-batches. none: in the order of the data; length: by their lengths,
     so that micro-batches hold little padding and ranks finish together. The gradient is the same."""
     micro_tokens: int | str | None = key(
-        None,
-        TOKENS,
-        only="batch.balance=length",
+        None, TOKENS, only="batch.balance=length", affects="time memory",
         hint="Which samples fit is known by the task's lengths(data); samples of one length need micro_size only.",
-        affects="time memory",
-    )
+    )  # fmt: skip
     """Most tokens of a micro-batch, padding included, in the unit of the samples' lengths, such as 16K; micro_size is
     the most samples. A window of long samples then has more micro-batches. Default: no bound."""
     on_oom: OnOom = key(OnOom.stop, affects="")
@@ -267,12 +264,7 @@ class OptimizerConfig:
     nesterov: bool | None = key(None, only="optimizer=sgd|custom optimizer.momentum", resume=UPDATE, affects=STEP)
     """sgd: Nesterov's form of it."""
     groups: list[dict[str, Any]] | None = key(
-        None,
-        resume=never(
-            "the checkpoint's optimizer state is stored by group: only the arguments of groups may change; " + NEW_RUN
-        ),
-        affects=STEP,
-        form=', one {...} for each group: [{match: "ndim<2", weight_decay: 0}]',
+        None, resume=_GROUPS, affects=STEP, form=', one {...} for each group: [{match: "ndim<2", weight_decay: 0}]'
     )
     """Parameters with settings of their own, such as [{match: embed, lr: 1e-4}]. match: a regular expression for names,
     or a number of dimensions ("ndim<2"); the first match counts. _target_: another optimizer. Default: no weight decay
@@ -322,12 +314,9 @@ class TrainConfig:
     """A window whose loss or gradient is inf or nan. stop: end the run; skip: leave the window out, without a step, and
     continue; more than 20 in a row end the run. fp16's overflows are not among them."""
     seed: int = key(
-        0,
-        between(0, 2**63 - 1),
-        resume=never("the order of the samples is drawn from it; " + NEW_RUN),
-        affects="learning",
-        nullable=False,
-    )
+        0, between(0, 2**63 - 1), resume=never("the order of the samples is drawn from it; " + NEW_RUN),
+        affects="learning", nullable=False,
+    )  # fmt: skip
     """Seed of the initial parameters, the sample order, dropout, and what the task draws, such as a random split."""
     shuffle: bool = key(True, resume=_ORDER, affects="learning")
     """Read an indexed dataset in another random order each epoch; false: in its own order."""
@@ -346,11 +335,7 @@ class TrainConfig:
     """Limit of samples per evaluation and held-out set: the first ones of a stream; of a data set with a length, spread
     evenly over it. The same ones for every world size. Default: all."""
     patience: int | None = key(
-        None,
-        at_least(1),
-        only="checkpoint.best",
-        hint="Such as checkpoint.best=eval/loss.",
-        affects="record",
+        None, at_least(1), only="checkpoint.best", hint="Such as checkpoint.best=eval/loss.", affects="record"
     )
     """Evaluations in a row without a better value of checkpoint.best after which the run ends; null: never."""
     loader_workers: int = key(1, at_least(0), affects="time")
@@ -463,11 +448,9 @@ class Config:
     )
     """``_target_``: the task's class by its dotted path; every other key is a parameter of that class."""
     callbacks: list[dict[str, Any]] = key(
-        [],
-        resume=FREE,
-        affects=STEP + " record",
+        [], resume=FREE, affects=STEP + " record",
         form=", one {...} for each callback: [{_target_: my_module.MyCallback}]",
-    )
+    )  # fmt: skip
     """List of callbacks, called in this order: ``[{_target_: Ema, decay: 0.999}]``. ``_target_``: the name of one that
     a package adds, such as launcher's own Ema, Profile, MemorySnapshot, GeneratedSamples and Webhook, or the class by
     its dotted path; every other key is an argument of that class."""

@@ -265,12 +265,7 @@ def solve_batch(config: BatchConfig, world_size: int) -> Batch:
     if total is None and micro is not None and accumulation is not None:
         total = micro * accumulation * world_size
     total = DEFAULT_GLOBAL_SIZE if total is None else total
-    if config.micro_size == AUTO:
-        micro = _largest_micro(config, total, world_size)
-    if micro is None and config.uneven and (accumulation is not None or total % world_size):
-        share = -(-total // ((accumulation or 1) * world_size))
-        micro = share if accumulation is not None else min(DEFAULT_MICRO_SIZE, share)
-    elif micro is None:
+    if micro is None:
         micro = _derive_micro(config, total, world_size)
     rounds = -(-total // (micro * world_size))
     if accumulation is None:
@@ -327,14 +322,9 @@ def solve_largest(config: BatchConfig, world_size: int) -> Batch:
 
 def solve_smaller(config: BatchConfig, largest: Batch, world_size: int) -> Batch:
     """Return the same global batch in micro-batches of the same size, on fewer ranks."""
-    same = dataclasses.replace(
-        config,
-        global_size=largest.global_size,
-        micro_size=largest.micro_size,
-        accumulation=None,
-        on_oom=largest.on_oom,  # set by batch.micro_size=auto
-    )
-    return solve_largest(same, world_size)
+    sizes = {"global_size": largest.global_size, "micro_size": largest.micro_size, "accumulation": None}
+    # batch.micro_size=auto has set on_oom
+    return solve_largest(dataclasses.replace(config, **sizes, on_oom=largest.on_oom), world_size)
 
 
 def batch_notes(config: BatchConfig, batches: dict[int, Batch], batch_norms: int | None) -> tuple[str, ...]:
@@ -374,25 +364,6 @@ def _fixed_micro(config: BatchConfig) -> int | None:
     return None if isinstance(config.micro_size, str) else config.micro_size
 
 
-def _largest_micro(config: BatchConfig, total: int, world_size: int) -> int:
-    """Return the micro-batch of ``auto``: a rank's whole share of a window at once."""
-    if config.accumulation is not None:
-        raise ConfigError(
-            "batch.accumulation", config.accumulation, "has no effect with batch.micro_size=auto, which determines it.",
-            "Leave one of the two out.",
-        )  # fmt: skip
-    if config.uneven:
-        return -(-total // world_size)
-    share = _divide(total, 1, world_size, "global_size", total)
-    return math.gcd(share, *_shares_in_ramp(config, world_size))
-
-
-def _shares_in_ramp(config: BatchConfig, world_size: int) -> list[int]:
-    """Return a rank's samples per window in each ramp stage; invalid stages are left to ``_solve_ramp``'s messages."""
-    sizes = [stage[-1] for stage in config.ramp if stage]
-    return [size // world_size for size in sizes if size > 0 and size % world_size == 0]
-
-
 def _solve_ramp(stages: list[list[int]], unit: int, total: int) -> tuple[RampStage, ...]:
     """Validate the ramp.
 
@@ -425,10 +396,24 @@ def _solve_ramp(stages: list[list[int]], unit: int, total: int) -> tuple[RampSta
 
 
 def _derive_micro(config: BatchConfig, total: int, world_size: int) -> int:
-    if config.accumulation is not None:
-        return _divide(total, config.accumulation, world_size, "accumulation", config.accumulation)
-    shares = [_divide(total, 1, world_size, "global_size", total), *_shares_in_ramp(config, world_size)]
-    return max(d for d in range(1, DEFAULT_MICRO_SIZE + 1) if math.gcd(*shares) % d == 0)
+    """Return the micro-batch that was left open: of ``auto`` a rank's whole share of a window, else a small one."""
+    is_auto, accumulation = config.micro_size == AUTO, config.accumulation
+    if accumulation is not None:
+        if is_auto:
+            raise ConfigError(
+                "batch.accumulation", accumulation, "has no effect with batch.micro_size=auto, which determines it.",
+                "Leave one of the two out.",
+            )  # fmt: skip
+        if config.uneven:
+            return -(-total // (accumulation * world_size))
+        return _divide(total, accumulation, world_size, "accumulation", accumulation)
+    if config.uneven and (is_auto or total % world_size):
+        share = -(-total // world_size)
+        return share if is_auto else min(DEFAULT_MICRO_SIZE, share)
+    share = _divide(total, 1, world_size, "global_size", total)
+    stages = [stage[-1] for stage in config.ramp if stage]  # invalid ones are left to the messages of _solve_ramp
+    share = math.gcd(share, *(size // world_size for size in stages if size > 0 and size % world_size == 0))
+    return share if is_auto else max(d for d in range(1, DEFAULT_MICRO_SIZE + 1) if share % d == 0)
 
 
 def _divide(total: int, factor: int, world_size: int, name: str, value: int) -> int:
@@ -443,16 +428,10 @@ def _divide(total: int, factor: int, world_size: int, name: str, value: int) -> 
         worlds = _nearest_divisors(total // factor, world_size)
         choices.append(f"{_listed(worlds)} ranks (cluster.workers_per_node)")
     choices.append("unequal shares (batch.uneven=true)")
-    given = f"batch.global_size={total}"
-    if name != "global_size":
-        given += f" batch.{name}={value}"
+    given = f"batch.global_size={total}" + (f" batch.{name}={value}" if name != "global_size" else "")
     units = f" in units of {factor}" if factor > 1 else ""
-    raise ConfigError(
-        given,
-        None,
-        f"{total} samples cannot be shared by {count(world_size, 'rank')}{units}.",
-        f"Nearest choices: {'; or '.join(choices)}.",
-    )
+    problem = f"{total} samples cannot be shared by {count(world_size, 'rank')}{units}."
+    raise ConfigError(given, None, problem, f"Nearest choices: {'; or '.join(choices)}.")
 
 
 def _nearest_multiples(value: int, unit: int) -> list[int]:

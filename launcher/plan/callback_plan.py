@@ -30,12 +30,6 @@ BELL = "bell"
 # verdict of a run that Slurm starts again
 REQUEUED = "requeued"
 
-# callbacks that were removed, with what to use instead
-_REMOVED = {
-    "Email": "Use notify=[env:NAME], and in that environment variable an address of apprise, such as "
-    "mailtos://USER:PASSWORD@HOST."
-}
-
 Entry = dict[str, Any]
 # config key of an entry, and the entry
 Keyed = tuple[str, Entry]
@@ -99,13 +93,9 @@ def solve_callbacks(entries: Sequence[Entry]) -> tuple[Entry, ...]:
             )  # fmt: skip
         known = installed_callbacks()
         targets = {word: each.target for short, each in known.items() for word in (short, each.defined)}
-        short = name.removeprefix(f"{GROUP}.")
-        if short != name or (name not in known and "." not in name):
-            likely, problem = did_you_mean(short, [*known]), "no callback of this name is installed."
-            remedy = f"{likely}Installed: {', '.join(known)}. A class of your own: MODULE.CLASS."
-            if short in known:
-                problem, remedy = "has moved.", f"Write {{{TARGET}: {short}}}."
-            raise ConfigError(f"callbacks[{number}].{TARGET}", name, problem, _REMOVED.get(short, remedy))
+        if name not in known and "." not in name:
+            remedy = f"{did_you_mean(name, known)}Installed: {', '.join(known)}. A class of your own: MODULE.CLASS."
+            raise ConfigError(f"callbacks[{number}].{TARGET}", name, "no callback of this name is installed.", remedy)
         solved.append({**entry, TARGET: targets.get(name, name)})
     return tuple(solved)
 

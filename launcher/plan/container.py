@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import PurePosixPath
 
 from launcher.config.schema import ClusterConfig, ContainerRuntime, Device
@@ -134,7 +134,8 @@ def task_command(plan: LaunchPlan, environment: Mapping[str, str], python: str) 
         return ["/bin/sh", "-c", _IGNORE_SIGNALS, _PYTHON, "-P"]
     inside = ["/bin/sh", "-c", _REPORT_START, _PYTHON, "-P"]
     options = _apptainer_options(plan)
-    return ["/bin/sh", "-c", _start_script(_of_slurm(environment)), "sh", *options, image_of(plan), *inside]
+    script = _START_SCRIPT % shlex.join(_of_slurm(environment))  # these are mounted if the node has them
+    return ["/bin/sh", "-c", script, "sh", *options, image_of(plan), *inside]
 
 
 def image_of(plan: LaunchPlan) -> str:
@@ -194,11 +195,6 @@ while :; do
     done
     [ -z "$started" ] && { [ $status = 140 ] || [ $status = 143 ]; } || exit $status
 done"""
-
-
-def _start_script(optional: Sequence[str]) -> str:
-    """Return the shell script that starts ``apptainer exec "$@"``. ``optional``: mounted if the node has them."""
-    return _START_SCRIPT % shlex.join(optional)
 
 
 def _options(plan: LaunchPlan) -> dict[str, object]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -134,7 +133,7 @@ def safetensors_files(path: Path, word: str) -> list[Path]:
     try:
         names = sorted({*cast("dict[str, str]", json.loads((path / INDEX).read_bytes())["weight_map"]).values()})
     except (ValueError, LookupError, AttributeError, TypeError) as error:
-        raise ConfigError(KEY, word, f"{path / INDEX} is damaged: {type(error).__name__}: {error}.") from None
+        raise _damaged(path / INDEX, word, error) from None
     outside = [name for name in names if Path(name).name != name]
     missing = [name for name in names if not (path / name).is_file()]
     if outside or missing or not names:
@@ -142,6 +141,10 @@ def safetensors_files(path: Path, word: str) -> list[Path]:
         problem += "not in that directory" if names else "no file"
         raise ConfigError(KEY, word, f"{path / INDEX} {problem}.", "Copy the whole directory.")
     return [path / name for name in names]
+
+
+def _damaged(file: Path, word: str, error: Exception) -> ConfigError:
+    return ConfigError(KEY, word, f"{file} is damaged: {type(error).__name__}: {error}.")
 
 
 def _holds_weights(place: Path) -> bool:
@@ -190,10 +193,9 @@ def _checkpoint_at(path: Path, word: str) -> InitialWeights:
         files = cast("dict[str, dict[str, int]]", json.loads(text)["files"])
         sizes = {name: file["bytes"] for name, file in files.items()}
     except (ValueError, LookupError, AttributeError, TypeError) as error:
-        raise ConfigError(KEY, word, f"{path / MANIFEST} is damaged: {type(error).__name__}: {error}.") from None
-    wrong = [
-        name for name, size in sizes.items() if not (path / name).is_file() or (path / name).stat().st_size != size
-    ]
+        raise _damaged(path / MANIFEST, word, error) from None
+    found = {name: (path / name).stat().st_size for name in sizes if (path / name).is_file()}
+    wrong = [name for name, size in sizes.items() if found.get(name) != size]
     if wrong:
         raise ConfigError(
             KEY, word, f"{path} is damaged: {count(len(wrong), 'file')} missing or of another size: "
@@ -222,16 +224,12 @@ def _read_header(file: Path, word: str) -> bytes:
         header = stream.read(length) if length <= min(size, _HEADER_LIMIT) else b""
     try:
         entries = cast("dict[str, dict[str, Any]]", json.loads(header))
-        ends = [
-            int(cast("Sequence[int]", entry["data_offsets"])[1])
-            for name, entry in entries.items()
-            if name != "__metadata__"
-        ]
+        ends = [int(entry["data_offsets"][1]) for name, entry in entries.items() if name != "__metadata__"]
     except (ValueError, LookupError, AttributeError, TypeError):
         raise ConfigError(KEY, word, f"{file} is not a safetensors file, or is damaged.") from None
-    if size != 8 + length + max(ends, default=0):
+    if size != (full := 8 + length + max(ends, default=0)):
         raise ConfigError(
-            KEY, word, f"{file} has {size:,} bytes instead of the {8 + length + max(ends, default=0):,} of its header.",
+            KEY, word, f"{file} has {size:,} bytes instead of the {full:,} of its header.",
             "It was copied in part: copy it again.",
         )  # fmt: skip
     return header

@@ -86,13 +86,12 @@ def solve_cluster(
         where = f"a node of partition {site.partition.name}" if site.partition else "this machine"
         if site.shared_by > 1:
             where = f"each of {site.shared_by} cells at a time (sweep.at_once) on this machine"
+        fewer = f"cluster.workers_per_node={most}, or " if most else ""
+        fewer += "fewer cells at a time, or " if site.shared_by > 1 else ""
         raise ConfigError(
-            "cluster.workers_per_node",
-            workers,
-            f"{where} has {most} usable GPUs, and each worker needs one{reason}.",
-            f"Use {'cluster.workers_per_node=' + str(most) + ', or ' if most else ''}"
-            f"{'fewer cells at a time, or ' if site.shared_by > 1 else ''}cluster.device=cpu.",
-        )
+            "cluster.workers_per_node", workers, f"{where} has {most} usable GPUs, and each worker needs one{reason}.",
+            f"Use {fewer}cluster.device=cpu.",
+        )  # fmt: skip
     if asked is not None and (workers or 0) > asked[1] and not shares_gpus():
         raise ConfigError(
             "cluster.workers_per_node", workers,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from launcher.config.schema import ClusterConfig, Device
 from launcher.errors import ConfigError
@@ -52,7 +53,7 @@ def solve_sbatch(
         _require_capacity(config, nodes, workers, partition)
     signal_s = _signal_s(config)
     _require_time(config, partition)
-    more = {str(key).replace("_", "-"): value for key, value in config.sbatch.items()}
+    more = _long_options(config)
     _require_free(more)
     runtime = solve_runtime(config, more)
     more = {option: value for option, value in more.items() if value is not None and value is not False}
@@ -82,11 +83,15 @@ def solve_sbatch(
     )
 
 
+def _long_options(config: ClusterConfig) -> dict[str, Any]:
+    return {str(name).replace("_", "-"): value for name, value in config.sbatch.items()}
+
+
 def names_gpus(config: ClusterConfig) -> bool:
     """Return whether the user's own sbatch options select GPUs or parts of them."""
-    options = {str(key).replace("_", "-"): value for key, value in config.sbatch.items() if value}
-    by_gres = re.search(r"\b(gpu|mps|shard)\b", str(options.get("gres", "")))
-    return by_gres is not None or bool({"gpus", "gpus-per-task"} & options.keys())
+    options = _long_options(config)
+    by_gres = re.search(r"\b(gpu|mps|shard)\b", str(options.get("gres") or ""))
+    return by_gres is not None or any(options.get(name) for name in ("gpus", "gpus-per-task"))
 
 
 def gpus_in(gres: str) -> list[tuple[str, int]]:
@@ -116,8 +121,8 @@ def gpus_asked_for(config: ClusterConfig, nodes: NodeRange) -> tuple[str, int] |
     Raises:
         ConfigError: a total that the nodes cannot share equally.
     """
-    for name, value in config.sbatch.items():
-        option, key = str(name).replace("_", "-"), f"cluster.sbatch.{name}"
+    for option, value in _long_options(config).items():
+        key = f"cluster.sbatch.{option}"
         if option == "gres" and (number := count_gpus(str(value))):
             return key, number
         if option in ("gpus", "gpus-per-task") and value:
@@ -135,9 +140,9 @@ def gpus_asked_for(config: ClusterConfig, nodes: NodeRange) -> tuple[str, int] |
 
 def mixed_gpus(config: ClusterConfig, partition: Partition, workers: int) -> list[str]:
     """Return the types of GPUs that a job may get on different nodes, if there are several and it selects none."""
-    options = {str(key).replace("_", "-"): str(value) for key, value in config.sbatch.items()}
+    options = _long_options(config)
     asked = [options.get("gres", ""), *(f"gpu:{options.get(key, '')}" for key in ("gpus", "gpus-per-task"))]
-    selects = any(kind for gres in asked for kind, _ in gpus_in(gres))
+    selects = any(kind for gres in asked for kind, _ in gpus_in(str(gres)))
     if selects or config.constraint or options.keys() & {"nodelist", "reservation"}:
         return []
     types = {kind for gres in partition.gres for kind, number in gpus_in(gres) if kind and number >= workers}
@@ -217,10 +222,7 @@ def _require_free(more: dict[str, object]) -> None:
             raise ConfigError(key, value, "is set by the launcher.", "Leave it out.")
         if not re.fullmatch(r"[a-z][a-z0-9-]+", option):
             raise ConfigError(
-                key,
-                value,
-                "is not a long option of sbatch.",
-                "Write its long name, such as reservation or mail-user.",
+                key, value, "is not a long option of sbatch.", "Write its long name, such as reservation or mail-user."
             )
         if "\n" in str(value):
             raise ConfigError(key, None, "must be one line.")

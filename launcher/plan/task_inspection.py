@@ -14,7 +14,7 @@ import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self, cast
+from typing import Any, Self
 
 from launcher import DISTRIBUTION
 from launcher.config.schema import (
@@ -53,10 +53,6 @@ COMPILED_NOTE = "The predicted memory is that of the model without train.compile
 FORECASTS = "launcher.forecasts"
 _PROBE = "launcher.train.inspection.task_probe"
 SLOW_S = 5.0  # a task that takes longer to build is mentioned in the plan
-
-
-class HasFacts(Protocol):
-    def facts(self) -> dict[str, int]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +219,8 @@ class Inspection:
             line = self._lines.readline()
         except TimeoutError:
             os.kill(self._pid, signal.SIGKILL)
-            line = json.dumps(_too_long(limit_s)) + "\n"
+            error = f"the inspection of the task took more than {limit_s:g} s (train.hang_timeout): a method does not "
+            line = json.dumps({"error": f"{error}end, or needs a higher limit."}) + "\n"
             self.__exit__()
         except (OSError, ValueError):  # ValueError: it ended before it sent its process id
             line = ""
@@ -303,23 +300,18 @@ def _by_arithmetic(request: InspectionRequest) -> TaskPlan | None:
     checks = checks or float_format(request) is not None
     if target.startswith(_WITH_FACTS) and not checks:
         try:
-            task = load_task(target, params, [])
-            facts = cast("HasFacts", task).facts()
+            task: Any = load_task(target, params, [])
+            facts: dict[str, Any] = task.facts()
         except (TypeError, ValueError) as error:  # a parameter of the wrong type
             raise TaskError(f"task: {target} with {params}: {error}.") from None
-        fields: dict[str, Any] = {name: value for name, value in facts.items() if name != "vector_parameters"}
+        vectors, parameters = facts.pop("vector_parameters"), facts["parameters"]
+        # the parameters in no group, and in each group of the default
+        groups = (parameters - vectors, vectors) if parameter_groups(optimizer) else (parameters,)
         return TaskPlan(
-            target=target, params=params, **fields, gradient_bytes=4 * facts["parameters"], one_value_norm="",
-            group_parameters=_default_groups(optimizer, facts), eval_sets=("",), lengths=False,
+            target=target, params=params, **facts, gradient_bytes=4 * parameters, one_value_norm="",
+            group_parameters=groups, eval_sets=("",), lengths=False,
         )  # fmt: skip
     return None
-
-
-def _default_groups(optimizer: OptimizerConfig, facts: dict[str, int]) -> tuple[int, ...]:
-    """Return the parameters in no group, and in each group of the default."""
-    if not parameter_groups(optimizer):
-        return (facts["parameters"],)
-    return facts["parameters"] - facts["vector_parameters"], facts["vector_parameters"]
 
 
 def run_probe(module: str, question: str) -> dict[str, Any] | None:
@@ -341,12 +333,6 @@ def run_probe(module: str, question: str) -> dict[str, Any] | None:
         )
         text = answer.read()
     return json.loads(text) if text else None
-
-
-def _too_long(limit_s: float | None) -> dict[str, Any]:
-    """Return the answer of an inspection that was ended after ``limit_s``."""
-    error = f"the inspection of the task took more than {limit_s:g} s (train.hang_timeout): a method does not end"
-    return {"error": f"{error}, or needs a higher limit."}
 
 
 def weigh_memory(plan: RunPlan, inspection: Inspection | None = None, *, choose: bool) -> RunPlan:

@@ -127,10 +127,7 @@ def test_what_does_not_exist_is_one_message(words: list[str], message: str, caps
     [
         ("gradient_accumulation_steps=4", "batch.global_size=N"),
         ("+training.max_steps=3", "train.steps=N"),
-        ("train.max_epochs=3", "train.epochs=N"),
-        ("fp16=true", "precision=fp16"),
         ("optimizer.learning_rate=0.1", "optimizer.lr=X"),
-        ("tensor_parallel=2", "data parallelism only"),
         ("strategy=deepspeed", "did you mean 'fsdp'"),
         ("precision=bf16-mixed", "did you mean 'bf16'"),
         ("--max-steps=3", "train.steps=N"),

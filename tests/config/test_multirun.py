@@ -84,6 +84,10 @@ def test_many_cells_may_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert run_with_config("plan", ["-m", "train.seed=range(30)"], show) == 0
     assert seen == list(range(30))
+    assert len(cells_of("train.seed=range(30)", confirmed=True)) == 30
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    assert len(cells_of("train.seed=range(30)")) == 30
 
 
 @pytest.mark.parametrize("error", [ConfigError("batch.micro_size", 3, "is odd."), ValueError("of the verb's own")])
@@ -94,14 +98,6 @@ def test_what_a_verb_raises_is_not_put_in_other_words(error: Exception) -> None:
     with pytest.raises(type(error)) as raised:
         run_with_config("train", ["-m", "train.seed=1,2"], never, cells=refuse)
     assert raised.value is error
-
-
-def test_many_cells_begin_when_that_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multirun, "MANY_CELLS", 3)
-    assert len(cells_of("train.seed=1,2,3,4", confirmed=True)) == 4
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-    monkeypatch.setattr("builtins.input", lambda _: "y")
-    assert len(cells_of("train.seed=1,2,3,4")) == 4
 
 
 def test_a_sweeper_with_batches_gets_all_of_them() -> None:

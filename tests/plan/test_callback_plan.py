@@ -65,8 +65,6 @@ WRONG = [
     ({"decay": 1}, "callbacks[0]={'decay': 1}: has no key _target_"),
     ({"_target_": None}, "has no key _target_"),
     ({"_target_": "Emma"}, "callbacks[0]._target_=Emma: no callback of this name is installed.\n  did you mean 'Ema'?"),
-    ({"_target_": "launcher.callbacks.Ema"}, "launcher.callbacks.Ema: has moved.\n  Write {_target_: Ema}."),
-    ({"_target_": "launcher.callbacks.Emma"}, "no callback of this name is installed.\n  did you mean 'Ema'?"),
     ({"_target_": "no_such.Thing"}, "callbacks[0]._target_=no_such.Thing: no module 'no_such'"),
     ({"_target_": "launcher.extensions.callbacks.Emma"}, "has no 'Emma'.\n  did you mean 'Ema'? Its classes: Ema, "),
     ({"_target_": "launcher.extensions.callbacks.EMA"}, "has no 'EMA'.\n  did you mean 'Ema'?"),
@@ -80,14 +78,8 @@ WRONG = [
         f"callbacks[0].function={HOOKED}.speak: is called as function(model): missing a required argument: 'loudly'",
     ),
     ({"_target_": "Ema", "decai": 0.9}, "did you mean 'callbacks[0].decay'?"),
-    (
-        {"_target_": "Ema", "decay": "high"},
-        "callbacks[0].decay=high: launcher.extensions.callbacks.Ema takes",
-    ),
-    (
-        {"_target_": "Ema", "decay": 1.5},
-        "callbacks[0].decay=1.5: must be above 0 and below 1",
-    ),
+    ({"_target_": "Ema", "decay": "high"}, "callbacks[0].decay=high: launcher.extensions.callbacks.Ema takes"),
+    ({"_target_": "Ema", "decay": 1.5}, "callbacks[0].decay=1.5: must be above 0 and below 1"),
     ({"_target_": f"{HOOKED}.Fine"}, f"callbacks[0].size: {HOOKED}.Fine needs this argument"),
     ({"_target_": f"{HOOKED}.Idle"}, "has a method on_stop, which nothing calls.\n  did you mean 'on_st"),
     ({"_target_": f"{HOOKED}.Nothing"}, "has none of a callback's methods.\n  The methods of a callback: on_setup, on"),
@@ -134,23 +126,13 @@ def test_without_callbacks_no_package_of_them_is_imported(monkeypatch: pytest.Mo
 PROFILE = "callbacks=[{_target_: Profile, %s}]"
 
 
-@pytest.mark.parametrize(
-    ("profile", "words"),
-    [
-        ("steps: [10], ranks: [0, 7]", "callbacks[0].ranks=[7]: the job has ranks 0 to 1."),
-        (
-            "steps: [100]",
-            "callbacks[0].steps=[100]: the run ends after 30 steps, so nothing is profiled.\n  Choose steps",
-        ),
-    ],
-)
-def test_what_a_profile_cannot_see(profile: str, words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        make_plan("cluster.workers_per_node=2", "train.steps=30", PROFILE % profile)
-    assert words in str(caught.value)
-
-
-def test_a_profile_of_steps_of_which_some_do_not_take_place() -> None:
+def test_what_a_profile_cannot_see() -> None:
+    for profile, words in (
+        ("steps: [10], ranks: [0, 7]", r"callbacks\[0\].ranks=\[7\]: the job has ranks 0 to 1."),
+        ("steps: [100]", r"callbacks\[0\].steps=\[100\]: the run ends after 30 steps, .*\n  Choose steps"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            make_plan("cluster.workers_per_node=2", "train.steps=30", PROFILE % profile)
     plan = make_plan("train.steps=30", PROFILE % "steps: [10, 100, 200]")
     assert "callbacks[0].steps: 100, 200 after the end of the run: not profiled." in plan.notes
     assert not any("profiled" in note for note in make_plan("train.steps=30", PROFILE % "steps: [10, 30]").notes)
@@ -177,18 +159,12 @@ def test_variables_of_messages_exist_before_the_start() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("project")
 def test_the_command_refuses_before_anything_starts(launch: Launch, project: Path) -> None:
-    for entry, words in (
-        ("{_target_: speech.hooked.Recorder, label: a, size: 3}", "callbacks[0].size=3: speech.hooked.Recorder has no"),
-        ("{label: a}", "callbacks[0]={'label': 'a'}: has no key _target_"),
+    own, variable = "{_target_: speech.hooked.Recorder, label: a, size: 3}", "{_target_: Webhook, url_from: NO_SUCH}"
+    for job, entry, words in (
+        (OWN, own, "callbacks[0].size=3: speech.hooked.Recorder has no"),
+        (OWN, variable, "callbacks[0].url_from=NO_SUCH: there is no such environment variable here"),
+        ((), "{_target_: Ema, decay: 2}", "callbacks[0].decay=2: must be above 0 and below 1"),  # a bundled task
     ):
-        done = launch("train", *OWN, f"callbacks=[{entry}]")
-        assert done.returncode == 2
-        assert words in done.stderr
-        assert "Traceback" not in done.stderr
+        done = launch("train", *job, f"callbacks=[{entry}]")
+        assert (done.returncode, words in done.stderr, "Traceback" in done.stderr) == (2, True, False), done.stderr
     assert not (project / "runs").exists()
-    done = launch("train", *OWN, "callbacks=[{_target_: Webhook, url_from: NO_SUCH_VARIABLE}]")
-    assert done.returncode == 2
-    assert "callbacks[0].url_from=NO_SUCH_VARIABLE: there is no such environment variable here" in done.stderr
-    done = launch("train", "callbacks=[{_target_: Ema, decay: 2}]")  # a bundled task
-    assert done.returncode == 2
-    assert "callbacks[0].decay=2: must be above 0 and below 1" in done.stderr

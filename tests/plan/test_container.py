@@ -77,13 +77,6 @@ def test_without_a_container_nothing_changes() -> None:
     assert f"{shlex.quote(sys.executable)} -P" in submit.batch_script(plan)
 
 
-def test_the_container_is_part_of_the_plan() -> None:
-    plan = planned()
-    assert plan.cluster.slurm is not None
-    assert plan.cluster.slurm.container == "me.example#team/launcher:1"
-    assert RunPlan.from_json(plan.to_json()) == plan
-
-
 @pytest.mark.parametrize(
     ("run_dir", "mounts"),
     [
@@ -152,12 +145,11 @@ def test_what_has_no_effect_or_another_key_is_refused(overrides: tuple[str, ...]
 )
 def test_the_form_of_the_image_decides_what_starts_it_unless_a_key_does(image: str, runtime: ContainerRuntime) -> None:
     job = ("cluster=slurm", f"cluster.container='{image}'")
-    slurm = make_plan(*job).cluster.slurm
-    assert slurm is not None
-    assert slurm.container_runtime is runtime
-    named = make_plan(*job, "cluster.container_runtime=apptainer")
-    assert named.cluster.slurm is not None
-    assert named.cluster.slurm.container_runtime is ContainerRuntime.apptainer
+    for overrides, expected in (((), runtime), (("cluster.container_runtime=apptainer",), ContainerRuntime.apptainer)):
+        plan = make_plan(*job, *overrides)
+        assert plan.cluster.slurm is not None
+        assert (plan.cluster.slurm.container, plan.cluster.slurm.container_runtime) == (image, expected)
+        assert RunPlan.from_json(plan.to_json()) == plan
 
 
 def apptainer_words(*overrides: str, run_dir: str = "/nowhere/runs/run", gpus: int = 0) -> list[str]:

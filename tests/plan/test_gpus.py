@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launcher import api
+from launcher import api, cli
 from launcher.config.schema import ClusterConfig, Device, Sync
 from launcher.errors import ConfigError
 from launcher.plan.gpus import BY_DEVICE_NAME, BY_NAME, GPUS, OVERHEAD_BYTES, find_gpu
@@ -16,7 +17,6 @@ from launcher.plan.host import Site
 from launcher.plan.placement import solve_cluster
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.task_inspection import Inspection, weigh_memory
-from tests.conftest import Launch
 from tests.helpers import make_plan
 
 
@@ -75,20 +75,17 @@ def test_its_memory_decides(peaks: dict[str, int], chosen: Sync, words: str, mon
     assert kept.memory_bytes == weighed.strategy.memory_bytes, "it ranks plans whatever their strategy"
 
 
-@pytest.mark.slow
-def test_the_commands(launch: Launch) -> None:
-    job = ("task.width=64", "task.depth=8", "cluster.gpu=l40s", "cluster.workers_per_node=4", "batch.accumulation=2")
-    plan = RunPlan.from_json(launch("plan", "--json", *job, "strategy=ddp").stdout)
-    assert all(forecast.peak_bytes and forecast.peak_bytes % 512 == 0 for forecast in plan.strategy.forecasts)
-    assert plan.precision.kind.value == "bf16", "which it computes natively"
-    done = launch("plan", *job, "cluster.gpu=l40t")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "did you mean" in done.stderr.lower()
-    assert plan.precision.reason == "auto: L40S computes bf16 natively"
-    for words in (["train"], ["train", "-m", "train.seed=1,2"], ["verify"], ["drill"], ["run"]):
-        own = ["cluster.gpu=l40s", "--", __file__] if words == ["run"] else job
-        done = launch(*words, *own)
-        assert done.returncode == 2, done.stderr
-        assert "cluster.gpu=l40s: is for `launch plan`" in done.stderr
+@pytest.mark.parametrize(
+    "words",
+    [["train"], ["train", "-m", "train.seed=1,2"], ["verify"], ["drill"], ["run", "--", __file__]],
+    ids=" ".join,
+)
+def test_only_a_plan_is_for_gpus_that_are_elsewhere(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.run([words[0], "cluster.gpu=l40s", *words[1:]]) == 2
+    assert "cluster.gpu=l40s: is for `launch plan`" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"cluster.gpu=l40s: is for `launch plan`"):
         api.submit(["cluster=local", "cluster.gpu=l40s"])
+    assert list(tmp_path.iterdir()) == []

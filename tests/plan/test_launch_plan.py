@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launcher.config.hydra import compose, compose_with_yaml, recompose
-from launcher.config.schema import BatchConfig, Config, OnOom
+from launcher.config.schema import BatchConfig, OnOom
 from launcher.errors import ConfigError, SiteError, UserError
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import LaunchPlan, node_range
@@ -103,14 +103,11 @@ def test_the_file_holds_the_plans_of_all_worlds() -> None:
     assert [world.cluster.nodes for world in plan.worlds()] == [4, 3, 2]
     assert plan.on(3).on(2) == plan.on(2)
     assert RunPlan.from_json(plan.on(3).to_json()) == plan.on(3)
+    fixed = make_plan("cluster=slurm", "cluster.nodes=2")
+    assert (fixed.worlds(), fixed.fewer) == ([fixed], ())
     for nodes in (1, 5):
         with pytest.raises(UserError, match=f"The job has {nodes} hosts, but was planned for 2 to 4"):
             plan.on(nodes)
-
-
-def test_a_fixed_number_has_one_world() -> None:
-    plan = make_plan("cluster=slurm", "cluster.nodes=2")
-    assert (plan.worlds(), plan.fewer) == ([plan], ())
 
 
 def test_what_the_user_is_told() -> None:
@@ -137,10 +134,6 @@ def test_what_memory_has_room_for_is_found_in_each_world() -> None:
     plan = make_plan(*ELASTIC, "batch.micro_size=auto")
     assert [world.batch.micro_size for world in plan.worlds()] == [16, 16, 16]
     assert {world.batch.on_oom for world in plan.worlds()} == {OnOom.shrink}
-
-
-def test_a_default_config_has_one_host() -> None:
-    assert node_range(Config().cluster.nodes) == (1, 1)
 
 
 def test_a_script_may_have_a_range_too() -> None:

@@ -14,7 +14,7 @@ from launcher.config.hydra import compose
 from launcher.errors import ConfigError
 from launcher.launch.slurm import client, submit
 from launcher.plan.host import Partition, Site
-from launcher.plan.launch_plan import ClusterPlan
+from launcher.plan.launch_plan import ClusterPlan, SlurmPlan
 from launcher.plan.placement import device_notes, solve_cluster
 from launcher.plan.sbatch_options import clock, count_gpus, seconds
 from tests.helpers import make_plan
@@ -27,6 +27,12 @@ GPUS = Partition(
 def solve(*overrides: str, partition: Partition = GPUS, gpus: int = 8) -> ClusterPlan:
     site = Site(gpus=gpus, cores=partition.cores, cwd="/home/me", partition=partition)
     return solve_cluster(compose(["cluster=slurm", *overrides]).cluster, site, "run")
+
+
+def slurm(*overrides: str, partition: Partition = GPUS, gpus: int = 8) -> SlurmPlan:
+    options = solve(*overrides, partition=partition, gpus=gpus).slurm
+    assert options is not None
+    return options
 
 
 @pytest.mark.parametrize(
@@ -110,13 +116,11 @@ def test_the_script_of_a_range() -> None:
 def test_gpus_and_cores_follow_the_partition() -> None:
     plan = solve("cluster.nodes=2")
     assert (plan.workers_per_node, plan.device.value) == (8, "cuda")
-    assert plan.slurm is not None
-    assert plan.slurm.options["gpus-per-node"] == 8
-    assert plan.slurm.cpus_per_node == 64
-    by_gres = solve("cluster.workers_per_node=4", "cluster.sbatch.gres=gpu:a100:4").slurm
-    assert by_gres is not None
-    assert "gpus-per-node" not in by_gres.options
-    assert by_gres.options["gres"] == "gpu:a100:4"
+    both = slurm("cluster.nodes=2")
+    assert (both.options["gpus-per-node"], both.cpus_per_node) == (8, 64)
+    by_gres = slurm("cluster.workers_per_node=4", "cluster.sbatch.gres=gpu:a100:4").options
+    assert "gpus-per-node" not in by_gres
+    assert by_gres["gres"] == "gpu:a100:4"
 
 
 def test_gpus_of_the_users_own_options_count() -> None:
@@ -152,17 +156,13 @@ def joint(*shapes: tuple[int, int]) -> Partition:
 
 def test_of_unlike_nodes_the_least_is_the_default_and_the_most_the_bound() -> None:
     unlike = joint((32, 4), (64, 8))
-    least = solve(partition=unlike, gpus=4)
-    assert least.workers_per_node == 4
-    assert least.slurm is not None
-    assert least.slurm.cpus_per_node == 32
-    most = solve("cluster.workers_per_node=8", partition=unlike, gpus=4)
-    assert most.slurm is not None
-    assert most.slurm.cpus_per_node == 64
+    assert solve(partition=unlike, gpus=4).workers_per_node == 4
+    assert slurm(partition=unlike, gpus=4).cpus_per_node == 32
+    assert slurm("cluster.workers_per_node=8", partition=unlike, gpus=4).cpus_per_node == 64
     with pytest.raises(ConfigError, match="has 8 usable GPUs"):
         solve("cluster.workers_per_node=9", "cluster.constraint=big", partition=unlike, gpus=4)
     large = ("cluster.device=cpu", "cluster.workers_per_node=4")
-    assert solve(*large, "cluster.cpus_per_worker=12", partition=unlike, gpus=4).slurm is not None
+    assert slurm(*large, "cluster.cpus_per_worker=12", partition=unlike, gpus=4)
     with pytest.raises(ConfigError, match="has 64"):
         solve(*large, "cluster.cpus_per_worker=17", partition=unlike, gpus=4)
     with pytest.raises(ConfigError, match="this needs 48 cores per node, and a node of partition gpu has 32"):
@@ -170,12 +170,9 @@ def test_of_unlike_nodes_the_least_is_the_default_and_the_most_the_bound() -> No
 
 
 def test_cores_that_are_not_said_fit_a_node_that_has_the_gpus() -> None:
-    plan = solve("cluster.workers_per_node=8", partition=joint((64, 4), (64, 8)), gpus=4)
-    assert plan.slurm is not None
-    assert plan.slurm.cpus_per_node == 64
-    plan = solve("cluster.workers_per_node=4", "cluster.device=cuda", partition=joint((128, 0), (16, 8)), gpus=8)
-    assert plan.slurm is not None
-    assert plan.slurm.cpus_per_node == 8
+    assert slurm("cluster.workers_per_node=8", partition=joint((64, 4), (64, 8)), gpus=4).cpus_per_node == 64
+    cuda = ("cluster.workers_per_node=4", "cluster.device=cuda")
+    assert slurm(*cuda, partition=joint((128, 0), (16, 8))).cpus_per_node == 8
 
 
 def test_nodes_with_and_without_gpus() -> None:
@@ -232,10 +229,9 @@ def test_cores_that_are_reserved_for_the_system_are_none_of_a_jobs(monkeypatch: 
 
 
 def test_an_option_that_is_off_is_left_out() -> None:
-    plan = solve("cluster.sbatch.exclusive=false", "cluster.sbatch.nice=null", "cluster.sbatch.oversubscribe=true")
-    assert plan.slurm is not None
-    assert not {"exclusive", "nice"} & plan.slurm.options.keys()
-    assert plan.slurm.options["oversubscribe"] is True
+    options = slurm("cluster.sbatch.exclusive=false", "cluster.sbatch.nice=null", "cluster.sbatch.oversubscribe=true")
+    assert not {"exclusive", "nice"} & options.options.keys()
+    assert options.options["oversubscribe"] is True
 
 
 def test_every_slurm_option_has_one_way_to_say_it() -> None:
@@ -250,10 +246,7 @@ def test_every_slurm_option_has_one_way_to_say_it() -> None:
     ("override", "words"),
     [
         ("cluster.nodes=5", "partition gpu allows a job at most 4 nodes"),
-        (
-            "cluster.nodes=2:5",
-            r"cluster.nodes=2:5: partition gpu allows a job at most 4 nodes.\n  Use cluster.nodes=2:4 or",
-        ),
+        ("cluster.nodes=2:5", r"cluster.nodes=2:5: partition gpu allows .* most 4 nodes.\n  Use cluster.nodes=2:4 or"),
         ("cluster.nodes=5:6", r"partition gpu allows a job at most 4 nodes.\n  Use cluster.nodes=4 or less"),
         ("cluster.workers_per_node=9", "a node of partition gpu has 8 usable GPUs"),
         ("cluster.time=2-00:00:00", "allows at most 1-00:00:00"),
@@ -275,9 +268,7 @@ def test_a_default_limit_that_is_too_short_is_refused_too() -> None:
     with pytest.raises(ConfigError, match=r"by default that of partition p\)=00:01:00: is too short"):
         solve(partition=short, gpus=0)
     for time in ("01:00:00", "infinite", "0"):
-        slurm = solve(f"cluster.time={time}", partition=short, gpus=0).slurm
-        assert slurm is not None
-        assert slurm.options["time"] == time
+        assert slurm(f"cluster.time={time}", partition=short, gpus=0).options["time"] == time
 
 
 @pytest.mark.parametrize("key", ["partition=x", "time=01:00:00", "setup=[a]", "sbatch.qos=x", "cpus_per_worker=1"])
@@ -297,23 +288,14 @@ def test_slurm_jobs_save_now_and_then() -> None:
 @pytest.mark.parametrize(
     ("text", "limit"),
     [
-        ("90", 5400),
-        ("5:30", 330),
-        ("04:00:00", 14400),
-        ("1-02", 93600),
-        ("1-00:30", 88200),
-        ("infinite", None),
-        ("0", None),
-        ("00:00:00", None),
+        ("90", 5400), ("5:30", 330), ("04:00:00", 14400), ("1-02", 93600), ("1-00:30", 88200), ("infinite", None),
+        ("0", None), ("00:00:00", None),
     ],
-)
+)  # fmt: skip
 def test_slurms_forms_of_a_time_limit(text: str, limit: int | None) -> None:
     assert seconds(text) == limit
-
-
-def test_a_limit_is_shown_as_slurm_writes_it() -> None:
+    assert limit is None or seconds(clock(limit)) == limit
     assert clock(14400) == "04:00:00"
-    assert seconds(clock(2 * 86400 + 61)) == 2 * 86400 + 61
 
 
 @pytest.mark.parametrize(

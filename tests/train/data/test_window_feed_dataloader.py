@@ -28,7 +28,7 @@ REFUSED = {
     "batches": "eval_data() returned a DataLoader with batch_size=None",
     "batch_sampler": "with a batch_sampler of its own (list)",
     "subset": "whose SubsetRandomSampler draws 40 of 80 samples",
-    "weights": "with a WeightedRandomSampler that draws with replacement",
+    "weights": "whose WeightedRandomSampler draws with replacement",
     "collates": "eval_data() returned a DataLoader with another collate_fn than train_data()",
 }
 
