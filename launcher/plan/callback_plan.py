@@ -210,16 +210,11 @@ def require_methods(key: str, target: str, cls: type[Any]) -> None:
             key, target, f"has {stateful[0]} alone.", "It needs state_dict and load_state_dict, or neither."
         )
     for name in known:
-        _require_signature(key, target, getattr(cls, name), name)
-
-
-def _require_signature(key: str, target: str, method: Callable[..., Any], name: str) -> None:
-    given = _ARGUMENTS.get(name, 1)
-    try:
-        inspect.signature(method).bind(*range(1 + given))
-    except TypeError as error:
-        raise ConfigError(
-            key, target, f"{name} is called with {count(given, 'argument')} besides self: {error}."
-        ) from None
-    except ValueError:  # built in C
-        return
+        given = _ARGUMENTS.get(name, 1)
+        try:
+            inspect.signature(getattr(cls, name)).bind(*range(1 + given))
+        except TypeError as error:
+            problem = f"{name} is called with {count(given, 'argument')} besides self: {error}."
+            raise ConfigError(key, target, problem) from None
+        except ValueError:  # built in C
+            continue

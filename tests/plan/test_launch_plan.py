@@ -125,15 +125,11 @@ def test_what_the_user_is_told() -> None:
     assert not any("unequal" in note for note in make_plan(*ELASTIC, "batch.uneven=true").notes), "as was asked"
 
 
-def test_a_ramp_needs_unequal_shares_too() -> None:
-    plan = make_plan(*ELASTIC, "batch.ramp=[[10,16]]", "batch.global_size=48", "batch.micro_size=4")
-    assert [world.batch.even for world in plan.worlds()] == [True, False, True]
-
-
-def test_what_memory_has_room_for_is_found_in_each_world() -> None:
-    plan = make_plan(*ELASTIC, "batch.micro_size=auto")
-    assert [world.batch.micro_size for world in plan.worlds()] == [16, 16, 16]
-    assert {world.batch.on_oom for world in plan.worlds()} == {OnOom.shrink}
+def test_a_ramp_and_the_micro_batch_that_memory_has_room_for_in_each_world() -> None:
+    ramp = make_plan(*ELASTIC, "batch.ramp=[[10,16]]", "batch.global_size=48", "batch.micro_size=4")
+    assert [world.batch.even for world in ramp.worlds()] == [True, False, True]
+    worlds = make_plan(*ELASTIC, "batch.micro_size=auto").worlds()
+    assert [(world.batch.micro_size, world.batch.on_oom) for world in worlds] == [(16, OnOom.shrink)] * 3
 
 
 def test_a_script_may_have_a_range_too() -> None:

@@ -28,6 +28,8 @@ from launcher.train.optimizers import build_optimizer
 from tests.helpers import make_plan, shown
 
 BASE = make_plan()
+TASK = TaskPlan.unknown(100)
+EVERY = "train.eval_every=5"
 
 
 def test_the_default_job() -> None:
@@ -249,6 +251,15 @@ def test_a_class_of_the_users_may_have_a_momentum_by_default() -> None:
         (["cluster.nodes=2"], "cluster.nodes=2: cluster=local is one machine"),
         (["batch.global_size=2000"], "the task has 1,000 samples, fewer than one window"),
         (["run.name=a/b"], "run.name=a/b: must be letters"),
+        (["checkpoint.best=eval/accuracy"], "checkpoint.best_mode: is needed with checkpoint.best=eval/accuracy"),
+        (["checkpoint.best=eval/loss_free/accuracy"], "checkpoint.best_mode: is needed"),
+        (["checkpoint.best=train/loss"], "checkpoint.best=train/loss: is not a metric of the evaluation"),
+        (["checkpoint.best=loss"], "checkpoint.best=loss: is not a metric of the evaluation"),
+        (["checkpoint.best_mode=max"], "checkpoint.best_mode=max: has no effect without checkpoint.best."),
+        (["train.patience=2", EVERY], "train.patience=2: has no effect without checkpoint.best."),
+        (["train.patience=2", "checkpoint.best=eval/loss"], "train.patience=2: has no effect: the only evaluation"),
+        (["train.patience=0", "checkpoint.best=eval/loss", EVERY], "train.patience=0: must be at least 1."),
+        (["checkpoint.best=eval/loss", "checkpoint.enabled=false"], "checkpoint.best=eval/loss: has no effect"),
     ],
 )
 def test_impossible_values(overrides: list[str], message: str) -> None:
@@ -449,10 +460,6 @@ def test_a_layer_that_fails_on_one_sample_is_refused_where_the_run_has_such_a_mi
         assert text in str(refused.value)
 
 
-TASK = TaskPlan.unknown(100)
-EVERY = "train.eval_every=5"
-
-
 @pytest.mark.parametrize(
     ("overrides", "mode"),
     [
@@ -469,25 +476,6 @@ def test_the_direction_follows_from_the_name_or_is_given(overrides: list[str], m
     plan = make_plan(*overrides)
     assert plan.checkpoint.best_mode is mode
     assert RunPlan.from_json(plan.to_json()).checkpoint.best_mode is mode
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["checkpoint.best=eval/accuracy"], "checkpoint.best_mode: is needed with checkpoint.best=eval/accuracy"),
-        (["checkpoint.best=eval/loss_free/accuracy"], "checkpoint.best_mode: is needed"),
-        (["checkpoint.best=train/loss"], "checkpoint.best=train/loss: is not a metric of the evaluation"),
-        (["checkpoint.best=loss"], "checkpoint.best=loss: is not a metric of the evaluation"),
-        (["checkpoint.best_mode=max"], "checkpoint.best_mode=max: has no effect without checkpoint.best."),
-        (["train.patience=2", EVERY], "train.patience=2: has no effect without checkpoint.best."),
-        (["train.patience=2", "checkpoint.best=eval/loss"], "train.patience=2: has no effect: the only evaluation"),
-        (["train.patience=0", "checkpoint.best=eval/loss", EVERY], "train.patience=0: must be at least 1."),
-        (["checkpoint.best=eval/loss", "checkpoint.enabled=false"], "checkpoint.best=eval/loss: has no effect"),
-    ],
-)
-def test_contradictions_are_refused(overrides: list[str], words: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(words)):
-        make_plan(*overrides)
 
 
 @pytest.mark.parametrize(
