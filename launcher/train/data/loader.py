@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -146,8 +146,10 @@ def _start(
     A process that was forked while another thread held a lock may wait for that lock indefinitely. Such processes are
     ended, and all are started again with the same ``order``.
     """
-    specs = None if order is None else _Recorded(order)
+    specs = None
     for _ in range(STARTS):
+        if order is not None:
+            order, specs = itertools.tee(order)  # keeps what is taken of `specs` until this function returns
         before, started = set(multiprocessing.active_children()), multiprocessing.Semaphore(0)
         # a stop request goes to the whole process group, and would kill a loader process that has no handlers yet
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -164,16 +166,12 @@ def _start(
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         processes = set(multiprocessing.active_children()) - before
         if not (missing := _not_started(processes, started)):
-            if specs is not None:
-                specs.forget()
             return items
         print(f"{missing} of {workers} loader processes did not start within {START_S:g} s.", flush=True)
         del items  # before the processes are killed, which would be an error of the loader
         for process in processes:
             process.kill()
             process.join()
-        if specs is not None:
-            specs.rewind()
     raise DataError(
         f"Loader processes did not start, {STARTS} times.\n  With train.loader_workers=0 the data is read without them."
     )
@@ -186,26 +184,6 @@ def _not_started(processes: set[Any], started: Any) -> int:
     while missing and time.monotonic() < end and all(process.is_alive() for process in processes):
         missing -= started.acquire(timeout=min(1.0, START_S))
     return missing if all(process.is_alive() for process in processes) else 0
-
-
-class _Recorded:
-    """Iterable over ``items`` that can be rewound to its beginning until ``forget`` is called."""
-
-    def __init__(self, items: Iterable[Any]) -> None:
-        self._items, self._taken = iter(items), []
-        self._keeps = True
-
-    def __iter__(self) -> Iterator[Any]:
-        for item in self._items:
-            if self._keeps:
-                self._taken.append(item)
-            yield item
-
-    def rewind(self) -> None:
-        self._items, self._taken = itertools.chain(self._taken, self._items), []
-
-    def forget(self) -> None:
-        self._keeps, self._taken = False, []
 
 
 def _init_loader_process(parent: int, started: Any, worker: int) -> None:  # noqa: ARG001
@@ -240,8 +218,7 @@ def _identity(item: Any) -> Any:
     return item
 
 
-@dataclass(frozen=True)
-class _Failed:
+class _Failed(NamedTuple):
     """Error raised by the user's code in a loader process, sent instead of a batch.
 
     torch itself would raise an exception of the same type, with the whole traceback as its message.
@@ -249,11 +226,9 @@ class _Failed:
 
     text: str
 
-    @classmethod
-    def from_error(cls, error: Exception) -> _Failed:
-        if isinstance(error, LauncherError):
-            return cls(str(error))
-        return cls(failure_in_loader(error))
+
+def _failed(error: Exception) -> _Failed:
+    return _Failed(str(error) if isinstance(error, LauncherError) else failure_in_loader(error))
 
 
 class _Guarded(Dataset[Any]):
@@ -266,7 +241,7 @@ class _Guarded(Dataset[Any]):
         try:
             return self._pack(self._source[spec])
         except Exception as error:
-            return _Failed.from_error(error)
+            return _failed(error)
 
 
 class _GuardedStream(IterableDataset[Any]):
@@ -277,7 +252,7 @@ class _GuardedStream(IterableDataset[Any]):
         try:
             yield from map(self._pack, self._source)
         except Exception as error:
-            yield _Failed.from_error(error)
+            yield _failed(error)
 
 
 class _Packer(ForkingPickler):

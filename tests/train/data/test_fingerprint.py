@@ -213,34 +213,3 @@ def test_rounding_of_another_cpu_agrees(make: Callable[[], Any]) -> None:
 )
 def test_outlines_agree_where_only_the_host_differs(one: Any, other: Any) -> None:
     assert outline(one).agrees(outline(other))
-
-
-class Drawn(torch.utils.data.Dataset[torch.Tensor]):
-    """Given values; instead of the first ``drawn`` ones, each read gives new random numbers."""
-
-    def __init__(self, values: torch.Tensor, drawn: int) -> None:
-        self.values, self.drawn = values, drawn
-        self.random = torch.Generator()
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index < self.drawn:
-            self.random.seed()
-            return torch.randn(3, generator=self.random)
-        return self.values[index]
-
-
-class Flipped(torch.utils.data.Dataset):
-    """Samples of which each is flipped with a chance of one half, from a generator that nobody else has."""
-
-    def __init__(self, values: torch.Tensor, seed: int) -> None:
-        self.values, self.random = values, torch.Generator().manual_seed(seed)
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        flips = torch.rand((), generator=self.random) < 0.5
-        return self.values[index].flip(0) if flips else self.values[index]
