@@ -210,7 +210,7 @@ class Division:
 
     def reader(self, rank: int, process: int) -> int:
         """Return the number of a reader."""
-        return rank + self.ranks * process if self.ranks > 1 else process
+        return rank % self.ranks + self.ranks * process
 
     def shards_of(self, rank: int, process: int) -> range:
         """Return the shards of a reader."""
@@ -218,7 +218,7 @@ class Division:
 
     def shards_of_rank(self, rank: int) -> range:
         """Return the shards that a rank reads."""
-        return range(rank if self.ranks > 1 else 0, self.shards, self.ranks)
+        return range(rank % self.ranks, self.shards, self.ranks)
 
 
 def data_shards_text(plan: RunPlan) -> str:

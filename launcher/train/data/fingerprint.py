@@ -234,14 +234,11 @@ def require_same_data(
         return {}
     reads = [_Read(name, index) for name, data in mapped.items() for index in _indices(len(data), plan.train.seed)]
     own = [outlines[0] for outlines in _outlines(mapped, reads, plan, device)]
-    everyone = world.of_all(own)
-    suspects = [
-        read._replace(times=_REREADS)
-        for number, read in enumerate(reads)
-        if not _all_agree(of_rank[number] for of_rank in everyone)
-    ]
+    of_samples = zip(reads, zip(*world.of_all(own), strict=True), strict=True)
+    suspects = [read._replace(times=_REREADS) for read, outlines in of_samples if not _all_agree(outlines)]
     if suspects:
-        _require_stable_samples_agree(suspects, world.of_all(_outlines(mapped, suspects, plan, device)))
+        again = [_stable(outlines) for outlines in _outlines(mapped, suspects, plan, device)]
+        _require_stable_samples_agree(suspects, world.of_all(again))
     first_outlines: dict[str, list[Outline | None]] = {}
     found: Fingerprint = {name: {_LENGTH: outline(len(data))} for name, data in mapped.items()}
     for read, each in zip(reads, own, strict=True):
@@ -282,8 +279,7 @@ def other_data(
     suspects = [(_Read(name, int(sample), _REREADS), each) for name, sample, each in differing if name not in found]
     everything = _outlines(datasets, [read for read, _ in suspects], plan, device) if suspects else []
     for (read, earlier), outlines in zip(suspects, everything, strict=True):
-        stable = None not in outlines and _all_agree(outlines)
-        if stable and not any(each is not None and each.agrees(earlier) for each in outlines):
+        if (stable := _stable(outlines)) is not None and not stable.agrees(earlier):
             found.setdefault(read.name, f"sample {read.sample} is another one")
     return [*found.items()]
 
@@ -355,18 +351,20 @@ def _all_agree(outlines: Iterable[Outline | None]) -> bool:
     return all(each.agrees(read[0]) for each in read)
 
 
-def _require_stable_samples_agree(reads: list[_Read], everyone: list[list[list[Outline | None]]]) -> None:
+def _stable(outlines: Sequence[Outline | None]) -> Outline | None:
+    """Return the outline of a sample that was the same in all reads; None if it was not, or if a read failed."""
+    return outlines[0] if None not in outlines and _all_agree(outlines) else None
+
+
+def _require_stable_samples_agree(reads: list[_Read], everyone: list[list[Outline | None]]) -> None:
     """Raise DataError for the first sample that is the same in all reads on each rank and differs between ranks.
 
     Args:
-        everyone: by rank, the outlines of each sample.
+        everyone: by rank, the outline of each sample; None if it is not the same in all reads.
     """
-    for number, (name, index, _) in enumerate(reads):
-        by_rank = [of_rank[number] for of_rank in everyone]
-        if any(None in pair or not _all_agree(pair) for pair in by_rank):
-            continue
-        for rank, outlines in enumerate(by_rank):
-            if not _all_agree([by_rank[0][0], outlines[0]]):
+    for (name, index, _), outlines in zip(reads, zip(*everyone, strict=True), strict=True):
+        for rank, each in enumerate(outlines):
+            if None not in outlines and not _all_agree([outlines[0], each]):
                 raise DataError(
                     f"{name} differs between ranks: sample {index} on rank {rank} is not sample {index} on rank 0.\n"
                     f"{_REMEDY}"

@@ -135,10 +135,7 @@ def _cuts(samples: int, parts: int) -> list[int]:
     sizes = [base] * (parts - more) + [base + 1] * more
     if not base:  # fewer samples than ranks
         sizes.reverse()
-    cuts = [0]
-    for size in sizes:
-        cuts.append(cuts[-1] + size)
-    return cuts
+    return [0, *itertools.accumulate(sizes)]
 
 
 def arranged(data: Any, task: Task, plan: RunPlan, world: World) -> Any:

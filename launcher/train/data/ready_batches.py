@@ -16,7 +16,7 @@ import os
 import signal
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,8 +106,11 @@ class BatchStream(IterableDataset[Identified]):
             turn = (rank, ranks) if self._batches.num_workers and not ready.sharded else turn
             self._indices = _DealtSampler(getattr(self._batches, name), turn[0] % turn[1], turn[1])
             vars(self._batches)[name] = self._indices  # a DataLoader's attributes may not be set
-        if self._loader:
-            self._set_up_processes(turn[0])
+        if self._loader and self._batches.num_workers:
+            method = (self._batches.multiprocessing_context or multiprocessing).get_start_method()
+            parent = None if method == "forkserver" else os.getpid()  # whose processes are not children of the rank
+            set_up = functools.partial(_set_up_process, parent, turn[0], self._batches.worker_init_fn)
+            self._batches.worker_init_fn = set_up
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BatchStream:
         ready = self._ready  # the samples of a DataLoader are not copied
@@ -166,14 +169,6 @@ class BatchStream(IterableDataset[Identified]):
         if self._copy is not None:
             self._copy.close()
 
-    def _set_up_processes(self, rank: int) -> None:
-        """Set up the loader's processes as they start. ``rank``: 0 if all ranks read the same in them."""
-        loader: Any = self._batches
-        if loader.num_workers:
-            method = (loader.multiprocessing_context or multiprocessing).get_start_method()
-            parent = None if method == "forkserver" else os.getpid()  # whose processes are not children of the rank
-            loader.worker_init_fn = functools.partial(_set_up_process, parent, rank, loader.worker_init_fn)
-
     def _start_epoch(self, epoch: int) -> None:
         holders = [self._ready.batches]
         if self._loader:
@@ -224,26 +219,20 @@ class _DealtSampler:
         yield from (Identified(None, indices) for indices, _ in self.taken)
 
 
-class _Counted(NamedTuple):
-    """A batch, and the number of samples that it was made of; None if that is not known."""
-
-    batch: Any
-    samples: int | None
-
-
-def _collate_and_count(collate: Any, samples: Any) -> _Counted:
+def _collate_and_count(collate: Any, samples: Any) -> Identified:
     size = len(samples) if isinstance(samples, list | tuple) else None  # a dataset may read all at once
-    return _Counted(collate(samples), size)
+    return Identified(collate(samples), None, size)
 
 
 def _identified(read: Any, indices: Any = None) -> Identified:
-    batch, samples = read if isinstance(read, _Counted) else (read, None)
+    batch, _, samples = read if isinstance(read, Identified) else (read, None, None)
     if samples is None and isinstance(indices, list):
         samples = len(indices)
     return Identified(batch, batch if indices is None else indices, samples)
 
 
 def _set_up_process(parent: int | None, rank: int, init: Any, worker: int) -> None:
+    """Set up a process of the user's loader. ``rank``: 0 if all ranks read the same in them."""
     if parent is not None:
         guard_loader_process(parent)
     if rank:  # which reads other samples than rank 0, and draws other random numbers for them

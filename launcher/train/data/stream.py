@@ -14,6 +14,7 @@ import copy
 import io
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -65,18 +66,6 @@ class Identified(NamedTuple):
     sample: Any
     identity: Any
     samples: int | None = None
-
-
-class SavedShards(NamedTuple):
-    """A rank's part of the state of a stream.
-
-    Args:
-        own_shards: number of shards that the stream had; 0 if it was not divided.
-        states: of the shards that the rank reads; None if one is not known.
-    """
-
-    own_shards: int
-    states: list[StreamState] | None
 
 
 def outlines_of(samples: Iterable[Any]) -> list[Any]:
@@ -179,15 +168,34 @@ class StreamCheckpoint:
     """
 
     def __init__(self) -> None:
-        self.source: Callable[[], SavedShards] = lambda: SavedShards(0, None)
+        self._source: Callable[[], list[StreamState] | None] = lambda: None
+        self._own_shards = 0
         self._restored: list[StreamState] = []
-        self._own_shards: set[int] = set()
+        self._restored_own_shards: set[int] = set()
         self._reported = False
+
+    def follow(self, source: Callable[[], list[StreamState] | None], own_shards: int, *, within_epoch: bool) -> None:
+        """Save what ``source`` returns: the states of the shards that this rank reads; None if one is not known.
+
+        Args:
+            own_shards: number of shards that the stream has; 0 if it is not divided.
+            within_epoch: the stream is read from a position within an epoch.
+
+        Raises:
+            WrongCheckpoint: it had another number when it was saved: samples would be lost, or read twice.
+        """
+        self._source, self._own_shards = source, own_shards
+        for saved in self._restored_own_shards - {own_shards} if within_epoch else ():
+            raise WrongCheckpoint(
+                f"The stream has {count(own_shards, 'shard')} of its own, and had {saved} when the checkpoint was "
+                "saved, within an epoch: it would be divided in another way.\n"
+                "  Resume with the files that the stream had; or start a new run: launch train."
+            )
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the states at the next window, as bytes that ``torch.save`` wrote; empty if nothing is known."""
-        own_shards, states = self.source()
-        known = [state._replace(random=state.random and as_tensors(state.random)) for state in states or ()]
+        states, own_shards = self._source() or (), self._own_shards
+        known = [state._replace(random=state.random and as_tensors(state.random)) for state in states]
         try:
             content = _saved(own_shards, known)
         except Exception:  # an object of any class may be in the state
@@ -205,7 +213,7 @@ class StreamCheckpoint:
         for tensors in of_ranks:
             if "states" in tensors:
                 own_shards, states = _loaded(bytes(tensors["states"].cpu().numpy()))
-                self._own_shards |= {own_shards} - {0}
+                self._restored_own_shards |= {own_shards} - {0}
                 self._restored += [StreamState(*each) for each in states]
 
     def restored(self, window: int, rank: int, shards: Iterable[int]) -> dict[int, StreamState] | None:
@@ -214,19 +222,6 @@ class StreamCheckpoint:
             state.shard: state for state in self._restored if state.window == window and state.rank in (None, rank)
         }
         return {shard: found[shard] for shard in shards} if all(shard in found for shard in shards) else None
-
-    def require_own_shards(self, own_shards: int) -> None:
-        """Check that the stream has as many shards of its own as when it was saved.
-
-        Raises:
-            WrongCheckpoint: it has not: samples would be lost, or read twice.
-        """
-        for saved in self._own_shards - {own_shards}:
-            raise WrongCheckpoint(
-                f"The stream has {count(own_shards, 'shard')} of its own, and had {saved} when the checkpoint was "
-                "saved, within an epoch: it would be divided in another way.\n"
-                "  Resume with the files that the stream had; or start a new run: launch train."
-            )
 
 
 def _saved(own_shards: int, states: Iterable[StreamState]) -> bytearray:
@@ -314,6 +309,7 @@ class StreamNote(NamedTuple):
     outlines: list[Any] = []  # noqa: RUF012 (never changed)
 
 
+@dataclass(eq=False)
 class StreamShare(IterableDataset[tuple[Any, int, StreamNote]]):
     """This rank's micro-batches of one epoch of a stream.
 
@@ -332,42 +328,37 @@ class StreamShare(IterableDataset[tuple[Any, int, StreamNote]]):
         restored: states of this rank's shards before window ``start``, which continue from there if they can.
     """
 
-    def __init__(
-        self,
-        dataset: Iterable[Any],
-        rounds: Rounds,
-        collate: Collate,
-        seed: int,
-        epoch: int,
-        *,
-        division: Division = Division(),  # noqa: B008 (frozen)
-        rank: int = 0,
-        first: int = 0,
-        start: int = 0,
-        saves: bool = False,
-        outlined: bool = False,
-        restored: Mapping[int, StreamState] | None = None,
-    ) -> None:
-        self._dataset, self._rounds, self._collate, self._seed, self._epoch = dataset, rounds, collate, seed, epoch
-        self._division, self._rank, self._first, self._start = division, rank, first, start
-        self._saves, self._outlined, self._restored = saves, outlined, restored
-        self._sharded = is_sharded(dataset)
-        self._collating = SampleRandom(seed)
+    dataset: Any
+    rounds: Rounds
+    collate: Collate
+    seed: int
+    epoch: int
+    _: KW_ONLY
+    division: Division = Division()  # noqa: RUF009 (frozen)
+    rank: int = 0
+    first: int = 0
+    start: int = 0
+    saves: bool = False
+    outlined: bool = False
+    restored: Mapping[int, StreamState] | None = None
+
+    def __post_init__(self) -> None:
+        self._sharded, self._collating = is_sharded(self.dataset), SampleRandom(self.seed)
 
     def __iter__(self) -> Iterator[tuple[Any, int, StreamNote]]:
         process = _take_process_number()
         readers, first, position = self._open(process)
-        stride, own = self._division.readers, self._division.reader(self._rank, process)
+        stride, own = self.division.readers, self.division.reader(self.rank, process)
         outlines: list[Any] = []
         newest: list[Any] = []  # this rank's last samples; before it has one, any rank's
-        sends_outlines, sent = self._outlined and process == 0 and not self._sharded, False
+        sends_outlines, sent = self.outlined and process == 0 and not self._sharded, False
         if sends_outlines and stride > 1:
             outlines, sends_outlines = self._outlines_of_ends(), False
-        for window, blocks in self._rounds(process, first):
+        for window, blocks in self.rounds(process, first):
             if self._sharded:
                 blocks = [block for block in blocks if block.number is not None]
             each = sum(size for size, _ in blocks) // len(readers)
-            saves = self._saves and window > first and window >= self._start
+            saves = self.saves and window > first and window >= self.start
             states = self._states(readers, window, position) if saves and each else None
             compared = max(1, min(each, OUTLINED_SAMPLES)) if states is not None or sends_outlines else 1
             ahead = [reader.peek(compared) for reader in readers]
@@ -383,59 +374,67 @@ class StreamShare(IterableDataset[tuple[Any, int, StreamNote]]):
                 if block and (number is not None or not newest):
                     newest = block
                 newest = newest or next(filter(None, ahead), [])
-                if number is not None and window >= self._start:
+                if number is not None and window >= self.start:
                     note = StreamNote(window, number, states, outlines)
                     yield self._collated(block or newest, position + own), len(block), note
                     states, outlines, sent = None, [], True
                 at, position = at + size, position + size * stride
         if not sent and (newest := newest or self._any_sample()):
-            note = StreamNote(self._start, None, None, outlines)
+            note = StreamNote(self.start, None, None, outlines)
             yield self._collated(newest, position + own), 0, note
 
     def _open(self, process: int) -> tuple[list[StreamReader], int, int]:
         """Return the readers of this process's shards, the index of the first window that they read, and the positions
         before it."""
-        self._shards = shards = self._division.shards_of(self._rank, process)
-        if self._restored is not None:
-            states = [self._restored[shard] for shard in shards]
+        self._shards = shards = self.division.shards_of(self.rank, process)
+        if self.restored is not None:
+            states = [self.restored[shard] for shard in shards]
             readers = [self._restored_reader(state) for state in states]
             found = [reader for reader in readers if reader is not None]
             if len(found) == len(states):
-                return found, self._start, max(state.position for state in states)
-            if self._rank == process == 0:
+                return found, self.start, max(state.position for state in states)
+            if self.rank == process == 0:
                 print(
                     "The state of the stream in the checkpoint does not lead to the samples that followed it: a "
                     "shuffle buffer,\n  for example, is not part of it. The epoch so far is read again.",
                     flush=True,
                 )
-        return [self._reader(shard) for shard in shards], self._first, 0
+        return [self._reader(shard) for shard in shards], self.first, 0
 
     def _reader(self, shard: int) -> StreamReader:
-        return StreamReader(self._stream(shard), self._random(shard), self._epoch)
+        return StreamReader(self._stream(shard), self._random(shard), self.epoch)
 
     def _restored_reader(self, state: StreamState) -> StreamReader | None:
         if state.over:
-            return StreamReader((), self._random(state.shard), self._epoch)
-        return StreamReader.restored(self._stream(state.shard), self._random(state.shard), self._epoch, state)
+            return StreamReader((), self._random(state.shard), self.epoch)
+        return StreamReader.restored(self._stream(state.shard), self._random(state.shard), self.epoch, state)
 
     def _stream(self, shard: int) -> Iterable[Any]:
-        if self._division.shards == 1:
-            return self._dataset
-        random = SampleRandom(self._seed)
+        """Return a shard, which shares no state with the stream and its other shards."""
+        if self.division.shards == 1:
+            return self.dataset
+        random = SampleRandom(self.seed)
         with random.own():
-            random.seed(self._epoch, -1)  # a stream that draws while it is divided draws the same for every shard
-            part = _shard_of(self._dataset, self._division.shards, shard)
-            start_epoch(part, self._epoch)
+            random.seed(self.epoch, -1)  # a stream that draws while it is divided draws the same for every shard
+            part = self.dataset.shard(num_shards=self.division.shards, index=shard)
+            try:
+                part = copy.deepcopy(part)  # it may be a shallow copy, whose generator is that of all shards
+            except Exception as error:
+                raise DataError(
+                    f"A shard of the stream cannot be copied: {type(error).__name__}: {error}\n"
+                    "  Open files in __iter__; or use train.data_shards=1."
+                ) from error
+            start_epoch(part, self.epoch)
         return part
 
     def _random(self, shard: int) -> SampleRandom:
         """Return the random numbers of a shard, which do not depend on when the others are read."""
-        return SampleRandom(self._seed if self._division.shards == 1 else seed_for(self._seed, f"shard/{shard}"))
+        return SampleRandom(self.seed if self.division.shards == 1 else seed_for(self.seed, f"shard/{shard}"))
 
     def _states(self, readers: list[StreamReader], window: int, position: int) -> list[StreamState | None] | None:
         """Return the present state of each shard, None for one that is over; None if the state of any is not known."""
         states: list[StreamState | None] = []
-        rank = self._rank if self._sharded else None
+        rank = self.rank if self._sharded else None
         for shard, reader in zip(self._shards, readers, strict=True):
             parts = reader.state()
             if parts is None and not reader.over:
@@ -445,36 +444,20 @@ class StreamShare(IterableDataset[tuple[Any, int, StreamNote]]):
 
     def _outlines_of_ends(self) -> list[Any]:
         """Return the outlines of the beginnings of the first and the last shard, which every rank reads once."""
-        ends = dict.fromkeys((0, self._division.shards - 1))
+        ends = dict.fromkeys((0, self.division.shards - 1))
         return outlines_of(itertools.chain(*(self._reader(shard).take(1) for shard in ends)))
 
     def _any_sample(self) -> list[Any]:
         """Return a sample of the stream, for a reader whose shards have none."""
-        if self._restored is None and self._division.shards == 1:
+        if self.restored is None and self.division.shards == 1:
             return []
-        samples = (self._reader(shard).take(1) for shard in range(self._division.shards))
+        samples = (self._reader(shard).take(1) for shard in range(self.division.shards))
         return next(filter(None, samples), [])
 
     def _collated(self, samples: list[Any], position: int) -> Any:
         with self._collating.own():
-            self._collating.seed(self._epoch, position)
-            return self._collate(samples)
-
-
-def _shard_of(stream: Any, shards: int, index: int) -> Any:
-    """Return shard ``index`` of ``shards``, which shares no state with the stream and its other shards.
-
-    Raises:
-        DataError: it cannot be copied.
-    """
-    shard = stream.shard(num_shards=shards, index=index)
-    try:
-        return copy.deepcopy(shard)  # a shard may be a shallow copy, whose generator is that of all shards
-    except Exception as error:
-        raise DataError(
-            f"A shard of the stream cannot be copied: {type(error).__name__}: {error}\n"
-            "  Open files in __iter__; or use train.data_shards=1."
-        ) from error
+            self._collating.seed(self.epoch, position)
+            return self.collate(samples)
 
 
 def _read(readers: list[StreamReader], first: int, size: int) -> list[Any]:

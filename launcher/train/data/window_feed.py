@@ -40,7 +40,6 @@ from launcher.train.data.randomness import SampleRandom, Seed
 from launcher.train.data.ready_batches import BatchStream, require_usable, samples_in, the_batch
 from launcher.train.data.sample_order import ArrangedData, SampleOrder, samples_per_epoch
 from launcher.train.data.stream import (
-    SavedShards,
     StreamCheckpoint,
     StreamShare,
     StreamState,
@@ -267,13 +266,10 @@ def _require_bound(data: ArrangedData, bound: int | None, tokens_of: TokensOf) -
     length = float(data.lengths[longest])
     tokens = math.ceil(tokens_of([length]))
     if tokens > bound:
-        own, remedy = "", "cut or leave out longer samples"
-        if tokens > length:
-            own, remedy = f", of which {length:,.0f} are its own", "make the rows that samples are packed into shorter"
         raise ConfigError(
             "batch.micro_tokens", bound,
-            f"a micro-batch of sample {longest} of the training data alone takes {tokens:,} tokens{own}.",
-            f"Use {tokens} or more, or {remedy}.",
+            f"a micro-batch of sample {longest} alone, whose length is {length:,.0f}, takes {tokens:,} tokens.",
+            f"Use {tokens} or more, cut or leave out longer samples, or pack samples into shorter rows.",
         )  # fmt: skip
 
 
@@ -357,11 +353,9 @@ class StreamFeed:
         self._dataset, self._plan, self._world, self._device, self._collate = dataset, plan, world, device, collate
         self._position, self._compare, self._samples_in = start, compare, samples_in
         self._division = Division.of(plan)
-        self._own_shards = own_shards(dataset) if self._division.shards > 1 else 0
-        if start.window:
-            checkpoint.require_own_shards(self._own_shards)
         self._saves = world.rank == 0 or self._division.ranks > 1 or is_sharded(dataset)
-        self._checkpoint, checkpoint.source = checkpoint, self._state
+        self._checkpoint, shards = checkpoint, own_shards(dataset) if self._division.shards > 1 else 0
+        checkpoint.follow(self._state, shards, within_epoch=start.window > 0)
         self._open()
 
     def _open(self) -> None:
@@ -401,12 +395,11 @@ class StreamFeed:
             self._stand_in = self._stand_in or MicroBatch(item.data, 0)
         return False
 
-    def _state(self) -> SavedShards:
-        """Return the stream's state before the next window."""
+    def _state(self) -> list[StreamState] | None:
+        """Return the states of this rank's shards before the next window; None if one is not known."""
         index, processes = self._position.index, self._division.processes
-        unknown = SavedShards(self._own_shards, None)
         if not self._position.window or not self._saves:
-            return unknown
+            return None
         # each process sends its states with its first micro-batch of the window
         while not self._ahead or self._ahead[-1].note[:2] < (index, processes - 1):
             if not self._receive():
@@ -415,12 +408,12 @@ class StreamFeed:
         for _, number, of_process, _ in (item.note for item in self._ahead if item.note.window == index):
             if number < processes:
                 if of_process is None:
-                    return unknown
+                    return None
                 states |= {state.shard: state for state in of_process}
         rank = self._world.rank if is_sharded(self._dataset) else None
         ended = StreamState(index, rank, 0, None, None, [], over=True)
         shards = self._division.shards_of_rank(self._world.rank)
-        return SavedShards(self._own_shards, [states.get(each, ended._replace(shard=each)) for each in shards])
+        return [states.get(each, ended._replace(shard=each)) for each in shards]
 
     def windows(self) -> Iterator[Window]:
         while True:
