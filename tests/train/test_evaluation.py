@@ -145,9 +145,9 @@ class OwnNumbers(Numbers):
 def test_the_limit_takes_the_same_samples_in_every_world(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launcher.train.evaluation.dist.all_reduce", lambda *_: None)  # each rank alone
     monkeypatch.setattr("launcher.train.evaluation.sending_device", lambda: CPU)
-    plan = make_plan("train.eval_samples=7", "train.eval_micro_size=2", "train.loader_workers=0")
 
-    def used(dataset: Any) -> list[int]:
+    def used(dataset: Any, limit: str = "7") -> list[int]:
+        plan = make_plan(f"train.eval_samples={limit}", "train.eval_micro_size=2", "train.loader_workers=0")
         shares = [list(eval_batches(dataset, plan, World(r, ranks, r), CPU, list)) for r in range(ranks)]
         assert isinstance(dataset, Numbers) or len({len(share) for share in shares}) == 1
         return sorted(number for share in shares for batch in share for number in batch.data[: batch.samples])
@@ -156,6 +156,7 @@ def test_the_limit_takes_the_same_samples_in_every_world(ranks: int, monkeypatch
     assert used(list(range(5))) == [0, 1, 2, 3, 4]
     assert used(Numbers()) == [0, 1, 2, 3, 4, 5, 6]
     assert len(used(OwnNumbers())) == 7
+    assert used(list(range(20)), "null") == used(Numbers(), "null") == list(range(20))
 
 
 @pytest.mark.parametrize(

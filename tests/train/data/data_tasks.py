@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -21,10 +22,21 @@ from torch.utils.data import (
 )
 
 from launcher import Loss
+from launcher.plan.run_plan import TaskPlan
 from launcher.train.world import World
+from tests.helpers import make_plan
 
 SAMPLES, TRAINED = 80, 72
 MADE: list[Any] = []
+
+
+def task_plan(name: str, params: dict[str, int]) -> TaskPlan:
+    samples = None if "Stream" in name or name == "Sharded" else TRAINED
+    return dataclasses.replace(make_plan(samples=samples).task, target=f"{__name__}.{name}", params=params)
+
+
+def seen() -> dict[str, Any]:
+    return {"built": MADE[-1].built, **MADE[-1].seen}
 
 
 def rank() -> int:
@@ -71,12 +83,6 @@ class Split:
     def loss(self, model: Any, batch: Tensor) -> Loss:
         self.seen["train" if torch.is_grad_enabled() else "eval"] += batch[:, 0].tolist()
         return Loss(total=model(batch / SAMPLES).square().sum(), items=len(batch))
-
-
-class Permuted(Split):
-    def parts(self) -> list[Any]:
-        order = torch.randperm(SAMPLES).tolist()
-        return [Subset(Numbers(), order[:TRAINED]), Subset(Numbers(), order[TRAINED:])]
 
 
 class Shuffled(Split):
@@ -157,14 +163,8 @@ class Augmented(Split):
         return random_split(Numbers(noise=True), [TRAINED, SAMPLES - TRAINED])
 
 
-class Wrapped(Dataset[Any]):
+class Wrapped(Packed):
     """Much of what a sample may be, alike on all ranks but for rounding, order of sets and places on a disk."""
-
-    def __init__(self, data: Any) -> None:
-        self.data = data
-
-    def __len__(self) -> int:
-        return len(self.data)
 
     def __getitem__(self, index: int) -> Any:
         number = self.data[index]

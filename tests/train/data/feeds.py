@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from launcher.plan.run_plan import RunPlan
+from launcher.plan.run_plan import RunPlan, TaskPlan
+from launcher.rundir.files import value_from_json
 from launcher.train.data.loader import Collate
 from launcher.train.data.stream import StreamCheckpoint
-from launcher.train.data.window_feed import BEGINNING, Feed, WindowPosition, open_feed
+from launcher.train.data.window_feed import BEGINNING, WindowPosition, open_feed
+from launcher.train.inspection.task_probe import probe
 from launcher.train.world import World
-from tests.helpers import make_plan
+from tests.helpers import inspection_of, make_plan
 
 CPU = torch.device("cpu")
 
@@ -32,34 +34,9 @@ class Stream(IterableDataset[int]):
 
 
 def read(plan: RunPlan, dataset: Any, start: WindowPosition = BEGINNING) -> list[list[int]]:
-    """All windows of all ranks, merged as the ranks would run them together: the samples that count, sorted."""
-    size = plan.batch.world_size
-    feeds = [open_feed(dataset, plan, World(rank, size, rank), CPU, start=start) for rank in range(size)]
-    streams = [feed.windows() for feed in feeds]
-    merged: list[list[int]] = []
-    limit = plan.train.steps if plan.train.epochs is None else None
-    while limit is None or len(merged) < limit - start.index:
-        windows = [next(stream, None) for stream in streams]
-        if None in windows:
-            assert windows == [None] * size, "the ranks must end together"
-            break
-        assert len({window.count for window in windows if window}) == 1, (
-            "all ranks run the same number of micro-batches"
-        )
-        members: list[int] = []
-        for window in windows:
-            assert window is not None
-            batches = list(window.micro_batches)
-            assert len(batches) == window.count
-            for batch in batches:
-                assert len(batch.data) >= 1, "a stand-in still carries data"
-                members += batch.data.tolist()[: batch.samples]
-        merged.append(sorted(members))
-        if over(plan, advance(feeds)):
-            break
-    for feed in feeds:
-        feed.close()
-    return merged
+    """All windows of all ranks from ``start`` on, of the epochs or steps of the plan."""
+    limit = plan.train.steps - start.index if plan.train.epochs is None else 100
+    return run_resumably(plan, lambda _: dataset, start, windows=limit)[0]
 
 
 # windows, the position after them, and by rank the states that a checkpoint has
@@ -74,7 +51,12 @@ def run_resumably(
     windows: int = 100,
     collate: Collate | None = None,
 ) -> Resumable:
-    """The windows of all ranks from ``start`` on, until two epochs are over. ``make``: the data of a rank."""
+    """All windows of all ranks, merged as the ranks would run them together: the samples that count, sorted.
+
+    Args:
+        make: the data of a rank.
+        windows: the most that are read; fewer if the plan's epochs end.
+    """
     size = plan.batch.world_size
     checkpoints = [StreamCheckpoint() for _ in range(size)]
     for checkpoint in checkpoints:
@@ -85,30 +67,24 @@ def run_resumably(
     ]
     streams = [feed.windows() for feed in feeds]
     merged, place = list[list[int]](), start
-    while len(merged) < windows and place.epoch < 2:
+    while len(merged) < windows and (plan.train.epochs is None or place.epoch < plan.train.epochs):
+        current = [next(stream) for stream in streams]
+        assert len({window.count for window in current}) == 1, "all ranks run the same number of micro-batches"
         members: list[int] = []
-        for stream in streams:
-            for batch in next(stream).micro_batches:
+        for window in current:
+            batches = list(window.micro_batches)
+            assert len(batches) == window.count
+            for batch in batches:
+                assert len(batch.data) >= 1, "a stand-in still carries data"
                 members += batch.data.tolist()[: batch.samples]
         merged.append(sorted(members))
-        place = advance(feeds)
+        # as a window's collective does: all ranks have data as long as one of them does
+        more = any(feed.has_next() for feed in feeds)
+        (place,) = {feed.advance(more) for feed in feeds}
     states = [checkpoint.state_dict() for checkpoint in checkpoints]
     for feed in feeds:
         feed.close()
     return merged, place, states
-
-
-def advance(feeds: list[Feed]) -> WindowPosition:
-    """Advance all feeds as a window's collective does, and return the position of the next window. They all have data
-    as long as one of them does."""
-    more = any(feed.has_next() for feed in feeds)
-    places = {feed.advance(more) for feed in feeds}
-    assert len(places) == 1, "the ranks must end together"
-    return places.pop()
-
-
-def over(plan: RunPlan, place: WindowPosition) -> bool:
-    return plan.train.epochs is not None and place.epoch >= plan.train.epochs
 
 
 def plan_for(micro: int, ranks: int, *overrides: str, samples: int | None = 103) -> RunPlan:
@@ -116,3 +92,11 @@ def plan_for(micro: int, ranks: int, *overrides: str, samples: int | None = 103)
         "batch.global_size=24", f"batch.micro_size={micro}", f"cluster.workers_per_node={ranks}",
         "train.loader_workers=0", *overrides, samples=samples,
     )  # fmt: skip
+
+
+def planned(name: str, *options: str, **params: Any) -> TaskPlan:
+    """The task of order_tasks.py as it is described to the plan, which is then solved."""
+    fields = probe(inspection_of(f"tests.train.data.order_tasks.{name}", *options, **params))
+    task = value_from_json(TaskPlan, fields)
+    make_plan(*options, task=task)
+    return task

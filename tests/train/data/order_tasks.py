@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -12,10 +13,25 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 from launcher import Loss, Packing
+from launcher.plan.run_plan import TaskPlan
+from launcher.rundir.files import value_from_json
+from launcher.train.inspection.task_probe import probe
 from launcher.train.world import World
+from tests.helpers import inspection_of
 
 SAMPLES, VOCABULARY = 90, 13
 SEEN: list[list[int]] = []  # lengths of the samples of each micro-batch that was trained on in this process
+
+
+def task_plan(name: str, params: dict[str, Any]) -> TaskPlan:
+    fields = probe(inspection_of(f"{__name__}.{name}", **params))
+    SEEN.clear()
+    Texts.reads = 0
+    return dataclasses.replace(value_from_json(TaskPlan, fields), batch_norms=0)
+
+
+def seen() -> dict[str, Any]:
+    return {"seen": [*SEEN], "reads": Texts.reads}
 
 
 def text_of(index: int) -> Tensor:
@@ -124,13 +140,6 @@ class Weighted(Plain):
 
 class WeightedAndBalanced(Weighted, WithLengths):
     """Both."""
-
-
-class Curriculum(WithLengths):
-    """Short samples first, as a tensor."""
-
-    def order(self, epoch: int, seed: int) -> Tensor:  # noqa: ARG002
-        return torch.tensor(self.lengths(Texts())).argsort(stable=True)
 
 
 class Loaded(Weighted):

@@ -1,4 +1,4 @@
-"""Training on a DataLoader's batches, run by test_ready_batches_ranks.py.
+"""Training on a DataLoader's batches, run by test_ready_batches.py.
 
 Arguments: a directory, and the strategies. Prints the greatest difference from a plain loop by case, from rank 0.
 """

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import random
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,22 +20,19 @@ import launcher
 from launcher.config.schema import OnOom
 from launcher.errors import ConfigError, DataError, TaskError
 from launcher.plan.batch import Batch
-from launcher.plan.run_plan import TaskPlan
 from launcher.plan.windows import share_of_window
-from launcher.rundir.files import value_from_json
 from launcher.train.data.length_balance import balanced, first_within_bound
 from launcher.train.data.sample_order import ArrangedData
 from launcher.train.data.window_feed import WindowPosition, open_feed
 from launcher.train.engine import oom
-from launcher.train.inspection.task_probe import probe
 from launcher.train.world import World
-from tests.helpers import inspection_of, make_plan, torchrun
-from tests.train.data import length_balance_worker, order_tasks
-from tests.train.data.feeds import CPU, plan_for, read
+from tests.helpers import make_plan, torchrun
+from tests.train.data import length_balance_worker
+from tests.train.data.feeds import CPU, plan_for, planned, read
 from tests.train.data.length_balance_worker import LENGTHS, trained
 
+BALANCE = ("batch.balance=length",)
 DATA = ArrangedData(list(range(103)), lengths=LENGTHS)
-TASKS = order_tasks.__name__
 
 
 def batch_of(micro: int, ranks: int) -> Batch:
@@ -88,10 +84,10 @@ def test_a_bound_in_tokens_holds_in_every_micro_batch(lengths: list[int], micro:
 def test_a_sample_longer_than_the_bound_is_refused() -> None:
     longest = max(LENGTHS)
     plan = plan_for(24, 1, "batch.balance=length", f"batch.micro_tokens={longest - 1}")
-    with pytest.raises(ConfigError, match=f"sample {LENGTHS.index(longest)} .* takes {longest} tokens"):
+    with pytest.raises(ConfigError, match=f"sample {LENGTHS.index(longest)} alone.* takes {longest} tokens"):
         open_feed(DATA, plan, World(0, 1, 0), CPU)
     rows = launcher.Packing(512)
-    with pytest.raises(ConfigError, match=rf"takes 512 tokens, of which {longest} are its own\.\n.*or make the rows"):
+    with pytest.raises(ConfigError, match=rf"length is {longest}, takes 512 tokens.\n.*shorter rows"):
         open_feed(DATA, plan, World(0, 1, 0), CPU, rows)
     with pytest.raises(ConfigError, match=r"batch.micro_tokens=1K: has no effect with batch.balance=none"):
         make_plan("batch.micro_tokens=1K")
@@ -175,30 +171,6 @@ def test_a_ramp_keeps_its_windows() -> None:
         assert read(plan_for(micro, ranks, *options, "batch.balance=length"), DATA) == plain
 
 
-def test_a_sample_draws_the_same_numbers_as_without_balance() -> None:
-    """Its random numbers follow from its position, wherever its micro-batch is."""
-
-    class Drawing:
-        def __len__(self) -> int:
-            return 103
-
-        def __getitem__(self, index: int) -> tuple[int, float]:
-            return index, random.random()
-
-    def drawn(*options: str) -> dict[int, float]:
-        data: Any = ArrangedData(Drawing(), lengths=LENGTHS) if options else Drawing()
-        seen: dict[int, float] = {}
-        for rank in range(2):
-            feed = open_feed(data, plan_for(3, 2, "train.epochs=1", *options), World(rank, 2, rank), CPU, collate=list)
-            for window in feed.windows():
-                seen |= dict(sample for batch in window.micro_batches for sample in batch.data[: batch.samples])
-            feed.close()
-        return seen
-
-    assert drawn("batch.balance=length") == drawn()
-    assert len(drawn()) == 103
-
-
 def test_a_rank_without_samples_runs_the_shortest_one() -> None:
     plan = plan_for(4, 30, "train.epochs=1", "batch.uneven=true", "batch.balance=length")
     feeds = [open_feed(DATA, plan, World(rank, 30, rank), CPU) for rank in range(30)]
@@ -246,26 +218,18 @@ def test_balance_without_lengths_is_one_message() -> None:
     with pytest.raises(
         ConfigError, match=r"lengths of the samples of task._target_=.*Plain are not known.*\n.*lengths\(data\)"
     ):
-        planned("Plain")
-
-
-def planned(name: str) -> TaskPlan:
-    """The task as it is described to the plan, which is then solved."""
-    fields = probe(inspection_of(f"{TASKS}.{name}", "batch.balance=length"))
-    task = value_from_json(TaskPlan, fields)
-    make_plan("batch.balance=length", task=task)
-    return task
+        planned("Plain", *BALANCE)
 
 
 @pytest.mark.parametrize("name", ["WithLengths", "WithLength", "WithColumn"])
 def test_the_plan_knows_where_lengths_come_from(name: str) -> None:
-    assert planned(name).lengths
+    assert planned(name, *BALANCE).lengths
 
 
 def test_mistakes_in_lengths_are_known_before_anything_starts() -> None:
     with pytest.raises(TaskError, match=r"There are \[1\] lengths for 90 samples"):
-        planned("TooFewLengths")
+        planned("TooFewLengths", *BALANCE)
     with pytest.raises(TaskError, match=r"must be lengths\(data\): "):
-        planned("LengthsOfNothing")
+        planned("LengthsOfNothing", *BALANCE)
     with pytest.raises(TaskError, match=r"LengthIsText: length\(sample\) returned a str for sample 0"):
-        planned("LengthIsText")
+        planned("LengthIsText", *BALANCE)

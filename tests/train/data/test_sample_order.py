@@ -5,25 +5,18 @@ from __future__ import annotations
 import random
 from collections import Counter
 from itertools import chain
-from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import WeightedRandomSampler
 
 from launcher.errors import ConfigError, DataError, TaskError
-from launcher.plan.run_plan import TaskPlan
-from launcher.rundir.files import value_from_json
 from launcher.task import seed_everything
 from launcher.train.data.sample_order import ArrangedData, indices_of
 from launcher.train.data.window_feed import WindowPosition, open_feed
-from launcher.train.inspection.task_probe import probe
 from launcher.train.world import World
-from tests.helpers import inspection_of, make_plan
 from tests.train.data import order_tasks
-from tests.train.data.feeds import CPU, plan_for, read
-
-TASKS = order_tasks.__name__
+from tests.train.data.feeds import CPU, plan_for, planned, read
 
 
 def drawn(epoch: int, seed: int) -> WeightedRandomSampler:  # noqa: ARG001
@@ -72,13 +65,6 @@ def test_balance_and_an_own_order_go_together() -> None:
     assert read(plan_for(4, 2, "train.epochs=2", "batch.balance=length", samples=70), data) == plain
 
 
-def planned(name: str, *options: str, **params: Any) -> TaskPlan:
-    """The task as it is described to the plan, which is then solved."""
-    task = value_from_json(TaskPlan, probe(inspection_of(f"{TASKS}.{name}", **params)))
-    make_plan(*options, task=task)
-    return task
-
-
 @pytest.mark.parametrize("name", ["Weighted", "Loaded"])
 def test_the_plan_counts_the_order(name: str) -> None:
     """Also if the DataLoader is returned whose sampler the method replaces."""
@@ -117,8 +103,3 @@ def test_epochs_of_other_lengths_are_refused() -> None:
     feed = open_feed(data, plan_for(6, 1, "train.epochs=2", samples=90), World(0, 1, 0), CPU)
     with pytest.raises(DataError, match=r"order\(1, seed\) returned 89 indices, and the plan was made for 90"):
         [list(window.micro_batches) for window in feed.windows()]
-
-
-def test_another_length_than_the_plans_is_refused() -> None:
-    with pytest.raises(DataError, match="has 70 samples on rank 0, and the plan was made for 103"):
-        open_feed(ArrangedData(list(range(103)), drawn), plan_for(4, 2), World(0, 2, 0), CPU)

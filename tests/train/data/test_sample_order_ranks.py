@@ -18,6 +18,11 @@ from tests.helpers import torchrun
 from tests.train.data import order_tasks
 from tests.train.data.order_tasks import SAMPLES, Plain, Texts, loss_sum, text_of
 
+COMMON = (
+    "batch.global_size=24", "batch.micro_size=3", "train.epochs=2", "schedule=constant", "run.calibrate_s=0",
+    "optimizer=sgd", "optimizer.lr=0.3", "optimizer.momentum=0.9", "optimizer.weight_decay=0",
+    "cluster.workers_per_node=2", "train.loader_workers=0",
+)  # fmt: skip
 CASES = [
     "Plain precision=fp32",
     "WithLengths precision=fp32 batch.balance=length",
@@ -28,10 +33,7 @@ CASES = [
     "WithLength precision=fp32 batch.balance=length train.loader_workers=1",
     "Packed precision=fp32",
     "Packed precision=fp32 batch.balance=length strategy=fsdp",
-    "Weighted precision=fp32",
     "WeightedAndBalanced precision=fp32 batch.balance=length stop=2",
-    "Curriculum precision=fp32 batch.balance=length strategy=fsdp",
-    "Plain precision=fp32 train.shuffle=false",
     "Streamed precision=fp32",
     "Streamed precision=fp32 stop=3 stop=6",
     "OrderOfRank",
@@ -44,13 +46,14 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     place = tmp_path_factory.mktemp("order")
-    worker = Path(__file__).parent / "order_worker.py"
-    return json.loads(torchrun(worker, [json.dumps(CASES)], 2, place).splitlines()[-1])
+    worker = Path(__file__).parent / "data_worker.py"
+    arguments = [order_tasks.__name__, json.dumps(COMMON), json.dumps(CASES)]
+    return json.loads(torchrun(worker, arguments, 2, place).splitlines()[-1])
 
 
-def orders_of(name: str, options: str) -> list[list[int]]:
+def orders_of(name: str) -> list[list[int]]:
     """The two epochs, as the case orders them."""
-    if "shuffle=false" in options or name == "Streamed":
+    if name == "Streamed":
         return [list(range(SAMPLES))] * 2
     task: Any = getattr(order_tasks, name)()
     if hasattr(task, "order"):
@@ -79,7 +82,7 @@ def big_batches(orders: tuple[tuple[int, ...], ...]) -> tuple[list[float], list[
 @pytest.mark.parametrize("case", CASES[:-3])
 def test_a_job_is_that_of_one_big_batch(case: str, seen: dict[str, list[dict[str, Any]]]) -> None:
     name, _, options = case.partition(" ")
-    losses, norms = big_batches(tuple(map(tuple, orders_of(name, options))))
+    losses, norms = big_batches(tuple(map(tuple, orders_of(name))))
     records = seen[case][0]["records"]
     exact = "precision=fp32" in options
     assert [line["step"] for line in records] == list(range(1, len(losses) + 1))
@@ -139,10 +142,3 @@ def test_lengths_are_read_once_by_the_ranks_together(seen: dict[str, list[dict[s
 )
 def test_mistakes_are_one_message(case: str, message: str, seen: dict[str, list[dict[str, Any]]]) -> None:
     assert all(rank["error"].startswith(message) for rank in seen[case])
-
-
-def test_an_order_is_drawn_with_replacement(seen: dict[str, list[dict[str, Any]]]) -> None:
-    expected = [len(text_of(i)) for order in orders_of("Weighted", "") for i in order]
-    read = [length for rank in seen["Weighted precision=fp32"] for lengths in rank["seen"] for length in lengths]
-    assert sorted(read) == sorted(expected)
-    assert len(expected) == 140

@@ -1,24 +1,26 @@
-"""Streams: read whole, in the same windows in every world, and ended together."""
+"""Streams: read whole, in the same windows in every world, ended together, and not read again if they have a state."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
+from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset
 
 from launcher.errors import ConfigError, DataError
 from launcher.plan.data_shards import stream_info
+from launcher.plan.run_plan import RunPlan
 from launcher.train.data.window_feed import WindowPosition, open_feed
 from launcher.train.world import World
 from tests.helpers import make_plan
-from tests.train.data.feeds import CPU, Stream, advance, over, plan_for, read
+from tests.train.data.feeds import CPU, Resumable, Stream, plan_for, read, run_resumably
 
 
 @pytest.mark.parametrize("loader_workers", [0, 1])
@@ -28,7 +30,9 @@ def test_a_stream_goes_on_where_it_was(loader_workers: int) -> None:
     worlds = ((4, 1), (2, 3), (6, 4), (4, 5), (1, 7))
     for micro, ranks in worlds[:2] if loader_workers else worlds:
         plan = plan_for(micro, ranks, *options, "batch.uneven=true", samples=None)
-        whole = read(plan, Stream(40))
+        whole = read(plan, stream := Stream(40))
+        assert [len(window) for window in whole] == [24, 16] * 2
+        assert 1 in stream.epochs or loader_workers
         places = [WindowPosition(0), WindowPosition(1, 0, 1), WindowPosition(2, 1, 0), WindowPosition(3, 1, 1)]
         assert [read(plan, Stream(40), place) for place in places] == [whole[n:] for n in range(4)]
 
@@ -51,25 +55,6 @@ def test_a_stream_is_read_whole_and_its_windows_do_not_depend_on_the_world(lengt
     assert alone == [list(range(length))[at : at + 24] for at in range(0, length, 24)]
     for micro, ranks in ((4, 5), (4, 2), (3, 4))[: 1 if loader_workers else 3]:
         assert read(plan_for(micro, ranks, *options, "batch.uneven=true", samples=None), Stream(length)) == alone
-
-
-class Shuffling(IterableDataset[Any]):
-    """One whose order, and whose samples, are chance."""
-
-    def __iter__(self) -> Iterator[Any]:
-        order = torch.randperm(60).tolist()
-        while order:
-            yield order.pop(random.randrange(len(order))) + 1000 * np.random.randint(1000)
-
-
-def test_a_stream_that_draws_comes_alike_in_every_world() -> None:
-    options = ("train.epochs=1", "schedule=constant", "batch.uneven=true")
-    alone = read(plan_for(24, 1, *options, samples=None), Shuffling())
-    assert sorted(sample % 1000 for window in alone for sample in window) == list(range(60))
-    for micro, ranks in ((4, 1), (4, 2), (3, 4), (4, 5)):
-        plan = plan_for(micro, ranks, *options, samples=None)
-        assert read(plan, Shuffling()) == alone
-        assert read(plan, Shuffling(), WindowPosition(1, 0, 1)) == alone[1:]
 
 
 def test_a_rank_may_have_no_sample_of_a_window_and_some_of_the_next() -> None:
@@ -143,24 +128,182 @@ def test_ranks_of_unequal_length_end_together() -> None:
     class Uneven(Stream):
         sharded = True
 
-    size = 2
-    plan = plan_for(4, size, "train.epochs=1", "schedule=constant", samples=None)
-    feeds = [open_feed(Uneven(n), plan, World(rank, size, rank), CPU) for rank, n in enumerate((50, 9))]
-    streams = [feed.windows() for feed in feeds]
-    counted, windows = [0, 0], 0
-    ended = False
-    while not ended:
-        windows += 1
-        for rank, stream in enumerate(streams):
-            window = next(stream)
-            counted[rank] += sum(batch.samples for batch in window.micro_batches)
-        ended = over(plan, advance(feeds))
-    assert counted == [50, 9]
-    assert windows == 5  # 50 samples, 12 a window
+    plan = plan_for(4, 2, "train.epochs=1", "schedule=constant", samples=None)
+    windows = run_resumably(plan, lambda rank: Uneven((50, 9)[rank]))[0]
+    assert sorted(chain(*windows)) == sorted([*range(50), *range(9)])
+    assert len(windows) == 5  # 50 samples, 12 a window
 
 
-def test_streams_start_again_for_the_next_epoch() -> None:
-    stream = Stream(30)
-    windows = read(plan_for(4, 2, "train.epochs=2", "schedule=constant", samples=None), stream)
-    assert [len(window) for window in windows] == [24, 6] * 2
-    assert 1 in stream.epochs
+LENGTH = 120
+READS: list[int] = []
+
+
+class Stateful(IterableDataset[int]):
+    """Numbers, with the position in it as its state."""
+
+    def __init__(self) -> None:
+        self.position = self.start = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(self.start, LENGTH):
+            self.position = number + 1
+            READS.append(number)
+            yield number
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["position"]
+
+
+class OfIterator(IterableDataset[int]):
+    """The iterator has the state."""
+
+    class Numbers:
+        def __init__(self) -> None:
+            self.state = [0]
+
+        def __iter__(self) -> OfIterator.Numbers:
+            return self
+
+        def __next__(self) -> int:
+            if self.state[0] == LENGTH:
+                raise StopIteration
+            self.state[0] += 1
+            READS.append(self.state[0] - 1)
+            return self.state[0] - 1
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"state": self.state}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.state = state["state"]
+
+    def __iter__(self) -> Iterator[int]:
+        return self.Numbers()
+
+
+class Dropping(OfIterator):
+    """The iterator draws when it is made, and leaves out samples at random later in the epoch."""
+
+    class Numbers(OfIterator.Numbers):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.randperm(LENGTH)
+
+        def __next__(self) -> int:
+            number = super().__next__()
+            return number if int(torch.randint(20, ())) else next(self)
+
+
+class Refusing(Stateful):
+    """Its state is refused when the stream is read, as by some streams of Hugging Face."""
+
+    def __iter__(self) -> Iterator[int]:
+        if self.start:
+            raise KeyError("examples_iterable")
+        yield from super().__iter__()
+
+
+class Sharded(Stateful):
+    """Each rank reads every other number."""
+
+    sharded = True
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[int]:
+        return (2 * number + self.rank for number in super().__iter__() if 2 * number + self.rank < LENGTH)
+
+
+class Stateless(IterableDataset[int]):
+    """Its order is chance, and so are its samples."""
+
+    def __iter__(self) -> Iterator[int]:
+        return (int(number) + 1000 * random.randrange(1000) for number in torch.randperm(LENGTH))
+
+
+class OfObjects(Stateful):
+    """A state that a checkpoint cannot hold."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": Counter(read=self.position), "of": type(self)}
+
+
+class Buffered(Stateful):
+    """A buffer that is not part of the state: a resume would leave out what it held."""
+
+    def __iter__(self) -> Iterator[int]:
+        numbers = super().__iter__()
+        while buffer := list(itertools.islice(numbers, 10)):
+            yield from reversed(buffer)
+
+
+def run(plan: RunPlan, kind: Any, *options: Any, **named: Any) -> Resumable:
+    return run_resumably(plan, lambda rank: kind(rank) if kind is Sharded else kind(), *options, **named)
+
+
+def plan_of(micro: int, ranks: int, loader_workers: int = 0) -> RunPlan:
+    options = ("train.epochs=2", "schedule=constant", "batch.uneven=true", f"train.loader_workers={loader_workers}")
+    return plan_for(micro, ranks, *options, samples=None)
+
+
+@pytest.mark.parametrize(("loader_workers", "kind"), [(0, OfIterator), (0, Sharded), (1, Sharded)])
+def test_a_resume_reads_nothing_again(kind: Any, loader_workers: int) -> None:
+    """At a window in the middle of each epoch, and at an epoch's last one."""
+    plan = plan_of(4, 2, loader_workers)
+    whole, _, _ = run(plan, kind)
+    assert len(whole) == 10
+    for after in (1, 4, 7) if not loader_workers else (7,):
+        first, place, states = run(plan, kind, windows=after)
+        READS.clear()
+        rest, _, _ = run(plan, kind, place, states)
+        assert first + rest == whole
+        if not loader_workers:
+            past = place.window * 24 // (2 if kind is Sharded else 1)
+            assert READS[0] == past
+            assert len(READS) <= 2 * ((2 - place.epoch) * LENGTH - past)
+
+
+def test_random_numbers_continue_if_the_iterator_draws_when_it_is_made() -> None:
+    """Samples that follow at once are often the same with other random numbers, too."""
+    plan = plan_of(4, 2)
+    whole, _, _ = run(plan, Dropping)
+    for after in range(1, 4):
+        _, place, states = run(plan, Dropping, windows=after)
+        assert run(plan, Dropping, place, states)[0] == whole[after:]
+
+
+def test_a_share_that_is_over_stays_over() -> None:
+    """The last window has 7 samples: 4 on rank 0, 3 on rank 1 and none on rank 2."""
+
+    class Short(Stateful):
+        def __iter__(self) -> Iterator[int]:
+            return itertools.takewhile(lambda number: number < 31, super().__iter__())
+
+    plan = plan_of(4, 3)
+    whole, _, _ = run(plan, Short)
+    _, place, states = run(plan, Short, windows=1)
+    READS.clear()
+    assert run(plan, Short, place, states)[0] == whole[1:]
+    assert READS[0] == 24
+
+
+@pytest.mark.parametrize("kind", [Stateless, OfObjects, Buffered, Refusing])
+def test_a_stream_without_a_state_that_can_be_saved_is_read_again(
+    kind: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = plan_of(4, 2)
+    whole, _, _ = run(plan, kind)
+    _, place, states = run(plan, kind, windows=2)
+    assert bool(states[0]) == (kind in (Buffered, Refusing))
+    assert run(plan, kind, place, states)[0] == whole[2:]
+    printed = capsys.readouterr().out
+    if kind in (Buffered, Refusing):
+        assert "does not lead to the samples that followed it" in printed
+    else:
+        assert "Without a saved state of the stream, the 2 windows of the epoch so far are read again." in printed
+    assert ("The state of the stream has values that no checkpoint holds" in printed) == (kind is OfObjects)

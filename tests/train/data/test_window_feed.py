@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.data import default_collate
 
 from launcher.errors import DataError
 from launcher.train.data import window_feed
+from launcher.train.data.sample_order import ArrangedData
 from launcher.train.data.window_feed import WindowPosition, open_feed
-from launcher.train.evaluation import eval_batches
 from launcher.train.world import World
 from tests.helpers import make_plan
 from tests.train.data.feeds import CPU, Stream, plan_for, read
@@ -36,12 +35,7 @@ def test_members_of_a_window_are_the_same_in_every_world(loader_workers: int) ->
     first, second = seen[0][:5], seen[0][5:]
     assert sorted(chain(*first)) == sorted(chain(*second)) == data, "an epoch holds every sample once"
     assert first != second, "epochs differ in order"
-
-
-def test_a_resume_needs_one_integer() -> None:
-    data = list(range(103))
-    plan = plan_for(3, 2, "train.epochs=2")
-    assert read(plan, data, WindowPosition(7)) == read(plan, data)[7:]
+    assert read(plans[1], data, WindowPosition(7)) == seen[0][7:]
 
 
 class Unreadable(list[int]):
@@ -93,14 +87,10 @@ class Drawing(torch.utils.data.Dataset[Any]):
 
 
 def drawn(
-    ranks: int,
-    loader_workers: int,
-    start: int = 0,
-    micro: int = 2,
-    dataset: Any = Drawing(),  # noqa: B008
+    ranks: int, loader_workers: int, dataset: Any, *options: str, start: int = 0, micro: int = 2
 ) -> dict[int, Any]:
     """Return the number that each sample drew in the first epoch."""
-    plan = plan_for(micro, ranks, f"train.loader_workers={loader_workers}", "batch.uneven=true")
+    plan = plan_for(micro, ranks, f"train.loader_workers={loader_workers}", "batch.uneven=true", *options)
     seen: dict[int, Any] = {}
     for rank in range(ranks):
         feed = open_feed(dataset, plan, World(rank, ranks, rank), CPU, collate=list, start=WindowPosition(start))
@@ -111,28 +101,22 @@ def drawn(
     return seen
 
 
-def test_what_a_sample_draws_depends_on_its_place_only() -> None:
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tolist()
-    here = drawn(1, loader_workers=0)
-    after = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tolist()
-    assert torch.equal(states[0], after[0]), "dropout draws from this"
-    assert states[1:] == after[1:]
-    assert len({tuple(rest) for rest in here.values()}) == len(here) == 96, "and no two draw alike"
-    assert drawn(2, loader_workers=1) == drawn(3, loader_workers=0) == drawn(5, loader_workers=0, micro=4) == here
-    resumed = drawn(2, loader_workers=1, start=2)
+@pytest.mark.parametrize("every", [1, 10])
+def test_what_a_sample_draws_depends_on_its_place_only(every: int) -> None:
+    """Two generators are not seeded until a read draws from one: that read is repeated, and no sample may notice."""
+    data = Drawing(every)
+    here = drawn(1, 0, data)
+    if every == 1:
+        assert len({tuple(rest) for rest in here.values()}) == len(here) == 96, "and no two draw alike"
+    else:
+        assert sum(isinstance(drawn, float) for (drawn,) in here.values()) >= 9
+    for ranks, workers, micro in ((2, 1, 2), (3, 0, 2), (5, 0, 4)):
+        assert drawn(ranks, workers, data, micro=micro) == here
+    by_length = ArrangedData(data, lengths=[1 + index % 7 for index in range(103)])
+    assert drawn(2, 0, by_length, "batch.balance=length") == here
+    resumed = drawn(2, 1, data, start=2)
     assert resumed == {index: rest for index, rest in here.items() if index in resumed}
     assert len(resumed) == 48
-
-
-def test_a_sample_that_seldom_draws_draws_alike_in_every_world() -> None:
-    """Two generators are not seeded until a read draws from one: that read is repeated, and no sample may notice."""
-    seldom = Drawing(every=10)
-    here = drawn(1, loader_workers=0, dataset=seldom)
-    assert sum(isinstance(drawn, float) for (drawn,) in here.values()) >= 9
-    for ranks, workers, micro in ((2, 1, 2), (3, 0, 2), (5, 0, 4)):
-        assert drawn(ranks, workers, micro=micro, dataset=seldom) == here
-    resumed = drawn(2, loader_workers=0, start=2, dataset=seldom)
-    assert resumed == {index: rest for index, rest in here.items() if index in resumed}
 
 
 def test_a_data_set_that_draws_nothing_is_read_once() -> None:
@@ -143,7 +127,7 @@ def test_a_data_set_that_draws_nothing_is_read_once() -> None:
             reads.append(index)
             return index, None
 
-    assert sorted(drawn(1, loader_workers=0, dataset=Counting())) == sorted(reads)
+    assert sorted(drawn(1, 0, Counting())) == sorted(reads)
 
 
 class ReadsSeveral(torch.utils.data.Dataset[float]):
@@ -163,25 +147,17 @@ class ReadsSeveral(torch.utils.data.Dataset[float]):
         return [ReadsSeveral.__getitem__(self, index) for index in indices]
 
 
-def values(dataset: Any, ranks: int) -> Tensor:
-    plan = plan_for(4, ranks, "train.steps=5", "train.loader_workers=0")
-    feeds = [open_feed(dataset, plan, World(rank, ranks, rank), CPU) for rank in range(ranks)]
-    windows = [itertools.islice(feed.windows(), 5) for feed in feeds]
-    batches = [[b.data for window in stream for b in window.micro_batches] for stream in windows]
-    rows = torch.cat([torch.as_tensor(batch) for of_rank in batches for batch in of_rank])
-    return rows.sort().values
-
-
 @pytest.mark.parametrize("draws", [False, True])
 @pytest.mark.parametrize("part", [False, True])
 def test_a_dataset_may_read_several_samples_at_once(draws: bool, part: bool) -> None:
     """Then with the numbers that each sample draws when it is read alone."""
     data = ReadsSeveral(draws=draws)
     dataset = torch.utils.data.Subset(data, [*reversed(range(103))]) if part else data
-    first = values(dataset, 1)
-    assert data.calls == 1 if draws else data.calls >= len(first) // 4
-    assert torch.equal(first, values(dataset, 2))
-    assert draws or torch.equal(first, first.round())
+    first = read(plan_for(4, 1, "train.steps=5"), dataset)
+    samples = [*chain(*first)]
+    assert data.calls == 1 if draws else data.calls >= len(samples) // 4
+    assert read(plan_for(4, 2, "train.steps=5"), dataset) == first
+    assert draws or samples == [*map(round, samples)]
 
 
 class Doubled(ReadsSeveral):
@@ -243,40 +219,22 @@ def test_tensors_are_the_batch_of_their_samples(kind: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(batch, wanted, strict=True))
 
 
-def test_another_length_than_the_plans_is_refused() -> None:
+@pytest.mark.parametrize("data", [list(range(90)), ArrangedData(list(range(103)), lambda *_: range(90))])
+def test_another_length_than_the_plans_is_refused(data: Any) -> None:
     with pytest.raises(DataError, match="has 90 samples on rank 0, and the plan was made for 103"):
-        open_feed(list(range(90)), plan_for(3, 2), World(0, 2, 0), CPU)
-
-
-@pytest.mark.parametrize("dataset", [list(range(40)), Stream(40)])
-def test_evaluation_sees_every_sample_once(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launcher.train.evaluation.dist.all_reduce", lambda *_: None)  # each rank alone
-    monkeypatch.setattr("launcher.train.evaluation.sending_device", lambda: CPU)
-    plan = plan_for(4, 3)
-    seen: list[int] = []
-    for rank in range(3):
-        for batch in eval_batches(dataset, plan, World(rank, 3, rank), CPU):
-            seen += batch.data.tolist()[: batch.samples]
-    assert sorted(seen) == list(range(40))
-
-
-def test_every_rank_evaluates_as_often() -> None:
-    """A sharded model needs all ranks in each forward pass: 25 samples are 13 for one rank and 12 for the other."""
-    plan = plan_for(4, 2)
-    rounds = [[batch.samples for batch in eval_batches(list(range(25)), plan, World(r, 2, r), CPU)] for r in range(2)]
-    assert rounds == [[4, 4, 4, 1], [4, 4, 4, 0]]
+        open_feed(data, plan_for(3, 2), World(0, 2, 0), CPU)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_ramp_has_the_same_windows_in_every_world(stream: bool) -> None:
     """100 samples: windows of 8, then of 16, then of 24, across the ends of epochs."""
 
-    def windows(*overrides: str) -> list[list[int]]:
+    def windows(*overrides: str, start: int = 0) -> list[list[int]]:
         plan = make_plan(
             "batch.global_size=24", "batch.ramp=[[3,8],[9,16]]", "train.epochs=3", "schedule=constant",
             "schedule.warmup_steps=0", "train.loader_workers=0", *overrides, samples=None if stream else 100,
         )  # fmt: skip
-        return read(plan, Stream(100) if stream else list(range(100)))
+        return read(plan, Stream(100) if stream else list(range(100)), WindowPosition(start))
 
     one = windows("cluster.workers_per_node=1", "batch.micro_size=8", "strategy=single")
     sizes = [len(window) for window in one]
@@ -286,15 +244,8 @@ def test_a_ramp_has_the_same_windows_in_every_world(stream: bool) -> None:
         assert windows(f"cluster.workers_per_node={world}", f"batch.micro_size={micro}") == one
     samples = sorted(chain.from_iterable(one[:8]))
     assert samples == list(range(100)), "an epoch is every sample once"
-
-
-def test_a_run_that_is_resumed_within_a_ramp_goes_on_with_the_next_window() -> None:
-    plan = make_plan("batch.global_size=24", "batch.micro_size=2", "batch.ramp=[[3,8],[9,16]]", "train.steps=20",
-                     "train.loader_workers=0", samples=100)  # fmt: skip
-    data = list(range(100))
-    whole = read(plan, data)
-    for at in (1, 3, 7, 8, 12, 15):
-        assert read(plan, data, WindowPosition(at)) == whole[at:]
+    for at in () if stream else (1, 3, 7, 8, 12, 15):
+        assert windows("cluster.workers_per_node=1", "batch.micro_size=2", start=at) == one[at:]
 
 
 def test_a_dataset_that_raises_stop_iteration_does_not_end_the_data() -> None:
