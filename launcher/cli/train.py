@@ -38,7 +38,7 @@ from launcher.plan.run_plan import RunPlan
 from launcher.quantities import count
 from launcher.record.report_entry import leave_entry
 from launcher.report import live, run_list, tables
-from launcher.rundir.paths import SweepPaths
+from launcher.rundir.paths import SweepPaths, is_sweep
 from launcher.runs import control
 from launcher.runs.status import Run, RunState
 from launcher.sweeps.conductor import Conductor
@@ -161,9 +161,10 @@ def run_here(plan: LaunchPlan, peers: Peers, console: Console) -> int:
         _plain(console)(f"Run {plan.run.name}: {verdict.summary['verdict']}")
     elif recorded is not None:
         console.print("", tables.summary_table(recorded, verdict.summary))
+    of_sweep = is_sweep(plan.paths.root.parent) and "failure" not in verdict.summary  # whose hint is printed at its end
     if first and recorded is not None and recorded.checkpoint.enabled and verdict.summary["verdict"] != "done":
         name, step = run_list.command_name(plan.paths.root), plan.paths.newest_step()
-        if hint := tables.resume_hint(verdict.summary.get("failure"), step, name):
+        if not of_sweep and (hint := tables.resume_hint(verdict.summary.get("failure"), step, name)):
             print(hint, file=sys.stderr)
     if first:
         leave_entry(plan.paths)
@@ -303,6 +304,9 @@ def _show_sweep(paths: SweepPaths, jobs: Sequence[str], reused: int, console: Co
     _plain(console)(run_list.sweep_text(paths, jobs, reused))
     if (never := sum(not cell.dir and cell.state is RunState.pending for cell in cells)) and not jobs:
         _plain(console)(f"{count(never, 'cell')} never started: the command that began the sweep starts them.")
+    if (stopped := sum(cell.state is RunState.stopped for cell in cells)) and not jobs:
+        name = run_list.command_name(paths.root)
+        _plain(console)(f"{count(stopped, 'cell')} stopped: `launch resume {name}` continues them.")
     if console.quiet:
         for line in run_list.impossible_lines(cells):
             print(line, file=sys.stderr)

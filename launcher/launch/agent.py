@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -309,13 +308,14 @@ class _Failures:
         """
         plan = self._plan
         reports = {rank: _report(plan.paths.rank_error(rank, self._attempt)) for rank in ended}
-        times = {rank: report.at if (report := reports[rank]) else self.deaths.time(ended[rank][0]) for rank in reports}
+        times = {rank: report[2] if (report := reports[rank]) else self.deaths.time(ended[rank][0]) for rank in reports}
         rank = min(times, key=times.__getitem__)
         (pid, exit_code), at, report = ended[rank], times[rank], reports[rank]
         log = plan.paths.rank_log(rank, self._attempt)
         if (hang := self._watch.hang_of(pid)) is not None:
             return failure_record(hang.text, log, rank=hang.rank, kind=HANG, traceback=hang.stack or None, at=at)
-        message, trace = (report.message, report.traceback) if report else (_how_it_ended(exit_code), None)
+        killed = f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exited with status {exit_code}"
+        message, trace = report[:2] if report else (killed, None)
         kind, _, text = message.partition(": ")
         if trace and isinstance(plan, RunPlan):  # a script's own frames may be few: it gets the whole traceback
             trace = users_traceback(trace)
@@ -342,30 +342,18 @@ class _Failures:
         return error_of(record).partition("\n")[0]
 
 
-@dataclass(frozen=True)
-class ErrorReport:
-    """Exception of a worker, as torch's ``@record`` wrote it at ``at``."""
-
-    message: str
-    traceback: str
-    at: datetime
-
-
-def _report(file: Path) -> ErrorReport | None:
-    """Return a worker's report; None if there is none, or if the worker was killed before it had written it whole."""
+def _report(file: Path) -> tuple[str, str, datetime] | None:
+    """Return message, traceback and time of a worker's exception, as torch's ``@record`` wrote it; None if there is
+    none, or if the worker was killed before it had written it whole."""
     if not file.exists():
         return None
     content = object_from_json(file.read_text(encoding="utf-8", errors="replace"))
     try:
         message = (content or {})["message"]
         at = datetime.fromtimestamp(file.stat().st_mtime, UTC)
-        return ErrorReport(message["message"], message["extraInfo"]["py_callstack"], at)
+        return message["message"], message["extraInfo"]["py_callstack"], at
     except (KeyError, TypeError):  # a script may write what it likes
         return None
-
-
-def _how_it_ended(exit_code: int) -> str:
-    return f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exited with status {exit_code}"
 
 
 # from SIGTERM to SIGKILL for workers whose job failed: one that is blocked in C, as in NCCL, runs no handler

@@ -202,8 +202,8 @@ def _before_inspection(config: Config, once: Once, *, starts: bool) -> _Ready:
         UserError: no task could cure that.
     """
     notes: list[str] = []
-    if not starts:
-        config = _not_at_hand(config)
+    if not starts and config.cluster.kind == ClusterKind.local and node_range(config.cluster.nodes).most > 1:
+        config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, kind=ClusterKind.elsewhere))
     site = once(site_of, config.cluster) if starts else _site_if_known(config.cluster, once, notes)
     if config.cluster.kind == ClusterKind.local and config.sweep.at_once is not None:
         site = site.share(config.sweep.at_once, config.cluster.device)
@@ -228,13 +228,6 @@ def _before_inspection(config: Config, once: Once, *, starts: bool) -> _Ready:
     request = InspectionRequest.of(config, site.cwd, initial)
     window = unknown.batch.global_size if config.batch.global_tokens is None else 0
     return _Ready(config, site, run, initial, request, window, notes)
-
-
-def _not_at_hand(config: Config) -> Config:
-    """Return ``config`` with cluster=elsewhere if it asks for several hosts and names no cluster."""
-    if config.cluster.kind != ClusterKind.local or node_range(config.cluster.nodes).most == 1:
-        return config
-    return dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, kind=ClusterKind.elsewhere))
 
 
 def _site_if_known(config: ClusterConfig, once: Once, notes: list[str]) -> Site:
@@ -327,13 +320,10 @@ def _requires_forecasts(plan: RunPlan, config: Config, *, starts: bool, weighs: 
     where parts of the model are frozen, or because its memory is what the user wants to know."""
     is_sharded = plan.strategy.kind in SHARDED
     is_shown = not starts and (is_sharded or plan.cluster.device is Device.cuda)
-    if (weighs or is_shown or config.cluster.gpu is not None) and _is_predictable(config):
+    is_predictable = not config.strategy.compress.keeps_residue  # whose bytes are not
+    if (weighs or is_shown or config.cluster.gpu is not None) and is_predictable:
         return True
     return is_sharded and (config.strategy.sync is Sync.auto or plan.task.frozen_parameters > 0)
-
-
-def _is_predictable(config: Config) -> bool:
-    return not config.strategy.compress.keeps_residue  # whose bytes are not
 
 
 def task_stem(config: Config) -> str:

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from launcher.config.schema import ClusterKind
 from launcher.plan.launch_plan import PLAN_FORMAT
 from launcher.record.measurements import RunData, checked, read_run
 from launcher.rundir import history
@@ -116,15 +113,6 @@ def _done(paths: RunPaths) -> list[str] | None:
     """Return name and detail of a run that is done, the one state that cannot change while the files stay the same;
     None in any other state."""
     plan, summary, attempt = ((read_json(path) or {}) for path in (paths.plan, paths.summary, paths.newest_incarnation))
-    entries = history.submissions(paths)
-    number = history.last_accepted(entries)
-    on_slurm = _text(plan, "cluster", "kind") == ClusterKind.slurm
-    if history.verdict_of(summary, attempt, entries) != "done":
+    if history.verdict_of(summary, attempt, history.submissions(paths)) != "done":
         return None
-    if number >= 0 and not on_slurm and entries[number].runs_here():
-        return None
-    return [_text(plan, "run", "name") or paths.root.name, history.early_end(summary)]
-
-
-def _text(plan: Mapping[str, Any], section: str, name: str) -> str:
-    return plan.get(section, {}).get(name, "")
+    return [plan.get("run", {}).get("name") or paths.root.name, history.early_end(summary)]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
@@ -107,11 +107,14 @@ class LiveDisplay(MessageDisplay):
             self._first = self._first or records[0]
             self._announce(records[-1])
             for record in records:
-                if (
-                    record.get("eval/loss") is not None and record["step"] != self._steps
-                ):  # the last step is shown anyway
+                # the last step is shown anyway
+                if record.get("eval/loss") is not None and record["step"] != self._steps:
                     self._print_step(record)
-            self._show(records[-1])
+            step, text = records[-1]["step"], _step_text(records[-1], self._steps)
+            if self._progress is not None:
+                self._progress.update(self._bar, completed=step, description=text, rate=_rate(records[-1]))
+            elif time.monotonic() - self._printed_at >= PLAIN_LINE_EVERY_S or step == self._steps:
+                self._print_step(records[-1])
         self._trackers = self._trackers or recorded_trackers(self._paths)  # a script's engine makes its plan later
         for tracker in self._trackers:
             status = {} if tracker in self._warned else read_json(self._paths.tracker_status(tracker)) or {}
@@ -134,14 +137,6 @@ class LiveDisplay(MessageDisplay):
         if self._progress is not None:
             self._progress.update(self._bar, completed=step)
         self.say(f"--- resumed after step {step} ---")
-
-    def _show(self, record: dict[str, Any]) -> None:
-        if self._progress is not None:
-            self._progress.update(
-                self._bar, completed=record["step"], description=_step_text(record, self._steps), rate=_rate(record)
-            )
-        elif time.monotonic() - self._printed_at >= PLAIN_LINE_EVERY_S or record["step"] == self._steps:
-            self._print_step(record)
 
     def _print_step(self, record: dict[str, Any]) -> None:
         """Print one line for a record, once."""
@@ -319,8 +314,8 @@ def end_of_log(paths: RunPaths, run: Run) -> list[str]:
     ]
 
 
-# characters that wait for the reader; further text is left out
-_MOST_WAITING = 2**20
+# texts that wait for the reader; further ones are left out
+_MOST_WAITING = 2000
 _CHUNK_BYTES = 4096
 _LOOK_EVERY_S = 0.05
 # seconds without progress after which a reader counts as stalled
@@ -338,36 +333,31 @@ class Output:
 
     def __init__(self, file: TextIO, *, trim: bool = False) -> None:
         self._file, self._trim = file, trim
-        self._waiting = deque[str]()
-        self._condition = threading.Condition()
-        self._size = self._left_out = self._written = 0
+        self._waiting = queue.Queue[str | None](_MOST_WAITING)
+        self._left_out = self._written = 0
         self._error: OSError | None = None
-        self._descriptor: int | None = None  # None: write directly
-        self._thread = threading.Thread()
+        self._thread: threading.Thread | None = None  # None: write directly
 
     def write(self, text: str) -> int:
         """Write ``text``. Raises OSError; in unblocked mode, perhaps for an earlier text."""
         text = "\n".join(line.rstrip(" ") for line in text.split("\n")) if self._trim else text
-        if self._descriptor is None:
+        if self._thread is None:
             return self._file.write(text)
-        with self._condition:
-            if self._error is not None:
-                raise self._error
-            if self._size > _MOST_WAITING:
-                self._left_out += text.count("\n")
-            else:
-                text = self._gap() + text
-                self._waiting.append(text)
-                self._size += len(text)
-                self._condition.notify()
+        if self._error is not None:
+            raise self._error
+        try:
+            self._waiting.put_nowait(self._gap() + text)
+            self._left_out = 0
+        except queue.Full:
+            self._left_out += text.count("\n")
         return len(text)
 
     def _gap(self) -> str:
-        lines, self._left_out = self._left_out, 0
+        lines = self._left_out
         return f"\n--- {lines:,} lines are left out: the reader was too slow ---\n" if lines else ""
 
     def flush(self) -> None:
-        if self._descriptor is None:
+        if self._thread is None:
             self._file.flush()
 
     def __getattr__(self, name: str) -> Any:
@@ -375,14 +365,13 @@ class Output:
 
     def unblock(self) -> None:
         """From now on a thread writes; nothing changes for a file without a descriptor."""
-        if self._descriptor is not None:
+        if self._thread is not None:
             return
         try:
             self._file.flush()
             descriptor = os.dup(self._file.fileno())
         except (OSError, ValueError):
             return
-        self._descriptor = descriptor
         self._thread = threading.Thread(target=self._run, args=(descriptor,), daemon=True)
         self._thread.start()
 
@@ -392,40 +381,35 @@ class Output:
         Args:
             patient: wait for a stalled reader without limit.
         """
-        if self._descriptor is None:
+        if self._thread is None:
             return True
         seen, since = self._written, time.monotonic()
-        while self._size and self._error is None:
+        while self._waiting.unfinished_tasks and self._error is None:
             time.sleep(_LOOK_EVERY_S)
             if self._written != seen:
                 seen, since = self._written, time.monotonic()
             elif not patient and time.monotonic() - since > _STALLED_AFTER_S:
                 return False
-        with self._condition:
-            self._descriptor = None
-            self._condition.notify()
+        if self._error is None:
+            self._waiting.put(None)
         self._thread.join()
-        if self._error is None and (gap := self._gap()):
-            self.write(gap)
+        self._thread = None
+        if self._error is None and self._left_out:
+            self.write(self._gap())
+            self._left_out = 0
         return True
 
     def _run(self, descriptor: int) -> None:
         """Write to the descriptor, without Python's buffer: its lock would block the end of the interpreter."""
         encoding = getattr(self._file, "encoding", None) or "utf-8"
-        while True:
-            with self._condition:
-                self._condition.wait_for(lambda: self._waiting or self._descriptor is None)
-                if not self._waiting:
-                    break
-                text = self._waiting.popleft()
-            try:
+        try:
+            while (text := self._waiting.get()) is not None:
                 data = memoryview(text.encode(encoding, errors="replace"))
                 while data:
                     data = data[os.write(descriptor, data[:_CHUNK_BYTES]) :]
                     self._written += 1
-            except OSError as error:
-                self._error = error
-                break
-            with self._condition:
-                self._size -= len(text)
+                self._waiting.task_done()
+            self._waiting.task_done()
+        except OSError as error:
+            self._error = error
         os.close(descriptor)

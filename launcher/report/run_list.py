@@ -15,7 +15,6 @@ from launcher.plan.launch_plan import LaunchPlan
 from launcher.quantities import count, duration_text
 from launcher.report.tables import best_text, failure_text, named_lines, near, resume_hint, tracker_lines
 from launcher.rundir.files import last_lines, object_from_json
-from launcher.rundir.job_end import error_of
 from launcher.rundir.paths import RunPaths, SweepPaths
 from launcher.runs.status import ACTIVE, Run, RunState, metrics_text
 
@@ -98,8 +97,8 @@ def states_text(
 def status_table(run: Run, events: Sequence[dict[str, Any]] = ()) -> Table:
     """Return a table on one run and its events."""
     table, add = named_lines(f"Run {run.name}: {run.state.value}")
-    if run.detail:
-        add("why", run.detail if run.failure is None else error_of(run.failure))
+    if run.detail and run.failure is None:  # a failure is shown as a whole, below
+        add("why", run.detail)
     if run.job is not None:
         add("job", f"{run.job}, submitted {count(run.submissions, 'time')} by {run.user}")
     if run.nodes:
@@ -128,12 +127,8 @@ def status_table(run: Run, events: Sequence[dict[str, Any]] = ()) -> Table:
         if problem and where:
             add("", where)
     for number, event in enumerate(events):
-        add("" if number else "events", _event(event))
+        add("" if number else "events", f"{_at(event):%Y-%m-%d %H:%M:%S}  {_event_text(event)}")
     return table
-
-
-def _event(event: dict[str, Any]) -> str:
-    return f"{_at(event):%Y-%m-%d %H:%M:%S}  {_event_text(event)}"
 
 
 def _at(event: Mapping[str, Any]) -> datetime:

@@ -108,8 +108,12 @@ def copy_code(roots: Sequence[Path], target: Path, leave_out: Path) -> tuple[str
     copies = _places(roots, target)
     notes: list[dict[str, object]] = []
     for root, copy in zip(roots, copies, strict=True):
-        files = _copy(root, copy, _Omitted(root, leave_out, target.parent))
-        notes.append({"from": str(root), "files": files, "commit": _commit(root)})
+        copy.mkdir(parents=True)
+        names = _counted(root, _Omitted(root, leave_out, target.parent))
+        for name in names:
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, copy / name)
+        notes.append({"from": str(root), "files": len(names), "commit": _commit(root)})
     target.mkdir(parents=True, exist_ok=True)
     write_json(target / _NOTES, notes)
     return tuple(map(str, copies))
@@ -241,24 +245,10 @@ class _Omitted:
         if folder == self._root or not folder.is_relative_to(self._root):
             return False
         if folder not in self._known:
-            self._known[folder] = _is_run_or_sweep(folder) or folder.parent in self
+            paths = RunPaths(folder)  # plan.json alone may be a user's own file
+            is_run = paths.plan.is_file() and paths.config.is_file()
+            self._known[folder] = is_run or SweepPaths(folder).manifest.is_file() or folder.parent in self
         return self._known[folder]
-
-
-def _is_run_or_sweep(folder: Path) -> bool:
-    """Return whether ``folder`` is a run or a sweep. plan.json alone may be a user's own file."""
-    paths = RunPaths(folder)
-    return SweepPaths(folder).manifest.is_file() or (paths.plan.is_file() and paths.config.is_file())
-
-
-def _copy(root: Path, copy: Path, omitted: _Omitted) -> int:
-    copy.mkdir(parents=True)
-    names = _counted(root, omitted)
-    for name in names:
-        place = copy / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(root / name, place)
-    return len(names)
 
 
 def _counted(root: Path, omitted: _Omitted, *, empty: bool = False) -> list[str]:
@@ -346,17 +336,18 @@ def _git_files(root: Path) -> list[str]:
 
 
 def _small_files(root: Path, omitted: _Omitted) -> Iterator[str]:
-    for place, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not _holds_no_code(Path(place) / name, omitted)]
-        yield from (
-            str((Path(place) / name).relative_to(root)) for name in folders if (Path(place) / name).is_symlink()
-        )
+    for top, folders, names in os.walk(root):
+        place = Path(top)
+        folders[:] = [
+            name
+            for name in folders
+            if not (name.startswith(".") or name in _NOT_CODE or (place / name / "pyvenv.cfg").exists())
+            and place / name not in omitted
+        ]
+        for name in folders:
+            if (place / name).is_symlink():
+                yield str((place / name).relative_to(root))
         for name in names:
-            path = Path(place) / name
+            path = place / name
             if not name.startswith(".") and path.is_file() and path.stat().st_size <= _SMALL_BYTES:
                 yield str(path.relative_to(root))
-
-
-def _holds_no_code(folder: Path, omitted: _Omitted) -> bool:
-    is_environment = (folder / "pyvenv.cfg").exists()
-    return folder.name.startswith(".") or folder.name in _NOT_CODE or folder in omitted or is_environment

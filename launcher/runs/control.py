@@ -99,18 +99,15 @@ def _end(runs: Sequence[Run]) -> Iterator[Run]:
     yield from on_slurm
     for run in runs:
         if run.kind != ClusterKind.slurm:
-            _end_here(run, history.submissions(RunPaths(Path(run.dir)))[-1])
+            pid = history.submissions(RunPaths(Path(run.dir)))[-1].pid
+            assert pid is not None
+            try:
+                os.kill(pid, signal.SIGTERM)
+            except ProcessLookupError:
+                pass  # the run has ended meanwhile
+            except PermissionError:
+                raise SiteError(f"{run.name}: belongs to {run.user}, and only {run.user} can cancel it.") from None
             yield run
-
-
-def _end_here(run: Run, submission: Submission) -> None:
-    assert submission.pid is not None
-    try:
-        os.kill(submission.pid, signal.SIGTERM)
-    except ProcessLookupError:
-        return  # the run has ended meanwhile
-    except PermissionError:
-        raise SiteError(f"{run.name}: belongs to {run.user}, and only {run.user} can cancel it.") from None
 
 
 def _patience_s(plans: Sequence[LaunchPlan]) -> float:
@@ -138,9 +135,21 @@ def to_resume(run: Run) -> LaunchPlan:
 
 def to_change(run: Run) -> LaunchPlan:
     """Return the plan as ``to_resume`` does, but allow a run that is done, for a change that gives it more to do."""
+    return _plan_to_start_again(run, "resume")
+
+
+def _plan_to_start_again(run: Run, verb: str) -> LaunchPlan:
     plan = _plan_of(RunPaths(Path(run.dir)))
-    _require_over(run, "resume")
-    _require_begins_again(plan)
+    _require_over(run, verb)
+    if cluster_of(plan.cluster.kind).typed_on_each_host:
+        raise SiteError(
+            f"{plan.run.name}: cluster={plan.cluster.kind}: its hosts have no scheduler to restart it.\n"
+            "  Type the command again on each host, with another run.name."
+        )
+    if plan.cluster.kind == ClusterKind.local and not Path(plan.cluster.cwd).is_dir():
+        raise SiteError(
+            f"{plan.run.name}: {plan.cluster.cwd}, in which it was started, does not exist on this machine."
+        )
     return plan
 
 
@@ -172,9 +181,7 @@ def to_retry(run: Run) -> LaunchPlan:
         SiteError: It used several hosts without a scheduler.
     """
     paths = RunPaths(Path(run.dir))
-    plan = _plan_of(paths)
-    _require_over(run, "retry")
-    _require_begins_again(plan)
+    plan = _plan_to_start_again(run, "retry")
     if isinstance(plan, RunPlan) and plan.initial is not None:
         plan.initial.require_unchanged()
     plan = _renamed(plan, paths)
@@ -273,18 +280,6 @@ def _require_over(run: Run, verb: str) -> None:
         raise UserError(
             f"{run.name}: is {run.state.value}{f' ({run.detail})' if run.detail else ''}.\n"
             f"  `launch {verb}` is for a run that has ended; `launch cancel {run.name}` ends it."
-        )
-
-
-def _require_begins_again(plan: LaunchPlan) -> None:
-    if cluster_of(plan.cluster.kind).typed_on_each_host:
-        raise SiteError(
-            f"{plan.run.name}: cluster={plan.cluster.kind}: its hosts have no scheduler to restart it.\n"
-            "  Type the command again on each host, with another run.name."
-        )
-    if plan.cluster.kind == ClusterKind.local and not Path(plan.cluster.cwd).is_dir():
-        raise SiteError(
-            f"{plan.run.name}: {plan.cluster.cwd}, in which it was started, does not exist on this machine."
         )
 
 

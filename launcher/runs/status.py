@@ -153,12 +153,12 @@ def newest(runs: Sequence[RunPaths], number: int) -> list[RunPaths]:
     """Return the ``number`` runs that were created last, without reading more of the others than their plans."""
     if len(runs) <= number:
         return [*runs]
-    return sorted(runs, key=_created_or_never)[-number:]
 
+    def created(paths: RunPaths) -> str:
+        found = _attempted(paths, lambda: _created(_object(paths.plan)))
+        return found if isinstance(found, str) else ""
 
-def _created_or_never(paths: RunPaths) -> str:
-    created = _attempted(paths, lambda: _created(_object(paths.plan)))
-    return created if isinstance(created, str) else ""
+    return sorted(runs, key=created)[-number:]
 
 
 @dataclass(frozen=True)

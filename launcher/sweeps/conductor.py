@@ -238,7 +238,8 @@ class Conductor:
                         cell = self._named(cell, paths, run_name(entries[number]))
                     new[cell.content], run_of[cell.content] = cell, cell.plan.paths
                 run = run_of[cell.content].root
-                entries[number] = dataclasses.replace(entries[number], run=_relative(run, paths.root))
+                place = run.name if run.parent == paths.root else f"../{run.relative_to(paths.root.parent)}"
+                entries[number] = dataclasses.replace(entries[number], run=place)
             # saved before they start, so that the manifest lists them whatever happens
             sweep = sweep.with_cells(tuple(entries))
             sweep.save(paths)
@@ -323,13 +324,11 @@ class Conductor:
 
     def _submit(self, paths: SweepPaths, sweep: Sweep, new: Sequence[_Planned]) -> dict[str, str]:
         """Submit the cells; return Slurm's refusals by cell content."""
-        most = submit.max_array_size()
         for cell in new:
             if not cell.resumes:
                 local.create(cell.plan, cell.request.yaml)
-        answers = submit.submit_in_arrays(
-            [cell.plan for cell in new], paths.root.name, paths.slurm, most, sweep.at_once
-        )
+        plans = [cell.plan for cell in new]
+        answers = submit.submit_in_arrays(plans, paths.root.name, paths.slurm, sweep.at_once)
         refused: dict[str, str] = {}
         for cell, answer in zip(new, answers, strict=True):
             if isinstance(answer, UserError):
@@ -362,10 +361,6 @@ class Conductor:
 def _refused(cell: Cell, refused: dict[str, str]) -> Cell:
     problem = refused.get(str(cell.content))
     return cell if problem is None else dataclasses.replace(cell, run=None, problem=problem)
-
-
-def _relative(run: Path, sweep: Path) -> str:
-    return run.name if run.parent == sweep else f"../{run.relative_to(sweep.parent)}"
 
 
 def _result(cell: RequestedCell, paths: RunPaths | None) -> Result:

@@ -183,12 +183,12 @@ def restart_runs(
 
 
 def _submit(paths: SweepPaths, runs: Sequence[Run], planned: Callable[[Run], LaunchPlan], restarted: Restarted) -> None:
-    most, at_once = submit.max_array_size(), manifest.load_sweep(paths).at_once
+    at_once = manifest.load_sweep(paths).at_once
     plans: list[LaunchPlan] = []
     sent: list[str | UserError] = []
     try:
         plans += map(planned, runs)
-        sent += submit.submit_in_arrays(plans, paths.root.name, paths.slurm, most, at_once)
+        sent += submit.submit_in_arrays(plans, paths.root.name, paths.slurm, at_once)
     finally:
         for number, (run, plan) in enumerate(zip(runs, plans, strict=False)):
             answer = sent[number] if sent else None

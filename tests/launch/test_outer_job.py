@@ -21,13 +21,8 @@ PLATFORM = {"RANK": "0", "WORLD_SIZE": "2"}
 SRUN = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2"}
 OMPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
 ONE_EACH = SRUN | {"SLURM_STEP_NUM_TASKS": "2"}
-BATCH = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_NTASKS": "4",
-    "SLURM_PROCID": "0",
-    "SLURMD_NODENAME": "n1",
-    "SLURM_JOB_NUM_NODES": "1",
-}
+BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURMD_NODENAME": "n1"}
+BATCH["SLURM_JOB_NUM_NODES"] = "1"
 TRAIN = ("train", "cluster.nodes=1", "train.steps=3", "task.words=[a, b]")
 
 
@@ -65,37 +60,21 @@ def set_environment(monkeypatch: pytest.MonkeyPatch, env: dict[str, str]) -> Non
     monkeypatch.setattr(outer_job, "typed_kinds", lambda: ["typed"])
 
 
+REST = "cluster.nodes=1 train.steps=3 'task.words=[a, b]'"
+TWO_WORKERS = f"launch train cluster.workers_per_node=2 {REST}"
+SEVERAL = "On 2 hosts: add cluster.nodes=2 and cluster=slurm or cluster=typed on each host."
+
+
 @pytest.mark.parametrize(
     ("env", "starter", "lines"),
     [
-        (
-            TORCHRUN,
-            "torchrun has started 2 copies",
-            ["launch train cluster.workers_per_node=2 cluster.nodes=1 train.steps=3 'task.words=[a, b]'"],
-        ),
-        (
-            TORCHRUN | {"WORLD_SIZE": "4"},
-            "torchrun has started 4 copies",
-            [
-                "launch train cluster.workers_per_node=2 cluster.nodes=1 train.steps=3 'task.words=[a, b]'",
-                "On 2 hosts: add cluster.nodes=2 and cluster=slurm or cluster=typed on each host.",
-            ],
-        ),
-        (
-            ONE_EACH,
-            "srun has started 2 copies",
-            [
-                "launch train cluster.nodes=1 train.steps=3 'task.words=[a, b]'",
-                "On 2 hosts: add cluster.nodes=2 and cluster=slurm or cluster=typed on each host.",
-            ],
-        ),
+        (TORCHRUN, "torchrun has started 2 copies", [TWO_WORKERS]),
+        (TORCHRUN | {"WORLD_SIZE": "4"}, "torchrun has started 4 copies", [TWO_WORKERS, SEVERAL]),
+        (ONE_EACH, "srun has started 2 copies", [f"launch train {REST}", SEVERAL]),
         (
             PLATFORM,
             "a program that sets RANK and WORLD_SIZE has started 2 copies",
-            [
-                "launch train cluster.nodes=1 train.steps=3 'task.words=[a, b]'",
-                "On 2 hosts: add cluster.nodes=2 and cluster=slurm or cluster=typed on each host.",
-            ],
+            [f"launch train {REST}", SEVERAL],
         ),
     ],
 )
@@ -165,9 +144,7 @@ def test_an_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "srun --nodes=2 --ntasks-per-node=1 --cpus-per-task=4 launch train cluster.rendezvous=$(" in noted
     shell = allocation_note({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}, TRAIN)  # of salloc, on the login node
     assert "has 1 node, and the run uses this host, which need not be one of them" in shell
-    assert shell.endswith(
-        "srun --nodes=1 --ntasks-per-node=1 launch train cluster.nodes=1 train.steps=3 'task.words=[a, b]'"
-    )
+    assert shell.endswith(f"srun --nodes=1 --ntasks-per-node=1 launch train {REST}")
 
 
 @pytest.mark.slow

@@ -21,6 +21,32 @@ from launcher.rundir.files import Tail, write_text
 from launcher.rundir.paths import RunPaths
 from tests.helpers import make_plan
 
+RATE = {"throughput/samples_per_s": 1}
+
+
+class Shown:
+    """A run in ``root``, its live display, and the text that the display has printed."""
+
+    def __init__(self, root: Path, steps: int) -> None:
+        self.plan = make_plan(f"train.steps={steps}", run_dir=str(root))
+        self.plan.paths.logs.mkdir(exist_ok=True)
+        self.out = io.StringIO()
+
+    def open(self, *, whole: bool = False, width: int = 100, terminal: bool | None = None) -> LiveDisplay:
+        console = Console(file=self.out, width=width, force_terminal=terminal)
+        self.display = LiveDisplay(self.plan, console, whole=whole)
+        return self.display
+
+    def record(self, step: int, loss: float | None = 1, **fields: float) -> None:
+        """Append a record, and have the display look at it."""
+        with self.plan.paths.metrics.open("a") as file:
+            file.write(json.dumps({"step": step, "train/loss": loss, **RATE, **fields}) + "\n")
+        self.display.refresh()
+
+    def end(self) -> list[str]:
+        self.display.close()
+        return self.out.getvalue().splitlines()
+
 
 def test_no_blanks_at_the_ends_of_lines_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     console().print(plan_table(make_plan()), "")
@@ -42,20 +68,16 @@ def test_a_record_that_takes_the_place_of_another_is_read_from_its_beginning(tmp
 
 
 def test_the_live_display_of_a_run_that_begins_again(tmp_path: Path) -> None:
-    plan = make_plan("train.steps=3", run_dir=str(tmp_path))
+    shown = Shown(tmp_path, 3)
     lines = [f'{{"step": {n}, "train/loss": {n}, "throughput/samples_per_s": 1}}\n' for n in (1, 2, 3)]
-    out = io.StringIO()
-    display = LiveDisplay(plan, Console(file=out, width=100))
-    plan.paths.metrics.write_text("".join(lines))
+    display, metrics = shown.open(), shown.plan.paths.metrics
+    metrics.write_text("".join(lines))
     display.refresh()
-    plan.paths.checkpoint(1).mkdir(parents=True)
-    write_text(plan.paths.metrics, lines[0] + lines[1])  # the next step follows before the display looks again
-    for line in (None, lines[2]):
-        with plan.paths.metrics.open("a") as file:
-            file.write(line or "")
-        display.refresh()
-    display.close()
-    assert out.getvalue().splitlines() == [
+    shown.plan.paths.checkpoint(1).mkdir(parents=True)
+    write_text(metrics, lines[0] + lines[1])  # the next step follows before the display looks again
+    display.refresh()
+    shown.record(3, 3)
+    assert shown.end() == [
         "step 3/3  loss 3.0000  1 samples/s",
         "--- resumed after step 1 ---",
         "step 3/3  loss 3.0000  1 samples/s",
@@ -63,44 +85,31 @@ def test_the_live_display_of_a_run_that_begins_again(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_resumed_shows_nothing_of_its_earlier_starts(tmp_path: Path) -> None:
-    plan = make_plan("train.steps=9", run_dir=str(tmp_path))
-    plan.paths.logs.mkdir()
+    shown = Shown(tmp_path, 9)
     for attempt, text in enumerate(("the first start\n", "the second\n")):
-        plan.paths.rank_log(0, attempt).write_text(text)
-    record = '{"step": %d, "train/loss": 5.5, "throughput/samples_per_s": 1}\n'
-    plan.paths.metrics.write_text(record % 8)
-    out = io.StringIO()
-    display = LiveDisplay(plan, Console(file=out, width=100))
-    display.refresh()
-    plan.paths.rank_log(0, 2).write_text("Going on\n")
-    with plan.paths.metrics.open("a") as file:
-        file.write(record % 9)
-    display.refresh()
-    display.close()
-    shown = out.getvalue().splitlines()
-    assert shown == ["--- rank0.attempt2.log ---", "Going on", "step 9/9  loss 5.5000  1 samples/s"]
+        shown.plan.paths.rank_log(0, attempt).write_text(text)
+    shown.plan.paths.metrics.write_text(json.dumps({"step": 8, "train/loss": 5.5, **RATE}) + "\n")
+    shown.open().refresh()
+    shown.plan.paths.rank_log(0, 2).write_text("Going on\n")
+    shown.record(9, 5.5)
+    assert shown.end() == ["--- rank0.attempt2.log ---", "Going on", "step 9/9  loss 5.5000  1 samples/s"]
 
 
 def test_the_output_after_a_restart_is_shown_though_the_start_before_ended_with_an_exception(tmp_path: Path) -> None:
     """Both logs are read at the same moment."""
-    plan = make_plan("train.steps=9", run_dir=str(tmp_path))
-    plan.paths.logs.mkdir()
-    out = io.StringIO()
-    display = LiveDisplay(plan, Console(file=out, width=100))
-    plan.paths.rank_log(0).write_text(f"first\n[rank0]: {EXCEPTION_MARK}\n[rank0]: Traceback\n")
-    plan.paths.rank_log(0, 1).write_text("second\n")
+    shown = Shown(tmp_path, 9)
+    display = shown.open()
+    shown.plan.paths.rank_log(0).write_text(f"first\n[rank0]: {EXCEPTION_MARK}\n[rank0]: Traceback\n")
+    shown.plan.paths.rank_log(0, 1).write_text("second\n")
     display.refresh()
-    display.close()
-    assert out.getvalue().splitlines() == ["first", "--- rank0.attempt1.log ---", "second"]
+    assert shown.end() == ["first", "--- rank0.attempt1.log ---", "second"]
 
 
 def test_the_live_display_follows_the_files(tmp_path: Path) -> None:
-    plan = make_plan("train.steps=9", run_dir=str(tmp_path))
-    plan.paths.logs.mkdir()
-    out = io.StringIO()
-    display = LiveDisplay(plan, Console(file=out, width=100))
+    shown = Shown(tmp_path, 9)
+    display = shown.open()
     display.refresh()  # nothing is there yet
-    log, metrics = plan.paths.rank_log(0), plan.paths.metrics
+    log, metrics = shown.plan.paths.rank_log(0), shown.plan.paths.metrics
     log.write_text("first [not markup]\nhalf a")
     metrics.write_text('{"step": 1, "train/loss": 5.5, "throughput/samples_per_s": 1234.5}\n{"step": 2, "tra')
     display.refresh()
@@ -109,12 +118,9 @@ def test_the_live_display_follows_the_files(tmp_path: Path) -> None:
     (tmp_path / "wandb.json").write_text('{"problem": "no server"}')
     with metrics.open("a") as file:
         file.write('in/loss": 5.25, "eval/loss": 5.0, "throughput/samples_per_s": 1000}\n')
-        # a last window without items
-        file.write('{"step": 9, "train/loss": null, "throughput/samples_per_s": 1000}\n')
-    for _ in range(2):
-        display.refresh()
-    display.close()
-    assert out.getvalue().splitlines() == [
+    shown.record(9, None, **{"throughput/samples_per_s": 1000})  # a last window without items
+    display.refresh()
+    assert shown.end() == [
         "first [not markup]",
         "step 1/9  loss 5.5000  1,234 samples/s",
         "half a line",
@@ -125,34 +131,24 @@ def test_the_live_display_follows_the_files(tmp_path: Path) -> None:
 
 
 def test_a_terminal_keeps_a_line_for_each_evaluation(tmp_path: Path) -> None:
-    plan = make_plan("train.steps=9", run_dir=str(tmp_path))
-    out = io.StringIO()
-    display = LiveDisplay(plan, Console(file=out, width=80, force_terminal=True))
+    shown = Shown(tmp_path, 9)
+    shown.open(width=80, terminal=True)
     for step in range(1, 6):
-        record = {"step": step, "train/loss": 1, "throughput/samples_per_s": 1, "time/total_s": step}
-        record |= {"eval/loss": step / 8} if step % 2 == 0 else {}
-        with plan.paths.metrics.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        display.refresh()
-    display.close()
-    lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line).strip() for line in re.split(r"[\r\n]+", out.getvalue())]
+        shown.record(step, **{"time/total_s": step}, **({"eval/loss": step / 8} if step % 2 == 0 else {}))
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", "\n".join(shown.end()))
+    lines = [line.strip() for line in re.split(r"[\r\n]+", text)]
     for step, held_out in ((2, "0.2500"), (4, "0.5000")):
         assert sum(line.startswith(f"step {step}/9  loss 1.0000  held-out {held_out}") for line in lines) >= 1
-    assert lines[-2].startswith("step 5/9  loss 1.0000  1 samples/s"), lines[-3:]
+    assert [line for line in lines if line][-1].startswith("step 5/9  loss 1.0000  1 samples/s"), lines[-3:]
 
 
 def test_plain_lines_say_how_long_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "PLAIN_LINE_EVERY_S", 0.0)
-    plan = make_plan("train.steps=300", run_dir=str(tmp_path))
-    out = io.StringIO()
-    display = LiveDisplay(plan, Console(file=out, width=200))
+    shown = Shown(tmp_path, 300)
+    shown.open(width=200)
     for step in (1, 2, 6, 7, 300):  # two seconds a step, after a first one of ten
-        record = {"step": step, "train/loss": 1, "throughput/samples_per_s": 1, "time/total_s": 8 + 2 * step}
-        with plan.paths.metrics.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        display.refresh()
-    display.close()
-    assert out.getvalue().splitlines() == [
+        shown.record(step, **{"time/total_s": 8 + 2 * step})
+    assert shown.end() == [
         "step 1/300  loss 1.0000  1 samples/s",
         "step 2/300  loss 1.0000  1 samples/s  9 min 56 s left",
         "The 300 steps take about 10 min 8 s; 9 min 48 s left.",
@@ -190,27 +186,23 @@ def test_last_words_without_an_end_of_line(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_the_whole_log_and_the_steps_of_a_run_elsewhere(tmp_path: Path) -> None:
-    plan = make_plan("train.steps=3", run_dir=str(tmp_path))
-    plan.paths.logs.mkdir()
-    plan.paths.rank_log(0).write_text("first start\n" * 300)
-    plan.paths.rank_log(0, 1).write_text("second start\n")
-    plan.paths.metrics.write_text('{"step": 1, "train/loss": 1, "throughput/samples_per_s": 1}\n')
-    out = io.StringIO()
-    following = LiveDisplay(plan, Console(file=out, width=100), whole=True)
-    following.refresh()
-    with plan.paths.metrics.open("a") as file:
-        file.write('{"step": 2, "train/loss": 2, "eval/loss": 5, "throughput/samples_per_s": 1}\n')
-    following.refresh()
-    with plan.paths.rank_log(0, 1).open("a") as file:
+    shown = Shown(tmp_path, 3)
+    first, second = (shown.plan.paths.rank_log(0, attempt) for attempt in (0, 1))
+    first.write_text("first start\n" * 300)
+    second.write_text("second start\n")
+    shown.plan.paths.metrics.write_text(json.dumps({"step": 1, "train/loss": 1, **RATE}) + "\n")
+    shown.open(whole=True).refresh()
+    shown.record(2, 2, **{"eval/loss": 5})
+    with second.open("a") as file:
         file.write("Bus error")
-    following.close()
-    assert out.getvalue().splitlines() == [
+    assert shown.end() == [
         *["first start"] * 300, "--- rank0.attempt1.log ---", "second start",
         "step 2/3  loss 2.0000  held-out 5.0000  1 samples/s", "Bus error",
     ]  # fmt: skip
 
 
-def test_a_stalled_reader_holds_nothing_and_loses_only_what_is_too_much() -> None:
+def test_a_stalled_reader_holds_nothing_and_loses_only_what_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "_MOST_WAITING", 200)
     reading, writing = os.pipe()
     with os.fdopen(reading) as reader, os.fdopen(writing, "w") as writer:
         output = Output(writer, trim=True)

@@ -192,14 +192,7 @@ def test_exposed_communication_is_said_with_its_interval(low: float, value: floa
 
 
 def test_a_failure_is_the_ranks_own_words_first() -> None:
-    failure = {
-        "rank": 3,
-        "exit_code": 1,
-        "kind": None,
-        "error": "ValueError: x",
-        "traceback": "Traceback ...\n",
-        "log": "/l",
-    }
+    failure = failure_record("ValueError: x", "/l", rank=3, exit_code=1, traceback="Traceback ...\n")
     assert failure_text({"failure": failure}) == "Traceback ...\nlaunch: rank 3 failed: ValueError: x\n  Its log: /l"
 
 

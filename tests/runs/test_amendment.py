@@ -152,20 +152,8 @@ def test_the_shards_of_a_stream_are_kept(sent: list[RunPlan]) -> None:
 def test_the_world_follows_and_the_old_plan_is_kept(sent: list[RunPlan]) -> None:
     paths = started_run("batch.accumulation=4")
     old = RunPlan.load(paths.plan)
-    assert (
-        cli.run(
-            [
-                "resume",
-                "own",
-                "cluster.workers_per_node=4",
-                "strategy=fsdp",
-                "strategy.sync=boundary",
-                "--quiet",
-                "train.steps=40",
-            ]
-        )
-        == 0
-    )
+    more = ("cluster.workers_per_node=4", "strategy=fsdp", "strategy.sync=boundary", "train.steps=40")
+    assert cli.run(["resume", "own", *more, "--quiet"]) == 0
     assert cli.run(["resume", "own", "cluster.workers_per_node=5", "--quiet"]) == 0
     assert cli.run(["resume", "own", "cluster.workers_per_node=1", "strategy=single", "batch.micro_size=6"]) == 0
     assert cli.run(["resume", "own", "checkpoint.every=5"]) == 0

@@ -18,7 +18,7 @@ from launcher.cli import names
 from launcher.errors import SiteError, UserError
 from launcher.launch.slurm import client
 from launcher.launch.slurm.client import Listed, SlurmSilent
-from launcher.report.run_list import status_table
+from launcher.report.run_list import failure_of, status_table
 from launcher.rundir import history, paths
 from launcher.rundir.files import write_json
 from launcher.rundir.history import Submission
@@ -245,9 +245,9 @@ def test_local_runs(tmp_path: Path) -> None:
     (run,) = status.statuses_of([paths])
     assert (run.state, run.detail) == (RunState.failed, "rank 1: KeyError: 3")
     console = Console(width=100, file=io.StringIO())
-    console.print(status_table(run))
-    assert "rank 1: KeyError: 3" in (text := cast("io.StringIO", console.file).getvalue())
-    assert "more" in text, "launch status shows all lines of the error"
+    console.print(status_table(run), failure_of(run))
+    text = cast("io.StringIO", console.file).getvalue()
+    assert text.count("KeyError: 3") == text.count("more") == 1, "launch status shows all lines of the error, once"
 
 
 def test_what_was_asked_to_end_before_an_error_stays_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ class Machine:
     """Runs what it is given, as ``verdict`` and ``numbers`` say."""
 
     def __init__(self) -> None:
-        self.verdict, self.numbers = "done", dict[str, object]()
+        self.verdict, self.numbers, self.confirmed = "done", dict[str, object](), True
         self.ran: list[str] = []
         self.said: list[str] = []
 
@@ -53,14 +53,24 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine()
 
 
+def conduct(
+    machine: Machine, arguments: Sequence[str], cells: Sequence[RequestedCell], results: bool = False
+) -> tuple[list[Result], list[str]]:
+    """Return the results of one command's sweep, and the labels of all cells of the sweep."""
+    words = ["-m", *arguments]
+    conductor = Conductor(words, machine, lambda _: None, machine.said.append, wait=False, confirmed=machine.confirmed)
+    found = conductor.begin(cells, results)
+    assert conductor.paths is not None
+    return found, [cell.label for cell in load_sweep(conductor.paths).cells]
+
+
 def begin(
     machine: Machine, *fixed: str, seeds: Sequence[int], results: bool = False, key: str = "train.seed"
 ) -> list[Result]:
     """A sweep over seeds, as one command does it."""
     words = [(f"{key}={seed}",) for seed in seeds]
     cells = [RequestedCell(each, *compose_with_yaml([*TASK, *fixed, *each])) for each in words]
-    arguments = ["-m", *TASK, *fixed, f"{key}={','.join(map(str, seeds))}"]
-    return Conductor(arguments, machine, lambda _: None, machine.said.append, wait=False).begin(cells, results)
+    return conduct(machine, [*TASK, *fixed, f"{key}={','.join(map(str, seeds))}"], cells, results)[0]
 
 
 def test_a_sweep_that_was_stopped_goes_on_where_it_was(machine: Machine) -> None:
@@ -162,24 +172,18 @@ def test_sweepers_learn_what_sweep_objective_names(machine: Machine) -> None:
 def test_finished_cells_start_again_only_if_that_is_confirmed(machine: Machine) -> None:
     begin(machine, seeds=[1, 2])
     Path("made.py").write_text("class Task: ...  # edited")
-    cells = [RequestedCell((f"train.seed={n}",), *compose_with_yaml([*TASK, f"train.seed={n}"])) for n in (1, 2)]
-    arguments = ["-m", *TASK, "train.seed=1,2"]
-    asking = Conductor(arguments, machine, lambda _: None, machine.said.append, wait=False, confirmed=False)
-    with pytest.raises(
-        UserError, match=r"2 finished cells, which would start again: seed=1, seed=2.\n.*--yes.*--failed"
-    ):
-        asking.begin(cells, False)
+    machine.confirmed = False
+    asks = r"2 finished cells, which would start again: seed=1, seed=2.\n.*--yes.*--failed"
+    with pytest.raises(UserError, match=asks):
+        begin(machine, seeds=[1, 2])
     assert len(machine.ran) == 2
 
 
 def test_a_cell_whose_overrides_come_in_another_order_is_the_same(machine: Machine) -> None:
     for words in (("train.seed=1", "optimizer.lr=0.5"), ("optimizer.lr=0.5", "train.seed=1")):
         cells = [RequestedCell(words, *compose_with_yaml([*TASK, *words]))]
-        arguments = ["-m", *TASK, "train.seed=1", "optimizer.lr=0.5", "sweep.name=s"]
-        conductor = Conductor(arguments, machine, lambda _: None, machine.said.append, wait=False)
-        conductor.begin(cells, False)
-        assert conductor.paths is not None
-        assert len(load_sweep(conductor.paths).cells) == 1
+        _, labels = conduct(machine, [*TASK, "train.seed=1", "optimizer.lr=0.5", "sweep.name=s"], cells)
+        assert len(labels) == 1
     assert len(machine.ran) == 1
 
 
@@ -195,10 +199,7 @@ def test_more_values_add_cells_and_fewer_continue_a_part(machine: Machine) -> No
             for chosen in product(*words)
         ]
         typed = [f"{key.replace('__', '.')}={','.join(several)}" for key, several in values.items()]
-        conductor = Conductor(["-m", *typed, "sweep.name=s"], machine, lambda _: None, machine.said.append, wait=False)
-        conductor.begin(cells, False)
-        assert conductor.paths is not None
-        return [cell.label for cell in load_sweep(conductor.paths).cells]
+        return conduct(machine, [*typed, "sweep.name=s"], cells)[1]
 
     started = ["seed=1", "seed=2"]
     assert sweep(train__seed="12", optimizer__lr="1") == started

@@ -131,18 +131,14 @@ class Listener:
             self._unknown.pop(0).close()
         return len(self._unknown) < MOST_UNKNOWN
 
-    def _accept(self) -> Channel:
-        """Return the next new connection. Raises OSError if there is none, or if it is gone again."""
-        return Channel(self._socket.accept()[0])
-
     def arrivals(self) -> list[tuple[Channel, Message]]:
         """Return new connections from a `launch`, each with its first message.
 
         Anything else (port scanners, browsers, silent connections) is closed and counts as no host.
         """
-        with suppress(OSError):
+        with suppress(OSError):  # there is none, or it is gone again
             while self._has_room():
-                self._unknown.append(self._accept())
+                self._unknown.append(Channel(self._socket.accept()[0]))
         arrived: list[tuple[Channel, Message]] = []
         for channel in self._unknown.copy():
             messages = channel.receive()

@@ -167,7 +167,9 @@ def lead(plan: P, create: Create, route: Route, facts: Message, say: Say) -> tup
                 channel.send(refused=str(error))
         _undo(plan, created, listener, *channels)
         raise
-    return plan, FirstHost(listener, channels, address, _refusal(plan, route), _least(plan))
+    # without checkpoints the run ends with the loss of a host
+    least = plan.cluster.min_nodes if isinstance(plan, RunPlan) and plan.checkpoint.enabled else None
+    return plan, FirstHost(listener, channels, address, _refusal(plan, route), least)
 
 
 def _undo(plan: LaunchPlan, created: bool, *connections: Listener | Channel) -> None:
@@ -186,11 +188,6 @@ def _refusal(plan: LaunchPlan, route: Route) -> str:
         f"cluster.rendezvous={route.shown}: the run there, {plan.run.name}, {why}.\n"
         "  For a job of its own, choose another port or another first host."
     )
-
-
-def _least(plan: LaunchPlan) -> int | None:
-    """Return the fewest hosts with which the run continues after a loss; None if it ends, e.g. without checkpoints."""
-    return plan.cluster.min_nodes if isinstance(plan, RunPlan) and plan.checkpoint.enabled else None
 
 
 def _require_ready(channels: list[Channel], plan: LaunchPlan, port: int) -> None:
@@ -220,18 +217,15 @@ def require_reach(address: str, port: int, whose: str) -> None:
     Raises:
         SiteError: The host cannot be reached, or ``address`` belongs to this host too.
     """
-    problem = (
-        "it is an address of this host too"
-        if any(i.address == address and not i.loopback for i in interfaces())
-        else ""
-    )
-    if not problem:
-        try:
-            socket.create_connection((address, port), timeout=_REACH_WITHIN_S).close()
-        except ConnectionRefusedError:
-            pass
-        except OSError as error:
-            problem = error.strerror or str(error)
+    problem = ""
+    try:
+        socket.create_connection((address, port), timeout=_REACH_WITHIN_S).close()
+    except ConnectionRefusedError:
+        pass
+    except OSError as error:
+        problem = error.strerror or str(error)
+    if any(i.address == address and not i.loopback for i in interfaces()):
+        problem = "it is an address of this host too"
     if problem:
         raise SiteError(
             f"cluster.interface: {socket.gethostname()} does not reach {address}, the address of {whose}: "
@@ -246,7 +240,10 @@ def join_node_0(plan: P, create: Create, route: Route, facts: Message, say: Say)
         channel.send(launch=PROTOCOL, facts=facts)
         greeting = channel.next(_ANSWER_WITHIN_S)
         if greeting is None or greeting.get("launch") != PROTOCOL:
-            raise SiteError(_no_launch(route))
+            raise SiteError(
+                f"cluster.rendezvous={route.shown}: the program there is not a `launch` of this version that waits for "
+                "hosts.\n  Start it on the first host as here, or choose a port that nothing else uses."
+            )
         welcome = _expect(channel, "welcome", MEET_WITHIN_S)
         place = HostPosition(
             node=int(welcome["node"]), address=route.interface.address, interface=route.interface.name,
@@ -266,14 +263,6 @@ def join_node_0(plan: P, create: Create, route: Route, facts: Message, say: Say)
         _undo(plan, created, channel)
         raise
     return plan, OtherHost(channel)
-
-
-def _no_launch(route: Route) -> str:
-    """Return the message about a program that does not answer as node 0 does."""
-    return (
-        f"cluster.rendezvous={route.shown}: the program there is not a `launch` of this version that waits for hosts."
-        "\n  Start it on the first host as here, or choose a port that nothing else uses."
-    )
 
 
 def _connect(route: Route, say: Say) -> Channel:

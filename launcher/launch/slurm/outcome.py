@@ -91,7 +91,7 @@ def conclude(plan: LaunchPlan, task: SlurmTask, fence: Fence, ended: Summary) ->
     write_json(paths.summary, {"verdict": verdict} | summary | hang | {"stopped_by": stopped_by})
     why = reason_to_requeue(plan, task, stopped_by)
     # a `launch run` script reports no progress, so it might be restarted without end
-    if lost and isinstance(plan, RunPlan) and _state(task.job) in (None, "RUNNING"):
+    if lost and isinstance(plan, RunPlan) and ((job := _job(task.job)) is None or job.state == "RUNNING"):
         why = lost
     history.note_event(paths, verdict, by=stopped_by, why=why or "Slurm ends the job", step=summary.get("steps"))
     return _requeue_unless_futile(plan, task, fence, why) if why else EXIT_RESUMABLE
@@ -102,7 +102,7 @@ def reason_to_requeue(plan: LaunchPlan, task: SlurmTask, signal_name: str = "") 
     assert plan.cluster.slurm is not None
     # only Slurm knows the cause of a SIGTERM
     within_s = _grace_s(plan) if signal_name == "SIGTERM" and task.can_ask else 0
-    job = _answer(task.job, within_s)
+    job = _job(task.job, within_s)
     if job is not None and job.state != "RUNNING":  # it is being cancelled, or requeued
         return ""
     if job is not None and job.preempted:
@@ -119,17 +119,19 @@ def _grace_s(plan: LaunchPlan) -> float:
     return max(plan.cluster.slurm.signal_s, _RETRY_WITHIN_S)
 
 
-def _answer(job: str, within_s: float) -> client.SlurmJob | None:
-    """Return what Slurm knows of the job; None if it knows nothing, or has not answered within ``within_s`` seconds."""
-    end = time.monotonic() + within_s
-    while True:
+def _job(job_id: str, within_s: float = 0.0) -> client.SlurmJob | None:
+    """Return what Slurm knows of the job; None if it has not answered within ``within_s`` seconds: this node may be cut
+    off."""
+
+    def ask() -> client.SlurmJob | None:
         try:
-            return client.job(job)
+            return client.job(job_id)
         except SiteError as error:
-            print(f"{error}", file=sys.stderr, flush=True)
-        if time.monotonic() >= end:
+            if within_s:
+                print(f"{error}", file=sys.stderr, flush=True)
             return None
-        time.sleep(_RETRY_EVERY_S)
+
+    return wait_until(ask, within_s, _RETRY_EVERY_S)
 
 
 def _requeue_unless_futile(plan: LaunchPlan, task: SlurmTask, fence: Fence, why: str) -> int:
@@ -173,10 +175,7 @@ def _requeue(plan: LaunchPlan, task: SlurmTask, fence: Fence) -> str:
         except SiteError as error:
             why = str(error)
         print(f"{why}\n  Trying again.", file=sys.stderr, flush=True)
-        try:
-            job = client.job(task.job)  # the request may have arrived although the answer was lost
-        except SiteError:
-            job = None
+        job = _job(task.job)  # the request may have arrived although the answer was lost
         if job is not None and (job.restarts > task.restart or job.state in client.WAITING):
             return ""
         over = job is not None and job.state in client.ENDED
@@ -295,9 +294,8 @@ class Reports:
                 return False
             if not task.can_ask and time.monotonic() > end:
                 return False
-            state = _state(task.job) if task.can_ask else None
-            if state is not None:
-                if state != "RUNNING":  # Slurm has ended the job, or is about to
+            if task.can_ask and (job := _job(task.job)) is not None:
+                if job.state != "RUNNING":  # Slurm has ended the job, or is about to
                     return False
                 failures = self.all()
                 gave_up = job_log.gave_up(self._fence.paths, task.job, self._fence.newest().get("output_from", 0))
@@ -310,12 +308,3 @@ def _slurmd_timeout_s() -> int:
     with suppress(SiteError):
         return first_number(client.settings(), "SlurmdTimeout") or _SLURMD_TIMEOUT_S
     return _SLURMD_TIMEOUT_S
-
-
-def _state(job: str) -> str | None:
-    """Return Slurm's state of the job; None if Slurm does not answer, for example because this node is cut off."""
-    try:
-        answer = client.job(job)
-    except SiteError:
-        return None
-    return None if answer is None else answer.state

@@ -83,19 +83,19 @@ def submit_one(plan: LaunchPlan) -> str:
 
 
 def submit_in_arrays(
-    plans: Sequence[LaunchPlan], stem: str, folder: Path, most: int, at_once: int | None
+    plans: Sequence[LaunchPlan], stem: str, folder: Path, at_once: int | None
 ) -> list[str | UserError]:
     """Submit runs whose directories exist as job arrays: runs with the same ``array_key`` share one.
 
     Args:
         stem: stem of the arrays' job names; a unique suffix is added.
         folder: submitit's folder.
-        most: jobs per array, from ``max_array_size``.
         at_once: jobs of an array that may run at the same time; None: no limit.
 
     Returns:
         For each plan its job's id, or the error with which Slurm refused it.
     """
+    most = max(1, int(client.settings().get("MaxArraySize", 1)))
     by_shape: dict[str, list[int]] = {}
     for number, plan in enumerate(plans):
         by_shape.setdefault(array_key(plan), []).append(number)
@@ -160,11 +160,6 @@ def array_key(plan: LaunchPlan) -> str:
     slurm = dataclasses.asdict(plan.cluster.slurm)
     slurm["options"].pop("job-name")
     return json.dumps([slurm, plan.cluster.cwd, str(plan.paths.root.parent)], sort_keys=True)
-
-
-def max_array_size() -> int:
-    """Return the largest number of jobs that Slurm accepts in one array."""
-    return max(1, int(client.settings().get("MaxArraySize", 1)))
 
 
 def submit_function(

@@ -105,16 +105,3 @@ def test_the_state_of_a_run_that_started_again(
     leave_entry(paths)
     assert report(runs) == ["run3"]
     assert ReportedRuns().statuses([paths])[0].state is state
-
-
-def test_a_state_that_may_change_without_a_file_is_in_no_entry(runs: list[Path]) -> None:
-    """The process of a `launch` ends, and leaves the files as they are."""
-    paths = RunPaths(runs[0])
-    history.add_submission(paths, Submission.now().by_this_process())
-    write_json(paths.newest_incarnation, {"incarnation": "0.0"})
-    leave_entry(paths)
-    assert report(runs) == ["run3"]
-    assert ReportedRuns().statuses([paths])[0].state is RunState.running
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(history, "process_start_id", lambda _: None)
-        assert ReportedRuns().statuses([paths])[0].state is RunState.done

@@ -42,7 +42,8 @@ def test_an_array_is_no_larger_than_slurm_takes(tmp_path: Path, monkeypatch: pyt
         return [f"{len(sent)}_{number}" for number in range(len(plans))]
 
     monkeypatch.setattr(submit, "submit_array", send_array)
-    answers = submit.submit_in_arrays(plans(tmp_path, 5), "s", tmp_path, 2, None)
+    monkeypatch.setattr(client, "settings", lambda: {"MaxArraySize": "2"})
+    answers = submit.submit_in_arrays(plans(tmp_path, 5), "s", tmp_path, None)
     assert answers == ["1_0", "1_1", "2_0", "2_1", "3_0"]
     assert [names for names, _ in sent] == [["r0", "r1"], ["r2", "r3"], ["r4"]]
     assert len({name for _, name in sent}) == 3
@@ -114,7 +115,6 @@ def test_a_cell_that_is_refused_again_leaves_the_book_as_it_was(
         return ["8_0", SiteError("no such reservation")]
 
     monkeypatch.setattr(submit, "submit_in_arrays", send_all)
-    monkeypatch.setattr(submit, "max_array_size", lambda: 1000)
     begun = reuse.restart_runs(paths, lambda: runs, retry, lambda _: 0, print, print)
     assert begun.jobs == ["8_0"]
     assert begun.statuses == [2]
