@@ -12,7 +12,7 @@ from launcher.config.hydra import compose
 from launcher.errors import SiteError
 from launcher.launch.slurm import submit
 from launcher.plan.host import Site
-from launcher.plan.launch_plan import RunInfo
+from launcher.plan.launch_plan import LaunchPlan, RunInfo
 from launcher.plan.placement import SCRIPT_COMMAND, solve_script
 from launcher.rundir import code_snapshot
 from launcher.rundir.paths import RunPaths
@@ -26,6 +26,16 @@ def files(copy: str) -> set[str]:
 def git(root: Path, *command: str) -> None:
     identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run(["git", "-C", str(root), *identity, *command], check=True, capture_output=True)
+
+
+def commit(root: Path, *names: str, ignored: str = "") -> None:
+    """Commit files of a new work tree, and ignore others."""
+    if ignored:
+        (root / ".gitignore").write_text(ignored)
+        names = (".gitignore", *names)
+    git(root, "init")
+    git(root, "add", *names)
+    git(root, "commit", "-m", "first")
 
 
 @pytest.fixture
@@ -49,10 +59,7 @@ def test_of_a_plain_directory_what_is_small(project: Path, tmp_path: Path) -> No
 
 
 def test_of_a_git_tree_what_git_knows_with_uncommitted_changes(project: Path, tmp_path: Path) -> None:
-    (project / ".gitignore").write_text("venv/\nruns/\n")
-    git(project, "init")
-    git(project, "add", ".gitignore", "pkg/tasks.py", "data.bin")
-    git(project, "commit", "-m", "first")
+    commit(project, "pkg/tasks.py", "data.bin", ignored="venv/\nruns/\n")
     (project / "pkg" / "tasks.py").write_text("x = 2\n")
     (project / "pkg" / "new.py").write_text("y = 1\n")
     (copy,) = code_snapshot.copy_code([project], tmp_path / "code", project / "runs")
@@ -105,8 +112,7 @@ def test_where_nobody_can_tell_no_commit_is_named(
     assert code_snapshot.commit_of(task, ()) is None, "no work tree"
     git(project, "init")
     assert code_snapshot.commit_of(task, ()) is None, "nothing is committed"
-    git(project, "add", "pkg")
-    git(project, "commit", "-m", "first")
+    commit(project, "pkg")
     assert len(code_snapshot.commit_of(task, ()) or "") == 40
     (slow := tmp_path / "bin" / "git").parent.mkdir()
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
@@ -161,12 +167,12 @@ def test_a_copy_of_nothing_is_refused(tmp_path: Path) -> None:
 
 def test_work_trees_in_the_work_tree_are_copied_too(project: Path, tmp_path: Path) -> None:
     library, nested = tmp_path / "library", project / "nested"
-    for place in (library, nested, project):
+    library.mkdir()
+    for place in (nested, project):
         place.mkdir(exist_ok=True)
         git(place, "init")
     (library / "words.py").write_text("x = 1\n")
-    git(library, "add", ".")
-    git(library, "commit", "-m", "first")
+    commit(library, ".")
     (nested / ".gitignore").write_text("*.log\n")
     (nested / "more.py").write_text("")
     (nested / "said.log").write_text("")
@@ -178,6 +184,13 @@ def test_work_trees_in_the_work_tree_are_copied_too(project: Path, tmp_path: Pat
     assert "nested/said.log" not in files(copy)
 
 
+def script_plan(project: Path, tmp_path: Path, program: list[str]) -> LaunchPlan:
+    run = RunInfo(name="r", id="0", dir=str(tmp_path / "runs" / "r"), created="", version="")
+    plan = solve_script(compose(["cluster=slurm"]), Site(gpus=0, cores=2, cwd=str(project)), run, program)
+    plan.paths.root.mkdir(parents=True)
+    return plan
+
+
 def test_a_script_has_pythonpath_too_and_the_copies_take_its_places(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,11 +200,7 @@ def test_a_script_has_pythonpath_too_and_the_copies_take_its_places(
     script.write_text("")
     missing, ours = str(tmp_path / "missing"), str(Path(code_snapshot.__file__).parents[2])
     monkeypatch.setenv("PYTHONPATH", f"{missing}:{library}:{ours}:{project / 'pkg'}")
-    plan = solve_script(
-        compose(["cluster=slurm"]), Site(gpus=0, cores=2, cwd=str(project)),
-        RunInfo(name="r", id="0", dir=str(tmp_path / "runs" / "r"), created="", version=""), ["pkg/main.py", "--x"],
-    )  # fmt: skip
-    plan.paths.root.mkdir(parents=True)
+    plan = script_plan(project, tmp_path, ["pkg/main.py", "--x"])
     roots = submit._roots(plan)
     assert roots == [project / "pkg", library]
     code = plan.paths.code
@@ -222,9 +231,7 @@ def test_the_code_of_a_module_is_copied_and_a_command_runs_as_installed(
     (project / "env").mkdir()
     for name in ("python", "trainer"):
         (project / "env" / name).touch()
-    run = RunInfo(name="r", id="0", dir=str(tmp_path / "runs" / "r"), created="", version="")
-    plan = solve_script(compose(["cluster=slurm"]), Site(gpus=0, cores=2, cwd=str(project)), run, program)
-    plan.paths.root.mkdir(parents=True)
+    plan = script_plan(project, tmp_path, program)
     frozen = submit._freeze(plan, submit._roots(plan))
     code = str(plan.paths.code / project.name)
     expected = tuple(program) if place is None else ("-m", code, "pkg.tasks", "--x")
@@ -235,10 +242,7 @@ def test_the_code_of_a_module_is_copied_and_a_command_runs_as_installed(
 
 
 def test_what_was_sent_to_another_machine_is_copied_there_with_its_commit(project: Path, tmp_path: Path) -> None:
-    (project / ".gitignore").write_text("venv/\nruns/\n")
-    git(project, "init")
-    git(project, "add", ".gitignore", "pkg/tasks.py", "data.bin")
-    git(project, "commit", "-m", "first")
+    commit(project, "pkg/tasks.py", "data.bin", ignored="venv/\nruns/\n")
     (there := tmp_path / "there").mkdir()
     shared = tmp_path / "shared"
     shared.mkdir()
@@ -253,6 +257,6 @@ def test_what_was_sent_to_another_machine_is_copied_there_with_its_commit(projec
     assert files(package) == {"tasks.py", "words.json"}
     assert files(other) == {"words.py"}
     assert number == 5
-    commit = code_snapshot.commit_of(project / "pkg/tasks.py", ())
-    assert commit is not None
-    assert code_snapshot.commit_of(Path(mine) / "pkg/tasks.py", (mine, package, other)) == commit
+    known = code_snapshot.commit_of(project / "pkg/tasks.py", ())
+    assert known is not None
+    assert code_snapshot.commit_of(Path(mine) / "pkg/tasks.py", (mine, package, other)) == known

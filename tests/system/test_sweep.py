@@ -233,6 +233,7 @@ def test_eight_cells_four_at_a_time_on_one_machine(project: Path) -> None:
     states = [cell.state for cell in cells()]  # the agent of the killed one may have found the time to say so
     assert states.count(RunState.pending) == 3, said
     assert states.count(RunState.stopped) in (4, 5), said
+    assert said.count("launch resume") == said.count("cells stopped: `launch resume beside` continues them.") == 1, said
 
     (project / "hold").unlink()
     done = launch(*sweep, "--quiet", cwd=project)

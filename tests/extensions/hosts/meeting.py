@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import socket
-import time
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 from launcher.extensions.hosts.channel import Channel, Listener
 from launcher.extensions.hosts.peers import FirstHost, OtherHost
+from launcher.launch import network
 from launcher.launch.network import Interface
-from tests.helpers import patience
+from tests.infra.runs import wait_for
 
 TWO = ("cluster=hosts", "cluster.nodes=2", "cluster.rendezvous=10.0.0.1:29400", "checkpoint.enabled=false")
 LO = Interface("lo", "127.0.0.1")
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
+free_port = partial(network.free_port, "127.0.0.1")
 
 
-def wait_until(condition: Any) -> None:
-    end = time.monotonic() + patience(30)
-    while not condition():
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.01)
+def wait_until(condition: Callable[[], object]) -> None:
+    wait_for(condition, "it to come true", every_s=0.01)
 
 
 def star(least: int | None = None) -> tuple[FirstHost, list[OtherHost], list[Channel]]:

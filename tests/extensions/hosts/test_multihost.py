@@ -51,6 +51,12 @@ class Member(threading.Thread):
         return self.result
 
 
+def meet(place: Path, *overrides: str, hosts: str = "ab") -> list[Member]:
+    """Have hosts with disks of their own meet, the first of which is node 0."""
+    port = free_port()
+    return [Member(plan_in(place / name, *overrides), port, first=name == "a") for name in hosts]
+
+
 def plan_in(place: Path, *overrides: str) -> RunPlan:
     return make_plan(*TWO, *overrides, run_dir=str(place / "run"))
 
@@ -176,19 +182,15 @@ def test_one_that_leaves_frees_its_place(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_exists_on_one_host_stops_all(tmp_path: Path) -> None:
-    port = free_port()
     (tmp_path / "b/run").mkdir(parents=True)
-    members = [Member(plan_in(tmp_path / name), port, first=name == "a") for name in "ab"]
-    texts = [str(member.wait()) for member in members]
+    texts = [str(member.wait()) for member in meet(tmp_path)]
     assert "on node 1 (127.0.0.1): run.name=run" in texts[0]
     assert "exists, and a run never writes" in texts[1]
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_checkpoints_need_a_shared_disk(tmp_path: Path) -> None:
-    port = free_port()
-    members = [Member(plan_in(tmp_path / name, "checkpoint.enabled=true"), port, first=name == "a") for name in "ab"]
-    for member in members:
+    for member in meet(tmp_path, "checkpoint.enabled=true"):
         assert "would be stored on different hosts" in str(member.wait())
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 

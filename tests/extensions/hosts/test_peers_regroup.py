@@ -20,7 +20,7 @@ from launcher.rundir import history
 from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import read_json, write_json
 from tests.extensions.hosts.meeting import TWO, free_port, star, wait_until
-from tests.extensions.hosts.test_multihost import Member, settle
+from tests.extensions.hosts.test_multihost import Member, meet, settle
 from tests.extensions.hosts.test_peers import failed
 from tests.helpers import make_plan
 
@@ -50,9 +50,7 @@ def test_those_that_came_begin_when_no_other_comes(tmp_path: Path, monkeypatch: 
 
 def test_all_that_may_come_are_not_waited_for_any_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multihost, "SETTLE_S", 3600)
-    port = free_port()
-    members = [Member(plan_in(tmp_path / name), port, first=name == "a") for name in "abc"]
-    assert [member.wait()[0].cluster.nodes for member in members] == [3, 3, 3]
+    assert [member.wait()[0].cluster.nodes for member in meet(tmp_path, *RANGE, hosts="abc")] == [3, 3, 3]
 
 
 def test_too_few_do_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
