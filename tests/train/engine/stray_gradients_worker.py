@@ -1,6 +1,6 @@
 """A loop that runs backward passes of its own before, between and in windows; run by torchrun.
 
-argv: overrides. Rank 0 prints how far the parameters are from those of plain torch on one big batch.
+argv: STRATEGY/SYNC, several. Rank 0 prints how far the parameters are from those of plain torch on one big batch.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ def reference(model: nn.Module) -> Tensor:
     return flat(model.parameters())
 
 
-def main() -> None:
+def error(policy: str) -> float:
+    strategy, sync = policy.split("/")
     plan = make_plan(
         [
             "batch.global_size=48", "batch.micro_size=8", f"train.steps={STEPS}", "cluster.device=cpu",
             "precision=fp32", "train.loader_workers=0", "run.calibrate_s=0", "train.clip_norm=null",
-            "schedule=constant", *sys.argv[1:],
+            "schedule=constant", f"strategy={strategy}", f"strategy.sync={sync}",
         ],
         samples=len(DATA),
     )  # fmt: skip
@@ -52,7 +53,11 @@ def main() -> None:
             engine.backward(engine.model(batch).square().sum(), len(batch))
         engine.step()
         stray()
-    print_on_rank_0({"error": (flat(engine.model.parameters()) - expected).abs().max().item()})
+    return (flat(engine.model.parameters()) - expected).abs().max().item()
+
+
+def main() -> None:
+    print_on_rank_0({policy: error(policy) for policy in sys.argv[1:]})
     leave_group()
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import pytest
@@ -14,22 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from launcher import Engine, Loss, make_plan
-from launcher.errors import NotFinite
-from tests.helpers import torchrun
+from launcher.errors import EngineMisuse, NotFinite
+from launcher.train.run_engine import RunEngine
+from tests.helpers import printed_by
 
 WORKER = Path(__file__).parent / "stray_gradients_worker.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "sync"),
-    [("single", "boundary"), ("ddp", "boundary"), ("ddp", "every"), ("fsdp", "boundary"), ("fsdp", "gather_once")],
+    ("ranks", "policies"),
+    [(1, ["single/boundary"]), (2, ["ddp/boundary", "ddp/every", "fsdp/boundary", "fsdp/gather_once"])],
 )
 def test_gradients_of_passes_before_the_first_micro_batch_are_discarded(
-    strategy: str, sync: str, tmp_path: Path
+    ranks: int, policies: list[str], tmp_path: Path
 ) -> None:
-    ranks = 1 if strategy == "single" else 2
-    output = torchrun(WORKER, [f"strategy={strategy}", f"strategy.sync={sync}"], ranks, tmp_path)
-    assert json.loads(output.splitlines()[-1])["error"] < 1e-6
+    (errors,) = printed_by(WORKER, policies, ranks, tmp_path)
+    assert errors.keys() == set(policies)
+    assert max(errors.values()) < 1e-6, errors
 
 
 class Stream(torch.utils.data.IterableDataset[Tensor]):
@@ -37,14 +38,17 @@ class Stream(torch.utils.data.IterableDataset[Tensor]):
         return iter(torch.ones(12, 3))
 
 
-def engine_of(samples: int | None, *overrides: str) -> Engine:
+E = TypeVar("E", bound=Engine)
+
+
+def engine_of(samples: int | None, *overrides: str, kind: type[E] = Engine) -> E:
     plan = make_plan(
         ["batch.global_size=6", "batch.micro_size=2", "train.loader_workers=0", "train.shuffle=false", "train.steps=2",
          "precision=fp32", "strategy=single", "cluster.device=cpu", "cluster.workers_per_node=1",
          "run.calibrate_s=0", *overrides],
         samples=samples,
     )  # fmt: skip
-    return Engine(nn.Linear(3, 1), lambda parameters: torch.optim.SGD(parameters, 0.1), plan)
+    return kind(nn.Linear(3, 1), lambda parameters: torch.optim.SGD(parameters, 0.1), plan)
 
 
 @pytest.mark.usefixtures("alone")
@@ -124,3 +128,76 @@ def test_tensors_that_a_task_reuses_count_in_each_micro_batch(terms: int, calibr
         assert result.metrics["weight"] == pytest.approx(weights.mean().item())
         break
     torch.testing.assert_close(engine.model.state_dict(), reference.state_dict())
+
+
+# a loop that leaves a window early, by an exception that it catches or by a break
+
+
+class Broken(torch.utils.data.Dataset[Tensor]):
+    """``at``: the read that fails."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.reads = at, 0
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.reads += 1
+        if self.reads == self.at:
+            raise ValueError("a broken file")
+        return torch.full((3,), index / 64)
+
+
+BF16 = ("precision=bf16", "batch.global_size=8", "train.steps=4")
+
+
+def caught(engine: Engine, data: Broken, fails: Callable[[int], bool] = lambda _: False) -> None:
+    """A loop that swallows every exception of a window. ``fails``: by number, the micro-batches that raise."""
+    for window in engine.windows(data):
+        try:
+            for number, batch in enumerate(window):
+                if fails(number):
+                    raise ValueError("a bad batch")
+                engine.backward(engine.model(batch).float().sum(), len(batch))
+            engine.step()
+        except ValueError:
+            continue
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("reads_at", "fails_at", "words"), [(0, 2, "after 3 of its 4"), (5, -1, "after 2 of its 4"), (1, -1, "after 0 of")]
+)
+def test_a_caught_exception_does_not_train_on(reads_at: int, fails_at: int, words: str) -> None:
+    """The data's reader ends with its first error: what came after it would be no window."""
+    engine = engine_of(64, *BF16)
+    before = [p.detach().clone() for p in engine.model.parameters()]
+    with pytest.raises(EngineMisuse, match=rf"left without engine\.step\(\), {words}"):
+        caught(engine, Broken(reads_at), lambda number: number == fails_at)
+    assert not torch.is_autocast_enabled("cpu"), "the micro-batch's contexts are left"
+    assert all(map(torch.equal, before, engine.model.parameters())), "nothing of it is applied"
+    with pytest.raises(EngineMisuse, match=r"left without engine\.step\(\)"):  # old gradients would be added to
+        caught(engine, Broken(0))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_break_leaves_no_context() -> None:
+    engine = engine_of(64, *BF16)
+    for window in engine.windows(Broken(0)):
+        next(window)
+        assert torch.is_autocast_enabled("cpu")
+        break
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_evaluation_within_a_window_is_refused() -> None:
+    engine, data = engine_of(64, *BF16, kind=RunEngine), Broken(0)
+    windows = engine.windows(data)
+    for batch in next(windows):
+        with pytest.raises(EngineMisuse, match="between two windows"):
+            engine.evaluate(data, lambda model, batch: (model(batch).float().sum(), len(batch)))
+        engine.backward(engine.model(batch).float().sum(), len(batch))
+    engine.step()
+    assert "eval/loss" in engine.evaluate(data, lambda model, batch: (model(batch).float().sum(), len(batch)))
