@@ -16,8 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from launcher.config.schema import StrategyKind
-from launcher.plan.run_plan import TaskPlan
-from launcher.plan.solve import _mode_notes
 from launcher.plan.sync_policy import Layout
 from launcher.train.data.loader import MicroBatch
 from launcher.train.engine.build import build_parallel
@@ -187,15 +185,17 @@ def test_the_plan_names_what_is_kept_in_eval_mode() -> None:
     assert in_eval_mode(model) == []
     model[1].eval()
     model[2]["a"].eval()
-    plan = TaskPlan.unknown(5)
+    task = make_plan().task
     names = tuple(in_eval_mode(model))
     assert names == ("1", "2.a")
-    assert _mode_notes(plan) == []
-    assert "1, 2.a" in _mode_notes(dataclasses.replace(plan, in_eval_mode=names))[0]
+    (note,) = [each for each in make_plan(task=dataclasses.replace(task, in_eval_mode=names)).notes if "eval" in each]
+    assert "1, 2.a" in note
+    assert not [each for each in make_plan(task=task).notes if "eval mode" in each]
     start_training(model)
     assert (*in_eval_mode(model),) == names
     assert in_eval_mode(model.eval()) == [""]
-    assert "it is put into training mode" in _mode_notes(dataclasses.replace(plan, in_eval_mode=("",)))[0]
+    (note,) = [each for each in make_plan(task=dataclasses.replace(task, in_eval_mode=("",))).notes if "eval" in each]
+    assert "it is put into training mode" in note
     start_training(model)
     assert in_eval_mode(model) == []
 
