@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -32,6 +32,7 @@ TASK = "task"
 _STATE = ("state_dict", "load_state_dict")
 # between the parts of a tensor's path in a callback's state; parameter names contain dots, and no slashes
 _SLASH = "/"
+Keys = tuple[str, ...]
 
 
 class CallbackSet:
@@ -105,9 +106,13 @@ class CallbackSet:
             yield
 
     @property
-    def stateful(self) -> list[str]:
-        """Names of the callbacks with state in checkpoints, and ``TASK`` if the task has some."""
-        return [name for name, _ in self._stateful()]
+    def stateful(self) -> dict[str, Any]:
+        """Callbacks with state in checkpoints by name, and the task as ``TASK`` if it has some."""
+        return {
+            name: callback
+            for name, callback in (*self.all.items(), (TASK, self._task))
+            if all(callable(getattr(callback, method, None)) for method in _STATE)
+        }
 
     def find(self, kind: type[Any]) -> Any:
         """Return the first callback of the class ``kind``; None if there is none."""
@@ -121,12 +126,15 @@ class CallbackSet:
         """
         tensors: dict[str, Tensor] = {}
         values: dict[str, Any] = {}
-        for name, callback in self._stateful():
+        for name, callback in self.stateful.items():
             with _named(name, "state_dict"):
                 state: Any = callback.state_dict()
                 require_text_keys(state)
-                tensors |= {f"{name}{_SLASH}{path}": tensor for path, tensor in _tensors(state)}
-                values[name] = _without_tensors(state)
+                own = dict(nested_tensors(state))
+                if divided := next((key for keys in own for key in keys if _SLASH in key), None):
+                    raise ValueError(f"the key {divided!r} of a tensor has a slash, which separates nested keys")
+                tensors |= {_SLASH.join((name, *keys)): tensor for keys, tensor in own.items()}
+                values[name] = without_tensors(state, own)
                 _require_json(values[name])
         return tensors, values
 
@@ -137,7 +145,7 @@ class CallbackSet:
         Args:
             tensors, values: see ``state_dict``.
         """
-        stateful = dict(self._stateful())
+        stateful = self.stateful
         for name, callback in stateful.items():
             if name not in values:
                 continue
@@ -154,11 +162,6 @@ class CallbackSet:
             *(f"The state of {called(name)} in the checkpoint is not used: the run has none." for name in lost),
             *(f"{_capitalised(called(name))} starts without state: the checkpoint has none of it." for name in new),
         ])  # fmt: skip
-
-    def _stateful(self) -> Iterator[tuple[str, Any]]:
-        for name, callback in (*self.all.items(), (TASK, self._task)):
-            if all(callable(getattr(callback, method, None)) for method in _STATE):
-                yield name, callback
 
 
 class _StateOfModule:
@@ -253,21 +256,23 @@ def _require_json(values: Mapping[str, Any], above: str = "") -> None:
             ) from None
 
 
-def _tensors(state: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Tensor]]:
+def nested_tensors(state: Mapping[str, Any], above: Keys = ()) -> Iterator[tuple[Keys, Tensor]]:
+    """Yield the tensors in nested dicts with their keys; not those in lists."""
     for key, value in state.items():
         if isinstance(value, Tensor):
-            if _SLASH in key:
-                raise ValueError(f"the key {key!r} of a tensor has a slash, which separates the keys of nested dicts")
-            yield f"{above}{key}", value
+            yield (*above, key), value
         elif isinstance(value, Mapping):
-            yield from _tensors(cast("Mapping[str, Any]", value), f"{above}{key}{_SLASH}")
+            yield from nested_tensors(cast("Mapping[str, Any]", value), (*above, key))
 
 
-def _without_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
+def without_tensors(state: Mapping[str, Any], left_out: Container[Keys], above: Keys = ()) -> dict[str, Any]:
+    """Return nested dicts without the tensors with these keys."""
     return {
-        key: _without_tensors(cast("Mapping[str, Any]", value)) if isinstance(value, Mapping) else value
+        key: without_tensors(cast("Mapping[str, Any]", value), left_out, (*above, key))
+        if isinstance(value, Mapping)
+        else value
         for key, value in state.items()
-        if not isinstance(value, Tensor)
+        if (*above, key) not in left_out
     }
 
 

@@ -27,7 +27,6 @@ from launcher.task import Task, eval_metrics
 from launcher.train.world import World
 
 _Result = dict[str, float] | DataError | TaskError | None
-_METHODS = ("update", "compute", "reset")
 _REMEDY = (
     "  eval_metrics() returns a torchmetrics Metric, or a MetricCollection or dict of several by name. For a metric of "
     "your own\n  derive from torchmetrics.Metric; sums and counts need none: Loss(..., metrics={name: (sum, count)})."
@@ -42,15 +41,10 @@ def metrics_by_name(returned: Any) -> dict[str, Any]:
     """
     if returned is None:
         return {}
-    # a MetricCollection has all three methods too
     named = callable(getattr(returned, "items", None))
     members: dict[Any, Any] = dict(returned.items()) if named else {type(returned).__name__: returned}
     for name, member in members.items():
         where = f"eval_metrics()[{name!r}]" if named else "eval_metrics()"
-        if missing := [method for method in _METHODS if not callable(getattr(member, method, None))]:
-            raise TaskError(
-                f"{where} is a {type(member).__name__}, which has no {'() and no '.join(missing)}().\n{_REMEDY}"
-            )
         if not _parts(member):
             raise TaskError(
                 f"{where} is a {type(member).__name__}, whose state cannot be merged over ranks: it is no torchmetrics "

@@ -73,25 +73,22 @@ class Evaluation:
         Raises:
             DataError: a set has no item.
         """
-        metrics = _by_name({name: self._evaluate(name) for name in self.sets})
+        results = {name: self._values(name) for name in self.sets}
+        for name, values in results.items():
+            if "loss" not in values:
+                raise DataError(
+                    f"{eval_set_text(name)} has no item: there is nothing to evaluate on.\n  "
+                    + ("Leave it out." if name else "Return None to have no evaluation.")
+                )
+        metrics = _by_name(results)
         if self._engine.plan.checkpoint.best is None and not self._engine.callbacks.names:
             return metrics
         return self._engine.world.of_rank_0(metrics)  # ranks that differ in the last digit would decide differently
 
-    def _evaluate(self, name: str) -> Metrics:
-        """Return the metrics of one set: "loss", the mean over items (of several terms, the sum of their means), and
-        the averages of named terms and metrics."""
-        values = self._values(name)
-        if "loss" not in values:
-            raise DataError(
-                f"{eval_set_text(name)} has no item: there is nothing to evaluate on.\n  "
-                + ("Leave it out." if name else "Return None to have no evaluation.")
-            )
-        return values
-
     def _values(self, name: str, *, trial: bool = False) -> Metrics:
         """Return the averages over one set on all ranks, nan if there is nothing to count, and the task's
-        ``eval_metrics()``; no "loss" if there is no item. ``trial``: only each rank's first micro-batch."""
+        ``eval_metrics()``. "loss" is the mean over items (of several terms, the sum of their means); it is missing if
+        there is no item. ``trial``: only each rank's first micro-batch."""
         engine, collate = self._engine, getattr(self._task, "collate", None)
         HEARTBEAT.beat(Phase.evaluating)
         sums = HeldOutSums(engine.world)

@@ -93,7 +93,6 @@ class TrainingLoop:
         self.saver = Saver(engine, self.totals, saves.fence, saves.failed, saves.parts)
         self.replicas = [ReplicaCheck(each) for each in (engine, *saves.parts.values())]
         self.windows = 0  # of this process
-        self.epoch_over = False  # an epoch has ended since the newest step
         self.extra: dict[str, Any] | None = None  # JSON data of the user's own loop, for the next checkpoint
         self.record: Record | NoRecord = NoRecord()
         self.recorded: int | None = None  # step of the newest record
@@ -165,7 +164,7 @@ class TrainingLoop:
         """Add a step to the run's totals, and print what is worth a line."""
         self.totals.add(result)
         self.windows += 1
-        self.epoch_over |= not self.engine.position.window
+        self.totals.epoch_over |= not self.engine.position.window
         self.print_events(result)
 
     def close(self) -> None:
@@ -206,7 +205,7 @@ class TrainingLoop:
                 with suppress(RecordFailed):  # the disk is full; the error that is raised matters more
                     self.record.write(result.step, values)
             raise
-        self.epoch_over &= result.skipped
+        self.totals.epoch_over &= result.skipped
         if records:
             self.record.write(result.step, values | self.saver.take_metrics())
             self.recorded = result.step
@@ -302,14 +301,14 @@ class TrainingLoop:
     def save_due(self, result: StepResult) -> bool:
         if not self.plan.checkpoint.enabled or not self.engine.steps:  # before the first step there is nothing to save
             return False
-        return result.last or (not result.skipped and self.cadence.due(result, epoch_over=self.epoch_over))
+        return result.last or (not result.skipped and self.cadence.due(result, epoch_over=self.totals.epoch_over))
 
     def eval_due(self, result: StepResult) -> bool:
         if not self.evaluation.sets:
             return False
         if result.last:
             return not result.stopped
-        return not result.skipped and is_due(self.plan.train.eval_every, result.step, epoch_over=self.epoch_over)
+        return not result.skipped and is_due(self.plan.train.eval_every, result.step, epoch_over=self.totals.epoch_over)
 
     def log_due(self, result: StepResult, *, extra: bool) -> bool:
         # a skipped window is not a step and has no record; it is counted in the next one
@@ -392,7 +391,8 @@ class TrainingLoop:
             last: the record of that step in the checkpoint.
         """
         every, step = self.plan.train.eval_every, last["step"]
-        due = self.engine.over or is_due(every, step, epoch_over=not self.engine.position.window)
+        due = self.engine.over or is_due(every, step, epoch_over=self.totals.epoch_over)
+        self.totals.epoch_over = False
         if not self.evaluation.sets or not due:
             return {}
         world = self.engine.world

@@ -203,7 +203,7 @@ def join(world: World, device: torch.device, hang_timeout_s: float | None) -> No
     timeout = patience(hang_timeout_s)
     arguments: dict[str, Any] = {"rank": world.rank, "world_size": world.size, "timeout": timeout}
     if world.divided:
-        arguments["store"] = site_store(world)
+        arguments["store"] = dist.PrefixStore(f"site{world.site}", job_store(world))
     elif world.size == 1 and "MASTER_ADDR" not in os.environ:  # a process alone, without torchrun
         arguments["store"] = dist.HashStore()
     if device.type == "cuda" and shares_gpus():
@@ -212,13 +212,6 @@ def join(world: World, device: torch.device, hang_timeout_s: float | None) -> No
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **arguments)
     else:
         dist.init_process_group("gloo", **arguments)
-
-
-def site_store(world: World) -> dist.Store:
-    """Return the store at which the ranks of a site meet."""
-    import torch.distributed as dist
-
-    return dist.PrefixStore(f"site{world.site}", job_store(world))
 
 
 def job_store(world: World) -> dist.Store:

@@ -66,11 +66,12 @@ class Counting:
 
 
 class Failing:
-    def __init__(self, event: str) -> None:
+    def __init__(self, event: str, error: BaseException | None = None) -> None:
         setattr(self, event, self.fail)
+        self.error = error or KeyError("forgotten")
 
     def fail(self, *_: Any) -> Any:
-        raise KeyError("forgotten")
+        raise self.error
 
 
 def engine_with(*callbacks: Any, words: tuple[str, ...] = ()) -> Engine:
@@ -133,12 +134,8 @@ def test_an_evaluation_that_raises_is_not_the_callbacks_fault() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_an_exception_that_would_end_the_process_without_a_message() -> None:
-    class Leaving:
-        def on_step(self, engine: Engine, result: Any) -> None:  # noqa: ARG002
-            raise SystemExit(0)
-
-    with pytest.raises(CallbackFailed, match="Callback Leaving failed in on_step: SystemExit: 0\n"):
-        train(engine_with(Leaving()))
+    with pytest.raises(CallbackFailed, match="Callback Failing failed in on_step: SystemExit: 0\n"):
+        train(engine_with(Failing("on_step", SystemExit(0))))
 
 
 def test_around_evaluation_without_a_context_manager() -> None:

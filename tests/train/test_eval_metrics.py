@@ -109,7 +109,7 @@ def test_mistakes_show_before_the_first_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("function", "eval_metrics()['auroc'] is a function, which has no update() and no compute() and no reset()."),
+        ("function", "eval_metrics()['auroc'] is a function, whose state cannot be merged over ranks"),
         ("of my own", "eval_metrics() is a SimpleNamespace, whose state cannot be merged over ranks"),
         ("a name", "eval_metrics() has the name 'val/auroc'"),
     ],

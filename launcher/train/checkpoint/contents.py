@@ -23,7 +23,8 @@ from torch.utils._pytree import KeyPath, keystr, tree_leaves_with_path, tree_map
 
 from launcher.errors import TaskError
 from launcher.quantities import first_names
-from launcher.train.checkpoint.file_format import STREAM_KEY, pickled, unpickled
+from launcher.train.callback_set import Keys, nested_tensors, without_tensors
+from launcher.train.checkpoint.file_format import RANDOM_KEY, STRATEGY_KEY, STREAM_KEY, pickled, unpickled
 from launcher.train.checkpoint.optimizer_parts import named_parameters, optimizer_state
 from launcher.train.data.randomness import random_state
 from launcher.train.engine.engine import Engine
@@ -46,7 +47,7 @@ def checkpoint_tensors(
     if create_optimizer_state:
         for member in members_of(engine.optimizer):
             _init_optim_state(member)
-    module, training = engine.parallel.module, dict[str, Tensor]()
+    module, rank, training = engine.parallel.module, engine.world.rank, dict[str, Tensor]()
     evaluated = evaluated_tensors(engine, changing_buffers)
     if has_modes(engine.optimizer):  # the checkpoint is used for evaluation and export, and to resume
         training = {name: p.detach() for name, p in named_parameters(module) if p.requires_grad}
@@ -59,9 +60,9 @@ def checkpoint_tensors(
         **evaluated,
         **({"training": training} if training else {}),
         "optimizer": optimizer_state(engine),
-        random_key(engine): random_state(engine.device),
-        strategy_key(engine): engine.parallel.state_dict(),
-        stream_key(engine.world.rank): engine.stream.state_dict(),
+        f"{RANDOM_KEY}{rank}": random_state(engine.device),
+        f"{STRATEGY_KEY}{rank}": engine.parallel.state_dict(),
+        f"{STREAM_KEY}{rank}": engine.stream.state_dict(),
     }
 
 
@@ -166,24 +167,8 @@ def _any_signature(module: nn.Module) -> Iterator[nn.Module]:
             module.load_state_dict = own
 
 
-def stream_key(rank: int) -> str:
-    """Return the key of the state of the stream that a rank reads."""
-    return f"{STREAM_KEY}{rank}"
-
-
-def strategy_key(engine: Engine) -> str:
-    """Return the key of this rank's strategy state."""
-    return f"strategy_rank{engine.world.rank}"
-
-
-def random_key(engine: Engine) -> str:
-    """Return the key of this rank's random state."""
-    return f"random_rank{engine.world.rank}"
-
-
 # parts that are the same on all ranks, except for shards
 _REPLICATED = ("model", "training", "optimizer", "buffers", "callbacks")
-Keys = tuple[str, ...]
 
 
 def own_share(state: dict[str, Any], world: World) -> dict[str, Any]:
@@ -194,7 +179,7 @@ def own_share(state: dict[str, Any], world: World) -> dict[str, Any]:
     """
     replicated = [
         (-tensor.nbytes, keys)
-        for keys, tensor in _tensors(state)
+        for keys, tensor in nested_tensors(state)
         if keys[0] in _REPLICATED and not isinstance(tensor, DTensor)
     ]
     bytes_of_rank, of_others = [0] * world.size, set[Keys]()
@@ -203,29 +188,7 @@ def own_share(state: dict[str, Any], world: World) -> dict[str, Any]:
         bytes_of_rank[rank] += max(1, -negative)
         if rank != world.rank:
             of_others.add(keys)
-    return _without(state, of_others)
-
-
-def _tensors(state: dict[str, Any], above: Keys = ()) -> Iterator[tuple[Keys, Tensor]]:
-    """Yield the tensors in nested dicts. A tensor in a list is not among them: it is saved as part of the list."""
-    for key, value in state.items():
-        if isinstance(value, Tensor):
-            yield (*above, key), value
-        elif isinstance(value, dict):
-            yield from _tensors(value, (*above, key))  # pyright: ignore[reportUnknownArgumentType]
-
-
-def _without(state: dict[str, Any], left_out: set[Keys], above: Keys = ()) -> dict[str, Any]:
-    """Return ``state`` without the tensors at ``left_out``. A dict that becomes empty is dropped; one that was empty
-    before is kept."""
-    kept: dict[str, Any] = {}
-    for key, value in state.items():
-        if isinstance(value, dict) and value:
-            if inner := _without(value, left_out, (*above, key)):  # pyright: ignore[reportUnknownArgumentType]
-                kept[key] = inner
-        elif (*above, key) not in left_out:
-            kept[key] = value
-    return kept
+    return without_tensors(state, of_others)
 
 
 class Staging:
@@ -266,8 +229,9 @@ class Staging:
         """Provide one buffer for each of ``sources``: that of the previous copy if its shape and dtype fit. Others are
         released first, so that old and new memory are not held at the same time."""
         for path in list(self._buffers):
-            if path not in sources or not _same_format(self._buffers[path], sources[path]):
-                del self._buffers[path]
+            buffer, source = self._buffers[path], sources.get(path)
+            if source is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
+                del self._buffers[path], buffer
         for path, source in sources.items():
             if path not in self._buffers:
                 self._buffers[path] = (
@@ -304,10 +268,6 @@ _PORTABLE = 1  # cudaHostRegisterPortable
 def _identity(path: str, source: Tensor) -> Hashable:
     """Return a key that is the same for two paths of one tensor."""
     return (source.data_ptr(), source.dtype, source.shape, source.stride()) if source.numel() else path
-
-
-def _same_format(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype
 
 
 def _is_on_device(source: Tensor) -> bool:

@@ -32,8 +32,8 @@ from launcher.rundir.files import Unreadable, open_file, read_json, write_json
 from launcher.rundir.paths import MANIFEST
 from launcher.train.world import ALONE, World
 
-# start of the key of a rank's state of the stream
-STREAM_KEY = "stream_rank"
+# starts of the keys of a rank's own state
+RANDOM_KEY, STRATEGY_KEY, STREAM_KEY = "random_rank", "strategy_rank", "stream_rank"
 # raised by an incompatible change to this module, contents.checkpoint_tensors or save.take_snapshot
 CHECKPOINT_FORMAT = 1
 _CHUNK = 1 << 22
@@ -131,21 +131,11 @@ class Writer(dcp.FileSystemWriter):
     def __init__(self, directory: Path, *, staged: bool) -> None:
         # host tensors need no copying ahead, for which torch would initialise the first GPU in its own thread
         super().__init__(directory, per_thread_copy_ahead=0 if staged else _COPY_AHEAD)
-        self.fs = self._files = _CheckedFiles()
-
-    @property
-    def written(self) -> Files:
-        """Files that this rank has written so far."""
-        return self._files.written
-
-    @property
-    def error(self) -> OSError | None:
-        """First error of the disk."""
-        return self._files.error
+        self.fs = self.files = _CheckedFiles()
 
 
 class _CheckedFiles(FileSystem):
-    """File system that records the size and checksum of each file, and the first error."""
+    """File system that records the files that were ``written``, and the first ``error`` of the disk."""
 
     def __init__(self) -> None:
         self.written: Files = {}
@@ -373,12 +363,19 @@ def damages(world: World, directory: Path) -> list[str]:
     Raises:
         WrongCheckpoint: it has a newer format, or this user may not read it.
     """
-    results = world.of_all(_problems_of_share(world, directory))
+    own: list[str] | WrongCheckpoint
+    try:
+        files = read_manifest(directory)
+        share = {} if isinstance(files, str) else dict(list(files.items())[world.rank :: world.size])
+        own = [files] if isinstance(files, str) else problems(directory, share)
+    except WrongCheckpoint as error:  # returned first, so that all ranks raise it
+        own = error
+    results = world.of_all(own)
     for result in results:
         if isinstance(result, WrongCheckpoint):
             raise result
-    problems = list(dict.fromkeys(problem for result in results if isinstance(result, list) for problem in result))
-    return [f"{len(problems)} files are not as they were written", *problems] if len(problems) > 1 else problems
+    found = list(dict.fromkeys(problem for result in results if isinstance(result, list) for problem in result))
+    return [f"{len(found)} files are not as they were written", *found] if len(found) > 1 else found
 
 
 def require_intact(directory: Path) -> None:
@@ -388,14 +385,3 @@ def require_intact(directory: Path) -> None:
             f"{directory} is damaged: {'; '.join(found)}.\n  Use the checkpoint of another step, or restore it from a "
             "copy."
         )
-
-
-def _problems_of_share(world: World, directory: Path) -> list[str] | WrongCheckpoint:
-    """Check this rank's share of the files. A WrongCheckpoint is returned, so that it can be sent to all ranks."""
-    try:
-        files = read_manifest(directory)
-        if isinstance(files, str):
-            return [files]
-        return problems(directory, dict(list(files.items())[world.rank :: world.size]))
-    except WrongCheckpoint as error:
-        return error

@@ -32,7 +32,15 @@ from launcher.rundir.paths import STATE, RunPaths
 from launcher.task import seed_everything, seed_for
 from launcher.train.callback_set import load_tensors
 from launcher.train.checkpoint import contents, file_format
-from launcher.train.checkpoint.file_format import Reader, empty_values, entries_under, read_values
+from launcher.train.checkpoint.file_format import (
+    RANDOM_KEY,
+    STRATEGY_KEY,
+    STREAM_KEY,
+    Reader,
+    empty_values,
+    entries_under,
+    read_values,
+)
 from launcher.train.checkpoint.optimizer_parts import OptimizerOptions, load_optimizers, state_to_load
 from launcher.train.checkpoint.origin import Origin, origin_of, require_same_model, require_same_run
 from launcher.train.data.randomness import restore_random_state
@@ -232,10 +240,12 @@ def load(engine: Engine, directory: Path) -> Restored:
     ranks = _ranks_in(stored)
     same_ranks = ranks == engine.world.size
     compresses = plan.strategy.compress.keeps_residue and engine.world.size > 1
-    random_key, strategy_key = contents.random_key(engine), contents.strategy_key(engine)
+    random_key, strategy_key, stream_key = (
+        f"{key}{engine.world.rank}" for key in (RANDOM_KEY, STRATEGY_KEY, STREAM_KEY)
+    )
     tensors[random_key] = empty_values(stored, random_key, engine.device)
-    tensors.pop(contents.stream_key(engine.world.rank))
-    stream_keys = [contents.stream_key(rank) for rank in range(ranks)]
+    tensors.pop(stream_key)
+    stream_keys = [f"{STREAM_KEY}{rank}" for rank in range(ranks)]
     tensors |= {key: empty_values(stored, key, engine.device) for key in stream_keys}
     tensors[strategy_key] = empty_values(stored, strategy_key, engine.device) if same_ranks and compresses else {}
     training = {name: value.clone() for name, value in tensors.get("training", {}).items()}
@@ -356,7 +366,7 @@ def _fit_buffers(engine: Engine, saved: Mapping[str, Any], stored: Metadata) -> 
 def _ranks_in(stored: Metadata) -> int:
     """Return how many ranks saved the checkpoint, which is the number of random states in it."""
     names = {name.partition(".")[0] for name in stored.state_dict_metadata}
-    return sum(name.startswith("random_rank") for name in names)
+    return sum(name.startswith(RANDOM_KEY) for name in names)
 
 
 def _combined_strategy_state(engine: Engine, directory: Path, stored: Metadata, ranks: int) -> dict[str, Any]:
@@ -364,7 +374,7 @@ def _combined_strategy_state(engine: Engine, directory: Path, stored: Metadata, 
     had none. All ranks call it; each reads the state of all ranks, one at a time."""
     combined: dict[str, Any] = {}
     for rank in range(ranks):
-        key = f"strategy_rank{rank}"
+        key = f"{STRATEGY_KEY}{rank}"
         one = {key: empty_values(stored, key, engine.device)}
         if not one[key]:
             return {}

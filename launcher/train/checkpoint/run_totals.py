@@ -35,7 +35,8 @@ SETTLED_WINDOWS = 10
 
 # totals that a checkpoint stores as they are
 _STORED = ("loss", "metrics", "evaluation", "memory", "size", "since", "resumed", "worlds", "commit", "commits",
-           "failed_saves", "total_s", "evaluated_step")  # fmt: skip
+           "failed_saves", "total_s", "evaluated_step",
+           "epoch_over")  # fmt: skip
 
 # those of the best evaluation
 _BEST = ("step", "value", "judged", "misses", "extra")
@@ -79,7 +80,9 @@ class BestEvaluation:
         self.require_known(values)
         value = values[self.metric]
         self.judged = step
-        if value is None or not math.isfinite(value) or not self._is_better(value):
+        direction = 1 if self._mode is BestMode.min else -1
+        best = math.inf if self.value is None else direction * self.value
+        if value is None or not math.isfinite(value) or direction * value >= best:
             self.misses += 1
             return False
         self.step, self.value, self.misses = step, value, 0
@@ -94,11 +97,6 @@ class BestEvaluation:
             return None
         self._warned = True
         return f"Warning: checkpoint.best={self.metric} is {value} in this evaluation, which therefore is not the best."
-
-    def _is_better(self, value: float) -> bool:
-        if self.value is None:
-            return True
-        return value < self.value if self._mode is BestMode.min else value > self.value
 
     def require_known(self, names: Iterable[str]) -> None:
         """Check that the metric is among ``names``, those of an evaluation.
@@ -186,6 +184,7 @@ class RunTotals:
         loss: mean loss of the last window with items; None before there is one.
         metrics: last averages of the loss's metrics and named terms; None for one that was not finite.
         evaluation: metrics of the last evaluation; None for one that was not finite.
+        epoch_over: an epoch has ended, and no later step was followed by what is due at its end.
         evaluated_step: step of the last evaluation in this process or in the checkpoint; None before there is one.
         best: the best evaluation by checkpoint.best.
         typical: communication of the last full window.
@@ -210,6 +209,7 @@ class RunTotals:
         self.metrics: dict[str, float | None] = {}
         self.evaluation: dict[str, float | None] = {}
         self.evaluated_step: int | None = None
+        self.epoch_over = False
         self.best = BestEvaluation(engine.plan)
         self.typical: CommStats | None = None
         self.seconds = deque[tuple[float, float]](maxlen=SAMPLED_WINDOWS)
@@ -283,7 +283,16 @@ class RunTotals:
         """Restore the totals from a checkpoint. Figures of a step's time, communication and memory are dropped if they
         would be different under this plan."""
         state, step = restored.run["account"], self.engine.steps
-        for name in ("loss", "metrics", "evaluation", "evaluated_step", "worlds", "failed_saves", "commits"):
+        for name in (
+            "loss",
+            "metrics",
+            "evaluation",
+            "evaluated_step",
+            "epoch_over",
+            "worlds",
+            "failed_saves",
+            "commits",
+        ):
             setattr(self, name, state[name])
         dropped = self.best.load_state_dict(state["best"])
         if dropped and self.engine.world.rank == 0:

@@ -272,8 +272,12 @@ class _CheckpointWrite:
             dcp.save(self._snapshot.tensors, storage_writer=writer, planner=SavePlanner(), process_group=self._group)
         except dcp.CheckpointException as error:  # torch raises it on all ranks, whichever rank failed
             own = error.failures.get(self._world.rank)
-            self._fail(writer.error or (own[0] if own else None))
-        return {name: file for files in self._world.of_all(writer.written, self._group) for name, file in files.items()}
+            self._fail(writer.files.error or (own[0] if own else None))
+        return {
+            name: file
+            for files in self._world.of_all(writer.files.written, self._group)
+            for name, file in files.items()
+        }
 
     def _complete(self, files: file_format.Files) -> None:
         """Write what the directory has beside the tensors, the manifest last."""

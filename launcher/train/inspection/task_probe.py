@@ -83,6 +83,7 @@ def probe(request: InspectionRequest, built: BuiltTask | None = None) -> dict[st
         from launcher.train.checkpoint.initial import require_fit
 
         require_fit(model, request.initial)
+    tokens_per_sample: Callable[[], Any] | None = getattr(task, "tokens_per_sample", None)
     return {
         "target": request.target,
         "params": request.params | (fixed() if (fixed := getattr(task, "fixed_arguments", None)) is not None else {}),
@@ -96,7 +97,7 @@ def probe(request: InspectionRequest, built: BuiltTask | None = None) -> dict[st
         "data_notes": tuple(notes),  # of all the checks above
         "compiles": _compiled_part(model),
         "flops_per_sample": built.flops_per_sample,
-        "tokens_per_sample": _tokens_per_sample(task),
+        "tokens_per_sample": None if tokens_per_sample is None else require_tokens(tokens_per_sample()),
         "one_value_norm": _one_value_norm(task, model, data),
     }
 
@@ -109,16 +110,6 @@ def _compiled_part(model: nn.Module) -> str:
         if getattr(getattr(module, "config", None), "_attn_implementation", "") == "flex_attention":
             return f"flex attention ({type(module).__name__})"
     return ""
-
-
-def _tokens_per_sample(task: Task) -> int | None:
-    """Return what the task's method of that name returns; None without it.
-
-    Raises:
-        ConfigError: it returns no number of tokens.
-    """
-    own: Callable[[], Any] | None = getattr(task, "tokens_per_sample", None)
-    return None if own is None else require_tokens(own())
 
 
 def _sizes(model: nn.Module, task: Task, *, shards: bool) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """Run by test_save_killed.py: ranks that only save are killed at random moments, and what is left is looked at.
 
-    python -m tests.train.checkpoint.kill_worker --tries 100 [--seed N] [--dir DIR]
+    python -m tests.train.checkpoint.kill_worker EMPTY_DIRECTORY TRIES SEED
 
 torch is imported once; each try forks two ranks, which go on from the newest checkpoint. In the checkpoint of step n
 every parameter, and every number of the optimizer's state, is n: what comes of two steps would show.
@@ -8,12 +8,10 @@ every parameter, and every number of the optimizer's state, is n: what comes of 
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
 import sys
-import tempfile
 import threading
 import time
 import warnings
@@ -145,18 +143,6 @@ def attempt(plan: RunPlan, meeting: Path, chance: random.Random) -> list[int]:
     return told.all()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.train.checkpoint.kill_worker")
-    parser.add_argument("--tries", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=None, help="default: another one each time; it is printed")
-    parser.add_argument("--dir", type=Path, help="an empty directory that stays; default: a temporary one")
-    given = parser.parse_args()
-    seed = random.randrange(10**6) if given.seed is None else given.seed
-    print(f"seed {seed}", flush=True)
-    with tempfile.TemporaryDirectory() as temporary:
-        kill_and_look((given.dir or Path(temporary)).resolve(), given.tries, seed)
-
-
 def kill_and_look(root: Path, tries: int, seed: int) -> None:
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     plan = make_plan(
@@ -173,4 +159,4 @@ def kill_and_look(root: Path, tries: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    kill_and_look(Path(sys.argv[1]).resolve(), int(sys.argv[2]), int(sys.argv[3]))

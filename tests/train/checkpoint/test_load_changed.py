@@ -28,6 +28,8 @@ from tests.infra.runs import records
 from tests.train.checkpoint.stateful_optimizers import Remembers
 
 DATA = list(torch.sin(torch.arange(48.0)).reshape(12, 4))
+KEYS = ("batch.global_size=4", "train.loader_workers=0", "precision=fp32", "strategy=single", "cluster.device=cpu",
+        "cluster.workers_per_node=1")  # fmt: skip
 pytestmark = pytest.mark.usefixtures("alone")
 
 
@@ -80,10 +82,12 @@ class Data:
         return Loss((model(batch) - 1).square().sum(), len(batch))
 
 
-def attempt_at(place: Path, *overrides: str, forced: tuple[str, ...] = ()) -> dict[str, Any]:
+def attempt_at(
+    place: Path, *overrides: str, forced: tuple[str, ...] = (), target: str = f"{__name__}.Data"
+) -> dict[str, Any]:
     """Train, maybe from the newest checkpoint in ``place``, and return summary.json."""
-    plan = make_plan_for(*overrides, samples=len(DATA), run_dir=str(place))
-    task = dataclasses.replace(plan.task, target=f"{__name__}.Data")
+    plan = make_plan_for(*KEYS, *overrides, samples=len(DATA), run_dir=str(place))
+    task = dataclasses.replace(plan.task, target=target)
     train(dataclasses.replace(plan, task=task, forced=forced), lambda: False)
     return json.loads((place / "summary.json").read_text())
 
@@ -92,17 +96,14 @@ def attempt_at(place: Path, *overrides: str, forced: tuple[str, ...] = ()) -> di
 def test_figures_of_other_hardware_or_settings_are_not_mixed(
     changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keys = ["batch.global_size=4", "train.loader_workers=0", "precision=fp32", "strategy=single", "cluster.device=cpu",
-            "cluster.workers_per_node=1"]  # fmt: skip
-    attempt_at(tmp_path, *keys, "train.steps=2")
+    attempt_at(tmp_path, "train.steps=2")
     if changed == "hardware":
         monkeypatch.setattr(calibration, "device_model", lambda _: "another processor")
     elif changed == "ranks":  # of the same hardware
         alone = engine.hardware_of
         monkeypatch.setattr(engine, "hardware_of", lambda *each: dict.fromkeys(alone(*each), 2))
-    elif "=" in changed:
-        keys.append(changed)
     capsys.readouterr()
+    keys = [changed] if "=" in changed else []
     summary = attempt_at(tmp_path, *keys, "train.steps=4", forced=("train.clip_norm",))
     since = [line.get("progress/measured_since", 0) for line in records(tmp_path)]
     assert since == [0, 0, *[2 if changed else 0] * 2]
@@ -114,9 +115,7 @@ def test_figures_of_other_hardware_or_settings_are_not_mixed(
 
 
 def test_other_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    keys = ("batch.global_size=4", "train.loader_workers=0", "precision=fp32", "run.calibrate_s=0", "strategy=single",
-            "cluster.device=cpu", "cluster.workers_per_node=1", "checkpoint.every=2", "checkpoint.best=eval/loss",
-            "train.eval_every=2")  # fmt: skip
+    keys = ("run.calibrate_s=0", "checkpoint.every=2", "checkpoint.best=eval/loss", "train.eval_every=2")
 
     def attempt(steps: int, *forced: str) -> dict[str, Any]:
         return attempt_at(tmp_path, *keys, f"train.steps={steps}", forced=forced)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,8 @@ from torch import Tensor, nn
 from launcher import Loss
 from launcher.errors import CallbackFailed, TaskError
 from launcher.task import load_task
-from launcher.train.trainer import train
-from tests.helpers import make_plan
-
-DATA = list(torch.sin(torch.arange(48.0)).reshape(12, 4))
+from tests.infra.runs import records
+from tests.train.checkpoint.test_load_changed import DATA, attempt_at
 
 
 class Base:
@@ -82,16 +78,11 @@ class OneMethod(Keeps):
 
 
 def run(place: Path, kind: type, steps: int) -> None:
-    plan = make_plan(
-        "batch.global_size=4", "train.loader_workers=0", "precision=fp32", "run.calibrate_s=0", "strategy=single",
-        "cluster.device=cpu", "cluster.workers_per_node=1", "train.log_every=1", f"train.steps={steps}",
-        samples=len(DATA), run_dir=str(place),
-    )  # fmt: skip
-    train(dataclasses.replace(plan, task=dataclasses.replace(plan.task, target=f"{__name__}.{kind.__name__}")), bool)
+    attempt_at(place, "run.calibrate_s=0", f"train.steps={steps}", target=f"{__name__}.{kind.__name__}")
 
 
 def losses(place: Path) -> list[float]:
-    return [json.loads(line)["train/loss"] for line in (place / "metrics.jsonl").read_text().splitlines()]
+    return [record["train/loss"] for record in records(place)]
 
 
 @pytest.mark.usefixtures("alone")

@@ -54,24 +54,22 @@ def test_no_run_fails_for_what_cannot_be_deleted(tmp_path: Path, monkeypatch: py
     assert {path.name for path in paths.checkpoints.iterdir()} == {"step_000003", "step_000004"}
 
 
-def test_a_wrong_path_is_not_taken_for_a_full_disk(tmp_path: Path) -> None:
-    paths = RunPaths(tmp_path)
-    paths.checkpoints.touch()
-    snapshot = Snapshot(
-        step=1, tensors={}, state="", world=World(0, 1, 0), fence=Fence(paths, Incarnation(0, 1)),
+def nothing_in(place: Path) -> Snapshot:
+    return Snapshot(
+        step=1, tensors={}, state="", world=World(0, 1, 0), fence=Fence(RunPaths(place), Incarnation(0, 1)),
         retention=Retention(), predicted_bytes=1 << 20,
     )  # fmt: skip
+
+
+def test_a_wrong_path_is_not_taken_for_a_full_disk(tmp_path: Path) -> None:
+    RunPaths(tmp_path).checkpoints.touch()
     with pytest.raises(CheckpointFailed, match=r"Not a directory.*\n  That must be a directory to which") as caught:
-        write(snapshot)
+        write(nothing_in(tmp_path))
     assert "were free" not in str(caught.value)
 
 
 def test_dead_mount_is_a_failed_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An OSError in place of CheckpointFailed would leave the other ranks waiting for this rank's error."""
-    fence = Fence(RunPaths(tmp_path), Incarnation(0, 1))
-    snapshot = Snapshot(
-        step=1, tensors={}, state="", world=World(0, 1, 0), fence=fence, retention=Retention(), predicted_bytes=1 << 20
-    )
     stat = Path.stat
 
     def dead(path: Path, **how: Any) -> os.stat_result:
@@ -81,7 +79,7 @@ def test_dead_mount_is_a_failed_checkpoint(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(Path, "stat", dead)
     with pytest.raises(CheckpointFailed, match=r"Stale file handle.*\n.*unknown number of bytes.*cannot be listed"):
-        write(snapshot)
+        write(nothing_in(tmp_path))
 
 
 def test_a_save_that_another_rank_has_ended_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
