@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from launcher import Engine, make_plan
-from launcher.errors import LauncherError
-from tests.infra.workers import leave_group, print_on_rank_0
+from launcher.train.world import World
+from tests.infra.workers import leave_group, message_of, print_on_rank_0
 
 SAMPLES, BATCH = 32, 8
 DATA = list(torch.sin(torch.arange(SAMPLES * 3.0)).reshape(SAMPLES, 3))
@@ -148,15 +148,10 @@ RIGHT: dict[str, Any] = {
 
 
 def outcome(where: Path, name: str, make: Any, options: Any, **more: Any) -> list[Any]:
-    told = ""
-    try:
-        train(where, make(), f"run.name={name.replace(' ', '-')}", *options, **more)
-    except LauncherError as error:
-        told = f"{type(error).__name__}: {error}"
-    everyone: list[str] = [told] * dist.get_world_size()
-    dist.all_gather_object(everyone, told)
-    saved = sorted(path.name for path in (where / name.replace(" ", "-")).glob("checkpoints/step_*"))
-    return [everyone, saved]
+    run = name.replace(" ", "-")
+    told = message_of(lambda: train(where, make(), f"run.name={run}", *options, **more))
+    saved = sorted(path.name for path in (where / run).glob("checkpoints/step_*"))
+    return [World.here().of_all(told), saved]
 
 
 def main() -> None:

@@ -8,30 +8,21 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from launcher import make_plan
-from launcher.errors import LauncherError
 from launcher.train.world import World, device_of, join
-from tests.infra.workers import leave_group, print_on_rank_0
+from tests.infra.workers import flat, leave_group, message_of, print_on_rank_0
 from tests.train.parallel.lost_writes_models import OPTIONS, SAMPLES, follow, normalise, plain, train, writing
 
 RANKS = int(sys.argv[1])
 
 
 def outcome(*arguments: Any, **more: Any) -> list[Any]:
-    error, size = "", 0.0
-    try:
-        engine = train(*arguments, f"cluster.workers_per_node={RANKS}", **more)
-        for each in engine.model.parameters():
-            whole = each.full_tensor() if isinstance(each, DTensor) else each
-            size += whole.detach().double().abs().sum().item()
-    except LauncherError as refused:
-        error = f"{type(refused).__name__}: {refused}"
-    everyone: list[str] = [error] * RANKS
-    dist.all_gather_object(everyone, error)
-    return [everyone, size]
+    left = list[Tensor]()
+    per_node = f"cluster.workers_per_node={RANKS}"
+    message = message_of(lambda: left.extend(train(*arguments, per_node, **more).model.parameters()))
+    return [World.here().of_all(message), flat(left).abs().sum().item() if left else 0.0]
 
 
 def main() -> None:

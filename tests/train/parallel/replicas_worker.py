@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from launcher import Engine, make_plan
-from launcher.errors import LauncherError
 from launcher.train.trainer import train
 from launcher.train.world import World
 from tests.helpers import make_plan as plan_of
@@ -139,7 +138,7 @@ def starts() -> dict[str, Any]:
 def words(act: Callable[[], Any]) -> str:
     try:
         act()
-    except LauncherError as error:
+    except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -186,16 +185,6 @@ def toggles() -> None:
         engine.step()
 
 
-def modes() -> dict[str, Any]:
-    def kept(model: nn.Module) -> list[str]:
-        engine = engine_of(model, "precision=fp32", "strategy=fsdp")
-        return [name for name, part in engine.parallel.module.named_modules() if not part.training]
-
-    mixed = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 1)))
-    mixed[1].eval()
-    return {"all": kept(nn.Sequential(nn.Linear(6, 6), nn.Dropout(), nn.Linear(6, 1)).eval()), "mixed": kept(mixed)}
-
-
 def trained(name: str, *options: str, resumes: bool = False) -> dict[str, Any]:
     """The record, the parameters and the evaluations of a run of `launch train`."""
     with tempfile.TemporaryDirectory() as place:
@@ -207,11 +196,11 @@ def trained(name: str, *options: str, resumes: bool = False) -> dict[str, Any]:
         task = dataclasses.replace(plan.task, target=f"{replicas_tasks.__name__}.{name}")
         plan = dataclasses.replace(plan, task=task)
         replicas_tasks.fails = True
-        error = words_of_any(lambda: train(plan, lambda: False))
+        error = words(lambda: train(plan, lambda: False))
         saved = sorted(path.name for path in Path(shared, "checkpoints").glob("step_*"))
         first = lines(Path(shared))
         replicas_tasks.fails = False
-        again = words_of_any(lambda: train(plan, lambda: False)) if resumes else ""
+        again = words(lambda: train(plan, lambda: False)) if resumes else ""
         made = replicas_tasks.MADE[-1]
         found = {
             "error": error, "saved": saved, "again": again, "log": made.log,
@@ -220,14 +209,6 @@ def trained(name: str, *options: str, resumes: bool = False) -> dict[str, Any]:
         }  # fmt: skip
         dist.barrier()
         return found
-
-
-def words_of_any(act: Callable[[], Any]) -> str:
-    try:
-        act()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def lines(place: Path) -> list[dict[str, Any]]:
@@ -261,7 +242,6 @@ def main() -> None:
         }
         seen["toggles"] = words(toggles)
         seen["late"] = words(lambda: run(RegistersLate, "strategy=ddp", "precision=fp32"))
-        seen["modes"] = modes()
         seen["evaluations"] = evaluations()
     print_on_rank_0(seen)
     leave_group()
