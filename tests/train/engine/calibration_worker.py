@@ -156,9 +156,6 @@ def main() -> None:
         plain, nothing, plain_order = train(plan_of(overrides, 0), {key: words[key] for key in words if key == "reads"})
         assert nothing is None
         left, calibrated, order = train(plan_of(overrides, LONG_S), words)
-        if dist.get_world_size() == 1:
-            assert calibrated is None
-            calibrated = Calibrated()
         assert calibrated is not None
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, (sorted(unlike(plain, left)), dataclasses.asdict(calibrated)))

@@ -28,7 +28,6 @@ WORKER = Path(__file__).parent / "calibration_worker.py"
 DDP = "strategy=ddp strategy.bucket_mb=0.001"
 GATHERED = "strategy=fsdp strategy.sync=gather_once batch.micro_size=4"
 PAIRS: dict[int, dict[str, str]] = {
-    1: {"one rank": "strategy=single precision=fp32 batch.micro_size=8"},
     2: {
         "ddp": f"{DDP} precision=fp32 batch.micro_size=4",
         "ddp bf16": f"{DDP} precision=bf16 batch.micro_size=2",
@@ -74,7 +73,6 @@ FEW = (
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
-        (1, [*PAIRS[1]]),
         (2, FEW),
         (4, ["hsdp"]),
         *(pytest.param(ranks, [*PAIRS[ranks]], marks=pytest.mark.nightly) for ranks in (2, 4)),
@@ -89,7 +87,7 @@ def test_training_is_the_same_bits_with_and_without_it(ranks: int, names: Sequen
     assert {name: result["unlike"] for name, result in found.items()} == unlike
     for name, result in found.items():
         given_up = name.startswith("out of memory") or name == "fsdp out of memory in backward, later"
-        measures = not given_up and name not in ("static graph", "one rank")
+        measures = not given_up and name != "static graph"
         assert bool(result["not_measured"]) == (given_up or name == "static graph"), name
         assert (result["rounds"] > 0) == measures, name
         assert (result["gain"] is not None) == (measures and name not in ("every", "unused parameters")), name
@@ -102,7 +100,7 @@ def test_training_is_the_same_bits_with_and_without_it(ranks: int, names: Sequen
         if name not in ("norm window", "ramp"):
             assert set(result["plain_order"].split("r")) == {"", "F"}, name
             first, *later = result["order"].removeprefix("r").split("r")
-            assert (len(first) == 1) == (name == "one rank" or "own=" in PAIRS[ranks][name]), name
+            assert (len(first) == 1) == ("own=" in PAIRS[ranks][name]), name
             assert set(later) == {"F"}, name
     if ranks == 2:
         assert "static graph" in found["static graph"]["not_measured"]
@@ -131,12 +129,17 @@ def test_the_speedup_of_a_whole_step_has_its_data_in_it(
     assert Calibrated().step_s_every(step_s, data_s, reads_ahead=ahead) is None
 
 
-def parts_of(rank: int = 0, **parallel: Any) -> Any:
-    """Return the parts of an engine on one of two ranks."""
+def parts_of(rank: int = 0, size: int = 2, **more: Any) -> Any:
+    """Return the parts of an engine on one of ``size`` ranks."""
+    world, parallel = World(rank, size, rank, size), SimpleNamespace(without_effects=nullcontext, **more)
     return SimpleNamespace(
-        world=World(rank=rank, size=2, local_rank=rank, local_size=2), device=torch.device("cpu"), preserve=object,
-        parallel=SimpleNamespace(without_effects=nullcontext, **parallel), precision=None, norms=None,
-    )  # fmt: skip
+        world=world, device=torch.device("cpu"), preserve=object, parallel=parallel, precision=None, norms=None
+    )
+
+
+def test_one_rank_has_nothing_to_measure() -> None:
+    assert not Calibration(parts_of(size=1)).wanted(make_plan())
+    assert not Calibration(parts_of()).wanted(make_plan("run.calibrate_s=0"))
 
 
 @pytest.mark.parametrize(

@@ -114,28 +114,31 @@ def test_the_gradient_is_that_of_plain_torch_however_the_model_is_used(part: str
         assert found["error"] < 2 * found["at once"], (name, found)
 
 
-def test_a_parameter_of_a_shard_unit_in_the_loss_is_refused(tmp_path: Path) -> None:
-    seen = user_model(2, "refusals", tmp_path)
+@pytest.fixture(scope="module")
+def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return user_model(2, "two ranks", tmp_path_factory.mktemp("two"))
+
+
+def test_an_evaluation_leaves_no_gathered_parameters(of_two_ranks: dict[str, Any]) -> None:
+    """A unit that was gathered early, and then not used, would be that of the evaluation in the next window."""
+    for sync in ("every", "boundary", "gather_once"):
+        without, evaluated = of_two_ranks[sync]
+        assert evaluated == without, sync
+
+
+def test_contrasts_over_all_ranks_are_exact_with_one_micro_batch(of_two_ranks: dict[str, Any]) -> None:
+    contrasts = {name: found for name, found in of_two_ranks.items() if name.startswith("contrastive ")}
+    assert len(contrasts) == 4
+    for name, found in contrasts.items():
+        assert found["error"] < 3 * found["at once"], (name, found)
+
+
+def test_a_parameter_of_a_shard_unit_in_the_loss_is_refused(of_two_ranks: dict[str, Any]) -> None:
+    seen = of_two_ranks
     assert "The loss uses blocks.0.up.weight of a shard unit outside of the unit's forward" in seen["weight_of_a_unit"]
     assert "The loss uses a parameter of a shard unit" in seen["decay_of_all"]
     assert "use the optimizer's" in seen["decay_of_all"]
     assert seen["part_of_a_unit"] == "torch: mixed tensors"
-
-
-def test_contrast_with_the_samples_of_all_ranks_is_exact_with_one_micro_batch(tmp_path: Path) -> None:
-    seen = user_model(2, "contrasts", tmp_path)
-    assert len(seen) == 4
-    for name, found in seen.items():
-        assert found["error"] < 3 * found["at once"], (name, found)
-
-
-@pytest.mark.slow
-def test_an_evaluation_leaves_no_gathered_parameters(tmp_path: Path) -> None:
-    """A unit that was gathered early, and then not used, would be that of the evaluation in the next window."""
-    worker = Path(__file__).parent / "uses_worker.py"
-    seen = json.loads(torchrun(worker, ["2", "evaluations"], 2, tmp_path).splitlines()[-1])
-    for sync, (without, evaluated) in seen.items():
-        assert evaluated == without, sync
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from launcher.errors import TaskError
 from launcher.train.parallel.shard_units import is_direct_use
 from tests.infra.workers import distance, leave_group, print_on_rank_0
-from tests.train.parallel.uses_worker import SAMPLES, WIDTH, Block, LossOf, by_hand, joined, windows
+from tests.train.parallel.uses_worker import SAMPLES, WIDTH, Block, LossOf, by_hand, joined, windows, with_evaluations
 
 POLICIES: list[tuple[str, ...]] = [
     ("strategy=ddp", "strategy.sync=boundary"),
@@ -169,12 +169,14 @@ def main() -> None:
     joined()
     results: dict[str, Any] = {}
     match sys.argv[2]:
-        case "refusals":
-            results = {loss.__name__: refused(loss) for loss in (weight_of_a_unit, decay_of_all, part_of_a_unit)}
-        case "contrasts":  # a window of one micro-batch per rank, whose ranks gather each other's samples
+        case "two ranks":
+            # a window of one micro-batch per rank, whose ranks gather each other's samples
             whole = f"batch.micro_size={SAMPLES // dist.get_world_size()}"
             policies = [(f"strategy={policy}", whole) for policy in ("ddp", "fsdp")]
             results = compared(contrastive, itertools.product(("bf16", "fp32"), policies))
+            results |= {loss.__name__: refused(loss) for loss in (weight_of_a_unit, decay_of_all, part_of_a_unit)}
+            for sync in ("every", "boundary", "gather_once"):
+                results[sync] = [with_evaluations(sync, evaluates=evaluates) for evaluates in (False, True)]
         case part:  # bf16 is the default; each policy and each loss has both
             for number, loss in enumerate(LOSSES):
                 results |= compared(loss, (
