@@ -28,7 +28,7 @@ from launcher.train.parallel.deferred_init import BuildHeartbeats, InitialShards
 from launcher.train.parallel.mixed_precision import set_format
 from launcher.train.parallel.model_check import require_trainable
 from launcher.train.parallel.replicas import require_same_structure, share_model
-from launcher.train.parallel.shard_units import find_units
+from launcher.train.parallel.shard_units import find_units, require_parts
 from launcher.train.precision import Precision, parameters_to_fp32
 from launcher.train.world import ALONE, World
 
@@ -253,7 +253,9 @@ def wrap(
     if sharded or strategy.recompute is Recompute.blocks:
         units = find_units(model, None if shard_units is None else shard_units(model))
     if plan.train.compile and compile_units is not None:
-        compile_forward(_parts_of(model, compile_units(model)))
+        compiled = compile_units(model)
+        require_parts(model, compiled, "compile_units")
+        compile_forward(compiled)
     elif plan.train.compile and sharded:
         compile_forward(units or [model])
     if strategy.recompute is Recompute.blocks:
@@ -284,18 +286,6 @@ def compile_forward(modules: Sequence[nn.Module]) -> None:
             module.forward = torch.compile(module.forward)
         else:  # a bound method would stay that of the original in a copy
             module.forward = functools.partial(torch.compile(type(module).forward), module)
-
-
-def _parts_of(model: nn.Module, units: Sequence[nn.Module]) -> Sequence[nn.Module]:
-    """Return ``units``, the result of the task's ``compile_units``, if they are modules of ``model``."""
-    known = set(model.modules())
-    for unit in units:
-        if unit not in known:
-            raise TaskError(
-                f"compile_units(model): {type(unit).__name__} is not part of this model.\n"
-                "  Return modules of the model that it is called with."
-            )
-    return units
 
 
 def recompute(units: Sequence[nn.Module]) -> None:

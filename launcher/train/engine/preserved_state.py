@@ -334,8 +334,8 @@ class SavedAttributes:
                 return [value.state, *value.param_groups]
             case Tensor():
                 self._save_tensor(value)
-            case list():
-                self._keep(functools.partial(_restore_list, value), [*value])
+            case list() | bytearray() | array.array():
+                self._keep(functools.partial(_restore_list, value), value[:])
                 return value
             case dict():
                 self._keep(functools.partial(_restore_dict, value), {**value})
@@ -345,8 +345,6 @@ class SavedAttributes:
             case deque():
                 self._keep(lambda items: (value.clear(), value.extend(items)), [*value])
                 return value
-            case bytearray() | array.array():
-                self._keep(lambda items: value.__setitem__(slice(None), items), value[:])
             case tuple() | frozenset():
                 return value
             case MethodType():
@@ -513,7 +511,7 @@ def _detached(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _restore_list(value: list[Any], saved: list[Any]) -> None:
+def _restore_list(value: Any, saved: Any) -> None:
     if len(value) != len(saved) or not all(map(operator.is_, value, saved)):
         value[:] = saved
 

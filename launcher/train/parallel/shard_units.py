@@ -56,12 +56,8 @@ def find_units(model: nn.Module, named: Iterable[nn.Module] | None = None) -> li
     """
     units = _repeated_blocks(model) if named is None else list(named)
     names = _all_names(model)
+    require_parts(model, units, "shard_units")
     for unit in units:
-        if not isinstance(unit, nn.Module) or unit not in names:
-            raise TaskError(
-                f"shard_units(model): {type(unit).__name__} is not part of this model.\n"
-                "  Return modules of the model it is given, such as list(model.blocks)."
-            )
         if unit is model:
             raise TaskError(
                 "shard_units(model): the model itself is among them: it is the root, and holds what is in no unit.\n"
@@ -84,6 +80,17 @@ def find_units(model: nn.Module, named: Iterable[nn.Module] | None = None) -> li
     units = sorted(set(units), key=lambda unit: (-names[unit][0].count("."), places[unit]))
     _require_own_parameters(model, units, names)
     return units
+
+
+def require_parts(model: nn.Module, parts: Iterable[object], function: str) -> None:
+    """Raise TaskError unless all ``parts``, which the task's ``function`` has returned, are modules of ``model``."""
+    known = {id(module) for module in model.modules()}
+    for part in parts:
+        if id(part) not in known:
+            raise TaskError(
+                f"{function}(model): {type(part).__name__} is not part of this model.\n"
+                "  Return modules of the model that it is called with, such as list(model.blocks)."
+            )
 
 
 def owned(units: Sequence[nn.Module], root: nn.Module) -> list[tuple[nn.Module, list[nn.Parameter]]]:
