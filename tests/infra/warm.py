@@ -33,6 +33,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -66,6 +67,7 @@ READ_AT_START = ("PYTHONWARNINGS", "PYTHONNOUSERSITE", "TORCH_LOGS", COLD)
 SPACE = 100_000  # bytes for a command line, and as many for an environment
 CLONE_PARENT, CLONE = 0x8000, {"x86_64": 56, "aarch64": 220}.get(platform.machine(), 0)
 CLONE_NEWNET = 0x40000000
+HUGE, MADV_COLLAPSE = 2**21, 25  # bytes of a huge page; a number that older kernels refuse
 FAR = 512  # file descriptors from here on are in nobody's way
 
 
@@ -262,8 +264,24 @@ def main(descriptor: int) -> NoReturn:
     composition.fill()
     rendezvous = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
     vars(rendezvous)["get_method_name"] = _calling_function
+    for finalizer, of in weakref.finalize._registry.items():  # pyright: ignore
+        if of.func.__module__ == "torch.library":  # removing every operator at the end takes each process 45 ms
+            finalizer.atexit = False
     gc.freeze()  # a collection would copy every page of theirs
+    _use_huge_pages()
     _serve(socket.socket(fileno=descriptor))
+
+
+def _use_huge_pages() -> None:
+    """Move the heap to huge pages where the kernel can: a fork copies the table of pages, which takes 15 ms less."""
+    madvise = ctypes.CDLL(None).madvise
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, rights, _, _, _, *name = line.split()
+        if rights == "rw-p" and name in ([], ["[heap]"]):
+            start, end = (int(number, 16) for number in place.split("-"))
+            start, end = -(-start // HUGE) * HUGE, end // HUGE * HUGE
+            if start < end:
+                madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_COLLAPSE)
 
 
 def _calling_function(depth: int = 2) -> str:
