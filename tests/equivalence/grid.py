@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 # steps of a run, by selection
-STEPS = {"whole": 20, "covering": 4, "balanced": 4, "mutated": 8}
+STEPS = {"whole": 20, "covering": 4, "losses": 4, "balanced": 4, "mutated": 8}
 GRADIENT, PARAMETERS = 1e-6, 1e-5  # relative, against fp64
 GLOBAL_SIZE = 96  # of which each world and accumulation of the grid has its share
 SHORT = 13  # samples of a short window: no world divides it
@@ -80,15 +80,22 @@ def whole(world: int) -> Iterator[Cell]:
 
 def covering(world: int) -> Iterator[Cell]:
     """An eighth of those of PROBLEMS: every policy of every strategy with every accumulation, each with one problem, so
-    that every two values of two factors meet (test_grid.py). And each policy with two problems of LOSSES."""
+    that every two values of two factors meet (test_grid.py). And each policy with two problems of LOSSES, of which one
+    accumulates."""
     groups = [(w, strategy, sync) for w in STRATEGIES for strategy in STRATEGIES[w] for sync in SYNCS[strategy]]
     for number, (of, strategy, sync) in enumerate(groups):
         for place, accumulation in enumerate(ACCUMULATIONS if of == world else ()):
             problem = PROBLEMS[HALVES[number % 2][(place + number // 2) % 4]]
             yield Cell(strategy, sync, accumulation, problem)
         for place, accumulation in enumerate((1, 3) if of == world else ()):
-            yield Cell(strategy, sync, accumulation, LOSSES[FEW_LOSSES[(number + 2 * place) % 4]])
-            yield Cell(strategy, sync, accumulation, LOSSES[FEW_LOSSES[(number + 2 * place + 1) % 4]])
+            yield Cell(strategy, sync, accumulation, LOSSES[FEW_LOSSES[(number + place) % 4]])
+
+
+def losses(world: int) -> Iterator[Cell]:
+    """Every policy of every strategy with both kinds of LOSSES, with and without accumulation."""
+    for number, strategy in enumerate(STRATEGIES[world]):
+        for sync, (place, accumulation), kind in itertools.product(SYNCS[strategy], enumerate((1, 3)), range(2)):
+            yield Cell(strategy, sync, accumulation, LOSSES[FEW_LOSSES[(number + 2 * place + kind) % 4]])
 
 
 def balanced(world: int) -> Iterator[Cell]:
@@ -105,7 +112,7 @@ def mutated(world: int) -> Iterator[Cell]:
         yield Cell("ddp", "boundary", 3, problem)
 
 
-SELECTIONS = {"whole": whole, "covering": covering, "balanced": balanced, "mutated": mutated}
+SELECTIONS = {"whole": whole, "covering": covering, "losses": losses, "balanced": balanced, "mutated": mutated}
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,13 @@ from tests.equivalence.grid import (
     ACCUMULATIONS,
     LOSSES,
     PROBLEMS,
+    SELECTIONS,
     STRATEGIES,
     SYNCS,
     Cell,
     balanced,
     covering,
+    losses,
     mutated,
     whole,
 )
@@ -49,21 +51,30 @@ def test_two_values_of_two_factors_always_meet() -> None:
     assert set().union(*itertools.starmap(pairs, chosen)) == set().union(*itertools.starmap(pairs, everywhere))
 
 
-def test_every_policy_has_float_items_and_several_terms_with_and_without_accumulation() -> None:
+def test_every_policy_has_float_items_and_several_terms_and_every_sharding_both_with_and_without_accumulation() -> None:
+    both = [(1, "terms"), (1, "weighted"), (3, "terms"), (3, "weighted")]
+    sharded = [cell for world in STRATEGIES for cell in covering(world) if cell.strategy in ("fsdp", "hsdp")]
+    for strategy in ("fsdp", "hsdp"):
+        seen = {(c.accumulation, c.problem.items) for c in sharded if c.strategy == strategy and c.problem in LOSSES}
+        assert sorted(seen) == both
     for world in STRATEGIES:
-        found = [cell for cell in covering(world) if cell.problem in LOSSES]
-        assert len(found) == len(set(found))
-        for strategy in STRATEGIES[world]:
-            for sync in SYNCS[strategy]:
-                seen = [(c.accumulation, c.problem.items) for c in found if (c.strategy, c.sync) == (strategy, sync)]
-                assert sorted(seen) == [(1, "terms"), (1, "weighted"), (3, "terms"), (3, "weighted")]
+        for selection, expected in ((covering, (both[0::3], both[1:3])), (losses, (both,))):
+            found = [cell for cell in selection(world) if cell.problem in LOSSES]
+            assert len(found) == len(set(found))
+            for strategy in STRATEGIES[world]:
+                for sync in SYNCS[strategy]:
+                    seen = [
+                        (c.accumulation, c.problem.items) for c in found if (c.strategy, c.sync) == (strategy, sync)
+                    ]
+                    assert sorted(seen) in expected
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("selection", ["covering", pytest.param("losses", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("world", list(STRATEGIES))
-def test_one_big_batch(world: int, tmp_path: Path) -> None:
-    outcomes = run(world, "covering", tmp_path)
-    assert [outcome.cell for outcome in outcomes] == [str(cell) for cell in covering(world)]
+def test_one_big_batch(world: int, selection: str, tmp_path: Path) -> None:
+    outcomes = run(world, selection, tmp_path)
+    assert [outcome.cell for outcome in outcomes] == [str(cell) for cell in SELECTIONS[selection](world)]
     assert not [outcome for outcome in outcomes if outcome.failures]
 
 

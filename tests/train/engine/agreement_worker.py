@@ -134,6 +134,9 @@ def window(policy: tuple[str, ...], precision: str, *options: str, scale: float 
     hsdp = ["strategy.shard_size=2"] if strategy == "hsdp" else []
     plan = make_plan([*OPTIONS, *SIZES, *kind, *fp16, *hsdp, *options], samples=SAMPLES)
     engine = Engine(build, lambda p: torch.optim.AdamW(p, 1e-3), plan)
+    with engine.parallel.evaluation(), torch.no_grad(), engine.precision.autocast():
+        outputs = forward(engine.parallel.module.eval(), to_device(batch_of(list(range(4)))))["logits"]
+    engine.parallel.module.train()
     parameters, found = list(engine.parallel.module.parameters()), list[Tensor]()
     engine.optimizer.register_step_pre_hook(lambda *_: found.append(flat([p.grad for p in parameters])))
     for batches in engine.windows(range(SAMPLES), batch_of):
@@ -141,9 +144,6 @@ def window(policy: tuple[str, ...], precision: str, *options: str, scale: float 
             total, items = loss_sum(engine.model, batch)
             engine.backward(total * scale, items)
         assert not engine.step().skipped
-    evaluated = Engine(build, lambda p: torch.optim.AdamW(p, 1e-3), plan)
-    with evaluated.parallel.evaluation(), torch.no_grad(), evaluated.precision.autocast():
-        outputs = forward(evaluated.parallel.module.eval(), to_device(batch_of(list(range(4)))))["logits"]
     return {"gradient": found[0], "outputs": outputs, "dtypes": sorted({str(p.dtype) for p in parameters})}
 
 
