@@ -109,14 +109,15 @@ def test_it_works_in_an_empty_environment(make: Callable[[Path, Path], None], wh
         return done.stdout + done.stderr
 
     job = (*SMALL, *BATCH)
-    first = ("strategy=fsdp", "cluster.workers_per_node=2", "train.steps=2", "run.name=first", "wandb.mode=offline")
-    assert "global batch" in launch("train", *job, *first)
+    first = ("strategy=fsdp", ONE, "train.steps=2", "run.name=first", "wandb.mode=offline")
+    trained = launch("train", *job, *first)
+    assert "global batch" in trained
+    assert "Numpy" not in trained
     assert (place / "runs/first/checkpoints/step_000002/.metadata").exists()
-    resumed = launch("resume", "first", "train.steps=4", ONE)
-    assert "Numpy" not in resumed
-    assert (place / "runs/first/checkpoints/step_000004/.metadata").exists()
-    assert "planned 2 of 2" in launch("plan", "-m", *SMALL, BATCH[0], "batch.micro_size=1,2", ONE)
     if make is installed_environment:
+        launch("resume", "first", "train.steps=4", "cluster.workers_per_node=2")
+        assert (place / "runs/first/checkpoints/step_000004/.metadata").exists()
+        assert "planned 2 of 2" in launch("plan", "-m", *SMALL, BATCH[0], "batch.micro_size=1,2", ONE)
         assert "Verdict" in launch("verify", *job, ONE)
         sweep = ("batch.accumulation=2", "batch.global_size=null", "train.steps=2", "sweep.name=grid")
         launch("train", "-m", *job, ONE, *sweep)

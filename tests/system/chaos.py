@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from launcher.extensions.drill.processes import describe
@@ -67,11 +67,13 @@ def judge(chaos: Chaos, whole: RunPaths) -> list[str]:
     return problems
 
 
-def run_chaos(directory: Path, deaths: int, seed: int, kinds: Collection[str] = ()) -> list[str]:
+def run_chaos(
+    directory: Path, deaths: int, seed: int, kinds: Collection[str] = (), job: Sequence[str] = JOB
+) -> list[str]:
     """Run the job undisturbed and disturbed in ``directory``. Return the problems. ``kinds``: of deaths; empty: all."""
-    chaos = Chaos(directory, deaths, random.Random(seed), kinds)
+    chaos = Chaos(directory, deaths, random.Random(seed), kinds, job=job)
     steps = f"train.steps={chaos.steps}"
-    whole = warm.run(launch_command("train", *JOB, "run.name=whole", steps, "--quiet"), patience(600), cwd=directory)
+    whole = warm.run(launch_command("train", *job, "run.name=whole", steps, "--quiet"), patience(600), cwd=directory)
     assert whole.returncode == 0, whole.stderr
     began = time.monotonic()
     try:
