@@ -12,7 +12,8 @@ import stat
 import time
 import types
 import typing
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -56,19 +57,25 @@ def _has_run_since(pid: int, when: float) -> bool:
         return False
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write ``path`` atomically: a reader sees the old text or the new one, whatever fails in between."""
+@contextmanager
+def replacing(path: Path) -> Generator[Path]:
+    """Context manager that yields the path of a new file, which replaces ``path`` unless the body fails."""
     # hosts that share the disk may write at the same time, and their process ids may be equal
     partial = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        yield partial
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``path`` atomically: a reader sees the old text or the new one, whatever fails in between."""
+    with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write_line(text: str, descriptor: int = 1) -> None:

@@ -10,7 +10,6 @@ import math
 import mmap
 import os
 import resource
-import secrets
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -26,7 +25,7 @@ from launcher.plan.run_plan import RunPlan
 from launcher.plan.windows import Windows
 from launcher.quantities import Interval, count
 from launcher.rundir.fencing import Fence
-from launcher.rundir.files import open_file
+from launcher.rundir.files import open_file, replacing
 from launcher.train.engine.calibration import Calibrated
 from launcher.train.engine.window_totals import StepResult
 
@@ -154,22 +153,17 @@ def truncate_record(path: Path, step: int, last: dict[str, Any] | None) -> None:
     """
     for leftover in path.parent.glob(f".{path.name}.*"):  # of an attempt that was killed in this function
         leftover.unlink(missing_ok=True)
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
+    with replacing(path) as partial, partial.open("a+b") as file:
         if path.exists():
-            with open_file(path) as record, partial.open("wb") as copy:
-                shutil.copyfileobj(record, copy)
-        with partial.open("a+b") as file:
-            end, newest = _newest_record(file, step)
-            file.truncate(end)
-            if last is not None and (newest is None or newest["step"] < last["step"]):
-                file.write(orjson.dumps(last, option=orjson.OPT_APPEND_NEWLINE))
+            with open_file(path) as record:
+                shutil.copyfileobj(record, file)
             file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+        end, newest = _newest_record(file, step)
+        file.truncate(end)
+        if last is not None and (newest is None or newest["step"] < last["step"]):
+            file.write(orjson.dumps(last, option=orjson.OPT_APPEND_NEWLINE))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @HEARTBEAT.waiting_for(Wait.io)

@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from launcher import Engine, make_plan
+from launcher import Engine, Loss, make_plan
 from launcher.errors import ConfigError, EngineMisuse, WrongCheckpoint
 from launcher.plan.run_plan import RunPlan
 from launcher.process import AGENT_PID
+from launcher.train.world import World
 from tests.helpers import series, torchrun
 
 DATA = list(torch.sin(torch.arange(36.0)).reshape(9, 4))
@@ -244,19 +245,67 @@ def test_a_loop_that_ends_while_a_checkpoint_is_written_waits_for_it(tmp_path: P
     assert ("The checkpoint in progress was not written: The disk is full." in output) is (ending == "fails")
 
 
-def test_the_mistakes_of_a_loop_that_saves(tmp_path: Path) -> None:
-    lines = torchrun(Path(__file__).parent / "run_engine_worker.py", [str(tmp_path)], 2, tmp_path).splitlines()
-    seen = json.loads(lines[-1])
-    assert "engine.finish_step() needs engine.resume() before the first window" in seen["not resumed"]
-    assert "extra must be JSON: Object of type Tensor" in seen["tensor"]
-    assert "needs loss=function of (model, batch)" in seen["no loss"]
-    assert "The ranks have different run directories" in seen["directories"]
-    assert "run.name=NAME" in seen["directories"]
-    assert "once, before the first step" in seen["twice"]
-    assert "engine.finish_step(result) was not called after step 1: this run" in seen["not finished"]
-    assert "extra must be JSON: the key 3 is a int, and would be restored as a text" in seen["number"]
-    assert seen["as a tuple"], "a loss returned as (loss_sum, items, metrics) keeps its metrics"
-    assert seen["evaluated"] == pytest.approx(seen["expected"])
+@pytest.mark.usefixtures("alone")
+def test_the_mistakes_of_a_loop_that_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def engine(name: str) -> Engine:
+        model = nn.Linear(4, 1)
+        return Engine(model, torch.optim.SGD(model.parameters(), 0.1), plan_of(tmp_path / name))
+
+    first, second, plain = engine("first"), engine("second"), engine("plain")
+    with pytest.raises(EngineMisuse, match=r"needs loss=function of \(model, batch\)"):
+        first.resume(eval_data=DATA)
+    with monkeypatch.context() as patch:
+        patch.setattr(World, "of_all", lambda _, value, *__: [value, f"{value} of rank 1"])
+        with pytest.raises(EngineMisuse, match=r"The ranks have different run directories: .*\n.*run\.name=NAME"):
+            first.resume()
+    assert second.resume() is None
+    with pytest.raises(EngineMisuse, match="once, before the first step"):
+        second.resume()
+    for number, window in enumerate(second.windows(DATA)):
+        for batch in window:
+            second.backward(second.model(batch).square().sum(), len(batch))
+        if number:
+            with pytest.raises(
+                EngineMisuse, match=r"engine.finish_step\(result\) was not called after step 1: this run"
+            ):
+                second.step()
+            break
+        result = second.step()
+        wrong = {
+            "Object of type Tensor": torch.ones(2),
+            "the key 3 is a int, and would be restored as a text": [{3: 7}],
+        }
+        for why, value in wrong.items():
+            with pytest.raises(EngineMisuse, match=f"extra must be JSON: {why}"):
+                second.finish_step(result, extra={"x": value})
+    close(second)
+    for window in plain.windows(DATA):
+        for batch in window:
+            plain.backward(plain.model(batch).square().sum(), len(batch))
+        with pytest.raises(
+            EngineMisuse, match=r"engine.finish_step\(\) needs engine.resume\(\) before the first window"
+        ):
+            plain.finish_step(plain.step())
+        break
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_evaluation_of_several_sets_and_of_a_loss_as_a_tuple(tmp_path: Path) -> None:
+    def with_metric(model: Any, batch: Tensor) -> Loss:
+        return Loss(model(batch).square().sum(), len(batch), metrics={"mean": (batch.sum(), batch.numel())})
+
+    def as_tuple(model: Any, batch: Tensor) -> tuple[Any, ...]:
+        loss = with_metric(model, batch)
+        return loss.total, loss.items, loss.metrics
+
+    model = nn.Linear(4, 1)
+    engine = Engine(model, torch.optim.SGD(model.parameters(), 0.1), plan_of(tmp_path))
+    with torch.no_grad():
+        loss = model(torch.stack(DATA)).square().mean().item()
+    found = engine.evaluate({"one": DATA, "two": DATA[:3]}, with_metric)
+    assert [found["eval/loss"], found["eval/one/loss"]] == pytest.approx([loss, loss])
+    assert found["eval/two/mean"] == pytest.approx(torch.stack(DATA[:3]).mean().item())
+    assert engine.evaluate(DATA, as_tuple) == engine.evaluate(DATA, with_metric)
 
 
 @pytest.mark.usefixtures("alone")

@@ -241,6 +241,7 @@ class OptimizerOptions:
         own = isinstance(schedule, PlanSchedule)
         known = set[str]().union(*map(_arguments, members_of(engine.optimizer)))
         ignored = {"lr", *_IMPLEMENTATION, *(() if own else _CYCLED)}
+        where = "in a callback's on_start" if engine.plan.task.target else "after engine.resume()"
         lines: list[str] = []
         for number, (group, options) in enumerate(zip(engine.optimizer.param_groups, self._planned, strict=True)):
             place = f"engine.optimizer.param_groups[{number}]"
@@ -252,15 +253,13 @@ class OptimizerOptions:
             rate = f"engine.schedule.base_lrs[{number}]" if own else f'{place}["lr"]'
             if rates := base_rates(schedule):
                 pairs.append(("lr", _plain(rates[number]), self._rates[number], rate))
-            lines += [self._line(number, *pair) for pair in pairs if pair[1] != pair[2]]
+            lines += [
+                f"{name}={saved!r} of the optimizer's group {number} is that of the checkpoint; {value!r} in the code "
+                f"is not used. To change it, set {place} = {value!r} {where}."
+                for name, saved, value, place in pairs
+                if saved != value
+            ]
         return lines
-
-    def _line(self, group: int, name: str, saved: object, value: object, place: str) -> str:
-        where = "in a callback's on_start" if self._engine.plan.task.target else "after engine.resume()"
-        return (
-            f"{name}={saved!r} of the optimizer's group {group} is that of the checkpoint; {value!r} in the code is "
-            f"not used. To change it, set {place} = {value!r} {where}."
-        )
 
 
 def _arguments(optimizer: Optimizer) -> set[str]:
