@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 
 from launcher.config.schema import ClusterKind, PrecisionKind
 from launcher.errors import SiteError
-from launcher.launch.slurm import client, job_log
+from launcher.launch.slurm import client
 from launcher.launch.slurm.client import Listed
 from launcher.quantities import folded_names, seconds_left
 from launcher.record.measurements import reason, task_metrics
@@ -320,7 +320,7 @@ class _Read:
         if ended:
             began = "" if self.has_started else f" before its first line: {self._reason_without_start()}"
             begin = self.newest_incarnation.get("output_from", 0) if self.has_started else 0
-            if self.job and (cause := job_log.cause_of_end(self.paths, self.job, begin)):
+            if self.job and (cause := client.cause_of_end(self.paths, self.job, begin)):
                 began = f": {cause}"  # no task was left that could report it
             return RunState.failed, f"Slurm reports {ended}{began}"
         if self.job is None:

@@ -246,7 +246,10 @@ class Conductor:
             if of_slurm := [cell for cell in new.values() if cell.plan.cluster.kind == ClusterKind.slurm]:
                 refused = self._submit(paths, sweep, of_slurm)
                 statuses += [EXIT_USER] * len(refused)
-                sweep.with_cells(tuple(_refused(cell, refused) for cell in sweep.cells)).save(paths)
+                of_refused = [cell for cell in sweep.cells if cell.content in refused]
+                sweep.with_cells(
+                    tuple(dataclasses.replace(c, run=None, problem=refused[str(c.content)]) for c in of_refused)
+                ).save(paths)
             here = [cell for cell in new.values() if cell.plan.cluster.kind != ClusterKind.slurm]
             statuses += self._run(paths, here, sweep.at_once)
         return [run for run in run_of.values() if is_run(run.root)], statuses
@@ -356,11 +359,6 @@ class Conductor:
             self.status = max(stopped)
             raise KeyboardInterrupt
         return statuses
-
-
-def _refused(cell: Cell, refused: dict[str, str]) -> Cell:
-    problem = refused.get(str(cell.content))
-    return cell if problem is None else dataclasses.replace(cell, run=None, problem=problem)
 
 
 def _result(cell: RequestedCell, paths: RunPaths | None) -> Result:

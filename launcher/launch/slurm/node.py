@@ -26,7 +26,7 @@ from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, LauncherErro
 from launcher.launch.agent import load_plan, open_attempt, serve
 from launcher.launch.local import report_outcome
 from launcher.launch.network import Route, find_route, free_port, interface_env
-from launcher.launch.slurm import client, job_log
+from launcher.launch.slurm import client
 from launcher.launch.slurm.client import SlurmTask
 from launcher.launch.slurm.outcome import cancelled, conclude, conclude_failure, reason_to_requeue
 from launcher.plan.launch_plan import HostPosition, LaunchPlan
@@ -197,7 +197,7 @@ def _open_attempt(plan: LaunchPlan, task: SlurmTask, fence: Fence) -> None:
     ranks = plan.cluster.world_size
     attempt = open_attempt(fence, job=task.job, from_step=steps, fruitless=fruitless, ranks=ranks)
     names = client.host_names(task.node_list) if task.can_ask else [task.node_list]
-    fence.add(nodes=names, output_from=job_log.output_size(paths, task.job))
+    fence.add(nodes=names, output_from=client.output_size(paths, task.job))
     history.note_event(paths, "started", attempt=attempt, job=task.job, nodes=names, ranks=ranks)
 
 

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, SiteError
 from launcher.launch.local import report_outcome
-from launcher.launch.slurm import client, job_log
+from launcher.launch.slurm import client
 from launcher.launch.slurm.client import SlurmTask
 from launcher.plan.callback_plan import REQUEUED
 from launcher.plan.launch_plan import LaunchPlan
@@ -246,11 +246,11 @@ class Reports:
         Only the first node of those that have reported anything writes that.
         """
         paths = self._fence.paths
-        killed = job_log.killed_task(paths, task.job, self._fence.newest().get("output_from", 0))
+        killed = client.killed_task(paths, task.job, self._fence.newest().get("output_from", 0))
         if killed is None or killed.node in (failures := self.all()) or killed.node == self._node:
             return False
         if self._node == min(failures, default=self._node):
-            log = job_log.file_of_output(paths, task.job)
+            log = client.file_of_output(paths, task.job)
             failure = failure_record(str(killed), log, at=datetime.now(UTC)) | {
                 "node": killed.node,
                 "host": killed.host,
@@ -298,7 +298,7 @@ class Reports:
                 if job.state != "RUNNING":  # Slurm has ended the job, or is about to
                     return False
                 failures = self.all()
-                gave_up = job_log.gave_up(self._fence.paths, task.job, self._fence.newest().get("output_from", 0))
+                gave_up = client.gave_up(self._fence.paths, task.job, self._fence.newest().get("output_from", 0))
                 if len(failures) == self._nodes or gave_up or time.monotonic() > end:
                     return self._node == min(failures)
             time.sleep(shared_interval(_LOOK_EVERY_S, self._nodes, client.QUERIES_PER_S))
