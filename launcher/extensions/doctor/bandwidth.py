@@ -277,19 +277,16 @@ def _collective(kind: Collective, group: dist.ProcessGroup, device: torch.device
     stalled: Callable[[int | None], None] | None = (lambda _: None) if exchanges else None
     gather, scatter = Gather(meter, stalled), Scatter(meter, LocalGradNorm(), stalled)
 
-    def collect(payload: Tensor) -> None:
+    def run(payload: Tensor) -> None:
         meter.open_window()  # otherwise it keeps all timers
-        work = gather(payload, payload.view(size, -1)[rank].clone(), group)
+        if kind is Collective.all_gather:
+            work = gather(payload, payload.view(size, -1)[rank].clone(), group)
+        else:
+            work = scatter(payload.new_empty(len(payload) // size), payload, group, dist.ReduceOp.SUM)
         if work is not None:
             work.wait()
 
-    def reduce_parts(payload: Tensor) -> None:
-        meter.open_window()
-        work = scatter(payload.new_empty(len(payload) // size), payload, group, dist.ReduceOp.SUM)
-        if work is not None:
-            work.wait()
-
-    return collect if kind is Collective.all_gather else reduce_parts
+    return run
 
 
 def _times(collective: Callable[[Tensor], None], ranks: int, device: torch.device) -> Iterator[tuple[int, float]]:

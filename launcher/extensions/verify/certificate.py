@@ -53,12 +53,11 @@ class Rule:
 
 
 FP32 = Rule(times=10, least_error=1e-6, most=1e-3)
-NARROW_TIMES, NARROW_MOST = 3, 1 / 8
 
 
 def narrow_rule(roundoff: float) -> Rule:
     """Return the rule for the job's own arithmetic. ``roundoff``: unit roundoff of its coarsest format."""
-    return Rule(times=NARROW_TIMES, least_error=roundoff, most=NARROW_MOST)
+    return Rule(times=3, least_error=roundoff, most=1 / 8)
 
 
 class Effect(StrEnum):

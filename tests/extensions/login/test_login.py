@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -23,6 +21,7 @@ from tests.infra import warm
 from tests.infra.made_runs import make_run
 from tests.infra.runs import wait_for
 from tests.infra.sshd import LoginNode, login_node, needs_sshd
+from tests.infra.terminal import on_terminal
 
 pytestmark = [pytest.mark.slow, pytest.mark.root, needs_sshd]
 
@@ -340,29 +339,9 @@ def test_two_projects_do_not_share_a_copy(node: LoginNode, laptop: Path, tmp_pat
     assert "is the copy of another project" in typed(node, laptop, "plan", *THERE, status=2).stderr
 
 
-def on_terminal(node: LoginNode, laptop: Path, *arguments: str, until: str = "", then: bytes = b"") -> tuple[int, str]:
-    """Type a command on a terminal, and ``then`` once it shows ``until``. Return its status and what it showed."""
-    leader, follower = pty.openpty()
-    process = warm.Popen(
-        launch_command(*arguments), cwd=laptop, env={**os.environ, **node.env},
-        stdin=follower, stdout=follower, stderr=follower,
-    )  # fmt: skip
-    os.close(follower)
-    shown = b""
-    while until.encode() not in shown:
-        shown += os.read(leader, 1000)
-    os.write(leader, then)
-    status = process.wait(patience(60))
-    with suppress(OSError):  # the end of a terminal's output
-        while more := os.read(leader, 1000):
-            shown += more
-    os.close(leader)
-    return status, shown.decode()
-
-
 def test_ctrl_c_on_a_terminal_reaches_the_command_there(node: LoginNode, laptop: Path) -> None:
     record(node, "trap 'echo stopped; exit 130' INT; test -t 1 && echo started; while :; do sleep 0.1; done")
-    status, shown = on_terminal(node, laptop, "train", *THERE, until="started", then=b"\x03")
+    status, shown = on_terminal("train", *THERE, cwd=laptop, env=node.env, until="started", then=b"\x03")
     assert status == 130
     assert "stopped" in shown
 
@@ -370,7 +349,7 @@ def test_ctrl_c_on_a_terminal_reaches_the_command_there(node: LoginNode, laptop:
 def test_top_runs_where_the_runs_are(node: LoginNode, laptop: Path) -> None:
     record(node, "if test -t 0 && test -t 1; then echo on a terminal; fi")
     typed(node, laptop, "train", *THERE)
-    status, shown = on_terminal(node, laptop, "top")
+    status, shown = on_terminal("top", cwd=laptop, env=node.env)
     assert (status, arrived(node)) == (0, ["top", "--dir", "runs"])
     assert "on a terminal" in shown
 

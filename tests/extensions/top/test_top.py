@@ -5,10 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import os
-import pty
-import select
-import subprocess
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -25,9 +21,10 @@ from launcher.rundir.paths import RunPaths
 from launcher.runs import control
 from launcher.runs.status import RunState
 from tests.extensions.top.test_run_progress import running
-from tests.helpers import launch_command, patience
+from tests.helpers import patience
 from tests.infra.made_runs import make_run
 from tests.infra.runs import start, wait_for_steps
+from tests.infra.terminal import on_terminal
 
 Steps = Callable[[Top, "Pilot[None]"], Awaitable[None]]
 
@@ -191,33 +188,8 @@ def test_a_run_is_cancelled_and_resumed(project: Path) -> None:
 @pytest.mark.slow
 def test_in_a_real_terminal(tmp_path: Path) -> None:
     make_run(tmp_path / "runs", "seen")
-    main, side = pty.openpty()
-    process = subprocess.Popen(
-        launch_command("top"), cwd=tmp_path, stdin=side, stdout=side, stderr=side, env={**os.environ, "TERM": "xterm"}
-    )
-    os.close(side)
-    try:
-        assert b"seen" in read_until(main, b"seen")
-        os.write(main, b"q")
-        read_until(main, None)
-        assert process.wait(patience(10)) == 0
-    finally:
-        process.kill()
-        process.wait()
-        os.close(main)
-
-
-def read_until(terminal: int, wanted: bytes | None) -> bytes:
-    """Return what a terminal shows up to ``wanted``, or until the other side is closed."""
-    shown, end = b"", time.monotonic() + patience(60)
-    while wanted is None or wanted not in shown:
-        readable, _, _ = select.select([terminal], [], [], max(0.0, end - time.monotonic()))
-        assert readable, shown
-        try:
-            shown += os.read(terminal, 10_000)
-        except OSError:
-            break
-    return shown
+    status, shown = on_terminal("top", cwd=tmp_path, env={"TERM": "xterm"}, until="seen", then=b"q")
+    assert status == 0, shown
 
 
 @pytest.mark.parametrize("last", [RunState.done, RunState.failed, RunState.stopped])
