@@ -21,8 +21,7 @@ from launcher.launch.outer_job import require_one_copy
 from launcher.launch.planner import initial_weights, new_run, plan_job, run_of_script
 from launcher.launch.slurm import submit as slurm
 from launcher.plan import host
-from launcher.plan.clusters import Peers, cluster_of
-from launcher.plan.gpus import require_at_hand
+from launcher.plan.clusters import Peers, cluster_of, require_at_hand
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan, TaskPlan

@@ -22,7 +22,7 @@ from launcher.errors import (
     UserError,
     did_you_mean,
 )
-from launcher.plan.gpus import require_at_hand
+from launcher.plan.clusters import require_at_hand
 from launcher.process import signal_handler
 from launcher.quantities import printable
 from launcher.report import live

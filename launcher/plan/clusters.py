@@ -169,6 +169,24 @@ def for_several() -> str:
     return f"cluster=slurm{f', or {added} where there is no scheduler' if added else ''}"
 
 
+def require_at_hand(cluster: ClusterConfig) -> None:
+    """Refuse machines that are not at hand, for all but `launch plan`: ``cluster.gpu`` and ``cluster=elsewhere``.
+
+    Raises:
+        ConfigError: the job is for such machines.
+    """
+    if cluster.gpu is not None:
+        raise ConfigError(
+            "cluster.gpu", cluster.gpu, "is for `launch plan`: a job runs on the GPUs that its hosts have.",
+            "Leave it out.",
+        )  # fmt: skip
+    if cluster.kind == ClusterKind.elsewhere:
+        raise ConfigError(
+            "cluster", "elsewhere", "is for `launch plan`: nothing can be started on hosts that are not at hand.",
+            f"Use {for_several()}.",
+        )  # fmt: skip
+
+
 def typed_kinds() -> list[str]:
     """Return the installed kinds whose command the user types on each host."""
     return [kind for kind in sorted(_added()) if cluster_of(kind).typed_on_each_host]

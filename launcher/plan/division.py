@@ -6,13 +6,11 @@ function: (group, job) -> DividedJob. Standard library only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from launcher.config.schema import Config, StrategyConfig
-from launcher.errors import ConfigError
 from launcher.plan.batch import Batch
-from launcher.plan.launch_plan import ClusterPlan
+from launcher.plan.launch_plan import ClusterPlan, SitesPlan
 from launcher.targets import load_named
 
 
@@ -31,28 +29,6 @@ class UndividedJob(NamedTuple):
     samples: int | None
     short_window: int
     parameters: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SitesPlan:
-    """Sites of a job, at least 2. The ranks of a site are adjacent.
-
-    Attributes:
-        key, value: config key and its value that divide the job.
-        text: description for the plan.
-        connect: "package.module:function" of (world, plan), which returns the sites as a rank sees them; see
-            ``launcher.train.sites``.
-    """
-
-    key: str
-    value: str
-    count: int
-    text: str
-    connect: str
-
-    def refuse(self, why: str, remedy: str = "Leave it out.") -> None:
-        """Raise ConfigError: what the user wants is not possible with sites."""
-        raise ConfigError(self.key, self.value, why, remedy)
 
 
 class DividedJob(NamedTuple):

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launcher.config.schema import ClusterConfig, ClusterKind, PrecisionKind
+from launcher.config.schema import PrecisionKind
 from launcher.errors import ConfigError, did_you_mean
-from launcher.plan.clusters import for_several
 from launcher.plan.float_format import format_class
 
 # Memory that a rank's tensors cannot have, in bytes. The CUDA context with torch's kernels takes about half a gigabyte
@@ -146,21 +145,3 @@ def find_gpu(name: str) -> Gpu:
             "cluster.gpu", name, "is not in the launcher's table of GPUs.", f"{closest}Allowed: {', '.join(BY_NAME)}."
         )
     return gpu
-
-
-def require_at_hand(cluster: ClusterConfig) -> None:
-    """Refuse machines that are not at hand, for all but `launch plan`: ``cluster.gpu`` and ``cluster=elsewhere``.
-
-    Raises:
-        ConfigError: the job is for such machines.
-    """
-    if cluster.gpu is not None:
-        raise ConfigError(
-            "cluster.gpu", cluster.gpu, "is for `launch plan`: a job runs on the GPUs that its hosts have.",
-            "Leave it out.",
-        )  # fmt: skip
-    if cluster.kind == ClusterKind.elsewhere:
-        raise ConfigError(
-            "cluster", "elsewhere", "is for `launch plan`: nothing can be started on hosts that are not at hand.",
-            f"Use {for_several()}.",
-        )  # fmt: skip

@@ -175,6 +175,28 @@ class EnvPlan:
     set: dict[str, str]
 
 
+@dataclass(frozen=True, kw_only=True)
+class SitesPlan:
+    """Sites of a job, at least 2. The ranks of a site are adjacent.
+
+    Attributes:
+        key, value: config key and its value that divide the job.
+        text: description for the plan.
+        connect: "package.module:function" of (world, plan), which returns the sites as a rank sees them; see
+            ``launcher.train.sites``.
+    """
+
+    key: str
+    value: str
+    count: int
+    text: str
+    connect: str
+
+    def refuse(self, why: str, remedy: str = "Leave it out.") -> None:
+        """Raise ConfigError: what the user wants is not possible with sites."""
+        raise ConfigError(self.key, self.value, why, remedy)
+
+
 class AddedKeys:
     """Base class of what has the values of the config groups that packages add.
 

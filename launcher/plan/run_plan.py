@@ -32,9 +32,8 @@ from launcher.config.schema import (
     facts_by_key,
 )
 from launcher.plan.batch import Batch, require_tokens
-from launcher.plan.division import SitesPlan
 from launcher.plan.initial_weights import InitialWeights
-from launcher.plan.launch_plan import LaunchPlan
+from launcher.plan.launch_plan import LaunchPlan, SitesPlan
 from launcher.plan.sync_policy import transfers_per_window
 from launcher.plan.windows import StreamInfo
 from launcher.rundir.files import read_json

@@ -16,8 +16,8 @@ from launcher.launch.credentials import require_credentials
 from launcher.launch.planner import emulation_notes, site_of, with_predictions
 from launcher.plan import windows
 from launcher.plan.batch import Batch, in_samples
+from launcher.plan.clusters import require_at_hand
 from launcher.plan.float_format import float_format
-from launcher.plan.gpus import require_at_hand
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.placement import solve_cluster

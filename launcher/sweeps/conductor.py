@@ -16,8 +16,7 @@ from launcher.errors import EXIT_DONE, EXIT_USER, ConfigError, RunError, UserErr
 from launcher.launch import local
 from launcher.launch.planner import Once, plan_jobs, task_stem
 from launcher.launch.slurm import client, submit
-from launcher.plan.clusters import cluster_of
-from launcher.plan.gpus import require_at_hand
+from launcher.plan.clusters import cluster_of, require_at_hand
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import count, first_lines, first_names
 from launcher.rundir import code_snapshot

@@ -13,7 +13,7 @@ from launcher.errors import ConfigError, UserError
 from launcher.launch import planner
 from launcher.launch.planner import emulation_notes, new_run, plan_job
 from launcher.launch.slurm import client
-from launcher.plan.gpus import require_at_hand
+from launcher.plan.clusters import require_at_hand
 from launcher.plan.run_plan import RunPlan
 from launcher.trackers.installed import require_trackers
 from tests.conftest import Launch

@@ -32,8 +32,7 @@ from launcher.extensions.doctor.probe import (
 from launcher.launch.local import POLL_S, create
 from launcher.launch.planner import partitions_of, site_of
 from launcher.launch.slurm import client
-from launcher.plan.clusters import cluster_of
-from launcher.plan.gpus import require_at_hand
+from launcher.plan.clusters import cluster_of, require_at_hand
 from launcher.plan.host import OWN_MEMORY, Partition, Site
 from launcher.plan.launch_plan import PLAN_FORMAT, LaunchPlan, RunInfo
 from launcher.plan.placement import solve_cluster, solve_env

@@ -11,8 +11,8 @@ from dataclasses import replace
 from launcher.config.schema import OnNonfinite, PrecisionKind, StrategyKind
 from launcher.errors import ConfigError
 from launcher.extensions.outer.outer_keys import OuterConfig
-from launcher.plan.division import DividedJob, SitesPlan, UndividedJob
-from launcher.plan.launch_plan import node_range
+from launcher.plan.division import DividedJob, UndividedJob
+from launcher.plan.launch_plan import SitesPlan, node_range
 from launcher.plan.windows import ANY_NUMBER
 from launcher.quantities import bytes_text, count
 
