@@ -23,6 +23,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.nightly  # test_elastic.py takes a node's power, too; below, a node takes another one's place
 def test_a_node_that_loses_power_is_replaced(by_cgroup: Cluster, project: Path, undisturbed: Path) -> None:
     there, mine = by_cgroup, Project(by_cgroup, project)
     mine.submit("cluster.nodes=2", "cluster.workers_per_node=1")
