@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeGuard, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -128,18 +129,12 @@ def as_terms(loss: Any, items: Any = None, metrics: Any = None) -> list[Loss]:
     """
     if isinstance(loss, Loss):
         losses = [loss]
-    elif isinstance(loss, list | tuple) and _are_terms(loss):
+    elif isinstance(loss, list | tuple) and loss and all(map(isinstance, loss, itertools.repeat(Loss))):
         losses = [*loss]
     else:
         losses = [Loss(cast("Tensor", loss), items, metrics or {})]
     require_terms(losses)
     return losses
-
-
-def _are_terms(losses: Sequence[object]) -> TypeGuard[Sequence[Loss]]:
-    if len(losses) == 1:  # this runs for each micro-batch, and a generator is slow
-        return isinstance(losses[0], Loss)
-    return bool(losses) and all(isinstance(term, Loss) for term in losses)
 
 
 def terms_of_forward(result: Any) -> list[Loss]:

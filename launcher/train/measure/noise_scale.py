@@ -110,7 +110,7 @@ class NoiseScale(Observer):
     def __init__(self, ranks: int, device: torch.device, gradient: LocalGradNorm, *, random: bool = True) -> None:
         self._ranks, self._device, self._gradient, self._random = ranks, device, gradient, random
         self._part: tuple[Tensor | float, int] | None = None
-        self._waiting: _Measured | None = None
+        self._waiting: tuple[float, int, int, float] | None = None  # see ``receive``
         self.own: Tensor | float = 0.0  # |g_r|^2 / n_r of the last window, to be summed over the ranks
         self._averages = _Averages()
 
@@ -135,9 +135,15 @@ class NoiseScale(Observer):
         return [self.own]
 
     def receive(self, sums: Sequence[float]) -> None:
-        window, self._waiting, self.own = self._waiting, None, 0.0
-        if window is not None and math.isfinite(sums[0]):
-            self._averages.take_in(window.large_sq, *window.estimates(sums[0]))
+        waiting, self._waiting, self.own = self._waiting, None, 0.0
+        if waiting is None or not math.isfinite(sums[0]):
+            return
+        # squared norms of the mean gradients over the window, and over a rank's part of it, of so many samples
+        large_sq, large, small, factor = waiting
+        small_sq = sums[0] * factor
+        # unbiased estimates of |G|^2 and tr(Sigma): equations A.2 and A.3 of the paper
+        grad_sq = (large * large_sq - small * small_sq) / (large - small)
+        self._averages.take_in(large_sq, grad_sq, (small_sq - large_sq) / (1 / small - 1 / large))
 
     def window_ended(self, window: EndedWindow) -> None:
         square = self._gradient.square(self._device)
@@ -147,7 +153,7 @@ class NoiseScale(Observer):
         # all of the window's items if the parts make up the window; otherwise estimated by their share of samples
         items_of_parts = window.items * own_samples * self._ranks / window.samples
         factor = window.gradient_unit**2 / items_of_parts
-        self._waiting = _Measured(window.grad_norm**2, window.samples, own_samples, factor)
+        self._waiting = window.grad_norm**2, window.samples, own_samples, factor
         # nan on a rank without items, which has no mean gradient: `receive` then drops the window
         if isinstance(square, Tensor) or isinstance(own_items, Tensor):
             self.own = torch.as_tensor(square, dtype=torch.float64) / own_items
@@ -157,7 +163,10 @@ class NoiseScale(Observer):
     @property
     def estimate(self) -> Noise | None:
         """Estimates from the windows so far; None before there are enough of them."""
-        return self._averages.noise
+        averages = self._averages
+        if averages.windows < FEWEST_WINDOWS:
+            return None
+        return Noise(averages.grad_sq / averages.weight, averages.variance / averages.weight, *averages.interval())
 
     def metrics(self) -> dict[str, float]:
         """Return the estimates for the record, without ``noise/scale`` if unknown, and ``scale_high`` if infinite."""
@@ -181,28 +190,6 @@ class NoiseScale(Observer):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the averages."""
         self._averages = _Averages(**state)
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """Measurements of a window, before the contributions of its ranks are summed.
-
-    Args:
-        large_sq: squared norm of the window's mean gradient.
-        large, small: number of samples in the window, and in a rank's part of it.
-        factor: the sum of the ranks' contributions times this is the mean of their squared norms.
-    """
-
-    large_sq: float
-    large: int
-    small: int
-    factor: float
-
-    def estimates(self, shared: float) -> tuple[float, float]:
-        """Return unbiased estimates of |G|^2 and tr(Sigma), by equations A.2 and A.3 of the paper."""
-        small_sq, large, small = shared * self.factor, self.large, self.small
-        grad_sq = (large * self.large_sq - small * small_sq) / (large - small)
-        return grad_sq, (small_sq - self.large_sq) / (1 / small - 1 / large)
 
 
 @dataclass
@@ -245,12 +232,6 @@ class _Averages:
             self.both += (1 - SMOOTHING) * (g * v - self.both)
             self.variance_2 += (1 - SMOOTHING) * (v * v - self.variance_2)
         self.before_sq = large_sq
-
-    @property
-    def noise(self) -> Noise | None:
-        if self.windows < FEWEST_WINDOWS:
-            return None
-        return Noise(self.grad_sq / self.weight, self.variance / self.weight, *self.interval())
 
     def interval(self) -> tuple[float, float]:
         """Return the 95% confidence interval of the scale, in samples, at least 0; from two windows on.
