@@ -10,13 +10,12 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from launcher import Engine, make_plan
 from launcher.train.data.randomness import Permutation
 from launcher.train.world import World
-from tests.infra.workers import leave_group, print_on_rank_0
+from tests.infra.workers import flat, leave_group, print_on_rank_0
 
 SAMPLES, BATCH, WIDTH, STEPS, HELD_OUT = 32, 16, 6, 4, 12
 
@@ -130,7 +129,7 @@ def loss(model: Any, x: Tensor) -> tuple[Tensor, int]:
     return (model(x) - 1).square().sum(), len(x)
 
 
-def by_hand(part: str) -> tuple[list[Tensor], list[float], list[str]]:
+def by_hand(part: str) -> tuple[Tensor, list[float], list[str]]:
     model = build(part)
     kept = model[2] if part == "kept" else None
     losses = list[float]()
@@ -153,12 +152,7 @@ def by_hand(part: str) -> tuple[list[Tensor], list[float], list[str]]:
         with torch.no_grad():
             losses.append(float(loss(model, held_out)[0]) / HELD_OUT)
         train()
-    return values(model), losses, in_eval_mode(model)
-
-
-def values(model: nn.Module) -> list[Tensor]:
-    state = model.state_dict().values()
-    return [(v.full_tensor() if isinstance(v, DTensor) else v).detach().double().clone() for v in state]
+    return flat(model.state_dict().values()), losses, in_eval_mode(model)
 
 
 def in_eval_mode(model: nn.Module) -> list[str]:
@@ -184,9 +178,8 @@ def train(part: str, *settings: str) -> dict[str, Any]:
         held_out = [sample(100 + index) for index in range(HELD_OUT)]
         losses.append(engine.evaluate(held_out, loss)["eval/loss"])
     expected, wanted, modes = by_hand(part)
-    found = values(engine.model)
     return {
-        "error": max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)),
+        "error": (flat(engine.model.state_dict().values()) - expected).abs().max().item(),
         "held out": max(abs(a - b) for a, b in zip(losses, wanted, strict=True)),
         "modes": [in_eval_mode(engine.model), modes],
     }

@@ -1,4 +1,4 @@
-"""Windows that are not finite with train.on_nonfinite=skip, run by torchrun in test_optimizer_step_nonfinite.py.
+"""Windows that are not finite with train.on_nonfinite=skip, run by torchrun in test_optimizer_step.py.
 
 A job whose stream has bad windows is compared, bit by bit, with one whose stream lacks them. Prints one JSON object
 from rank 0 for each line of arguments.

@@ -1,4 +1,4 @@
-"""Losses of several terms, and with metrics, in loops of their own; run by torchrun in test_window_loss.py.
+"""Losses of several terms, and with metrics, in loops of their own; run by torchrun in test_loss_terms.py.
 
 argv: names of the functions below that return something. Prints one JSON object from rank 0 for each.
 """
