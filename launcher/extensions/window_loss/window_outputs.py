@@ -14,8 +14,8 @@ setup", 2021, where it is called gradient cache). A window of one micro-batch ne
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -186,7 +186,9 @@ class WindowOutputs(LossOverWindow):
         for rows in parts:
             rows.require_like(self._form)
         own = joined(parts, counts)
-        with self._counted(own):
+        sent = 8 + sum(tensor.nbytes for tensor in own)
+        alone = self._world.size == 1
+        with nullcontext() if alone else self._parallel.meter.blocking(Collective.outputs, sent):
             of_ranks = gathered(own, self._world, self._device)
         numbers = [len(tensors[0]) for tensors in of_ranks]
         everyone = [torch.cat(each) for each in zip(*of_ranks, strict=True)]
@@ -200,15 +202,6 @@ class WindowOutputs(LossOverWindow):
             share = _share(loss, start, count, sum(numbers))
             self._shares.append(_Share(parts_of_gradients, share, [tensor.detach() for tensor in rows.tensors]))
             start += count
-
-    @contextmanager
-    def _counted(self, own: Sequence[Tensor]) -> Iterator[None]:
-        """Return a context for the exchange of rows, which is counted and timed."""
-        if self._world.size == 1:
-            yield
-            return
-        with self._parallel.meter.blocking(Collective.outputs, 8 + sum(tensor.nbytes for tensor in own)):
-            yield
 
     def _gradients(self, rows: Rows, everyone: Sequence[Tensor]) -> tuple[Loss, list[Tensor | None]]:
         """Return the window's loss without gradient, and its gradient for the rows of all ranks.
