@@ -23,9 +23,9 @@ PROFILED = 3  # the first window: what happens in the first ones only is over
 
 
 def main() -> None:
+    torch.manual_seed(0)  # a process of the warm pool has the generator's state of the pool
     data = [torch.randn(8) for _ in range(32)]
     plan = make_plan([*SIZES, "precision=fp32", "strategy=ddp"], samples=len(data))
-    torch.manual_seed(0)
     engine = Engine(nn.Linear(8, 1), lambda parameters: torch.optim.SGD(parameters, lr=0.1), plan)
     entered: dict[CodeType, int] = {}
     figures: list[tuple[int, int, int]] = []  # modules, functions and calls of each window
