@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,6 +56,10 @@ class SchedulePlan(ScheduleConfig):
     def name(self) -> str:
         """Return the kind, or the class of a custom schedule."""
         return self.target or self.kind.value
+
+    def factors(self, steps: int | None) -> Callable[[int], float]:
+        """Return the function of the optimizer step, see ``factor``."""
+        return lambda step: self.factor(step, steps)
 
     def factor(self, step: int, steps: int | None) -> float:
         """Return the multiple of the learning rate that optimizer step ``step`` (from 0) of ``steps`` applies.

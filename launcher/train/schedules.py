@@ -27,7 +27,7 @@ class PlanSchedule(LambdaLR):
     """Learning rates by the plan's factor over ``steps`` optimizer steps; None: their number is not known."""
 
     def __init__(self, optimizer: Optimizer, plan: SchedulePlan, steps: int | None) -> None:
-        super().__init__(optimizer, lambda step: plan.factor(step, steps))
+        super().__init__(optimizer, plan.factors(steps))
 
     def continue_at(self, done: int) -> None:
         """Set the rates of the step after ``done`` ones."""

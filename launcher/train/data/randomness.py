@@ -162,7 +162,9 @@ class _Watch:
         return getattr(self._generator, name)
 
     def __enter__(self) -> None:
-        self._numpy, self._cuda_state = self._install_numpy(), _cuda_state()
+        self._numpy, self._cuda_state = self._install_numpy(), None
+        if torch.cuda.is_initialized():  # for each micro-batch that is read here: without a GPU no call more
+            self._cuda_state = _cuda_state()
         self._before = self._states()
         numpy = sys.modules.get("numpy")
         self._functions: list[tuple[Any, str, Any]] = [(random, "getstate", random.getstate)]
