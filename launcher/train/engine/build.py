@@ -24,7 +24,7 @@ from launcher.train.engine.preserved_state import ChangingParameters, PreservedS
 from launcher.train.optimizers import as_one, set_mode
 from launcher.train.parallel.base import Parallel, ShardUnits
 from launcher.train.parallel.batchnorm import Norms, norms_of
-from launcher.train.parallel.deferred_init import BuildHeartbeats, InitialShards, build_for_shards
+from launcher.train.parallel.deferred_init import BuildProgress, InitialShards, build_for_shards
 from launcher.train.parallel.mixed_precision import set_format
 from launcher.train.parallel.model_check import require_trainable
 from launcher.train.parallel.replicas import require_same_structure, share_model
@@ -179,7 +179,7 @@ def _make(
     before, shards = random_state(torch.device("cpu")), sharded and world.size > 1
 
     def make() -> nn.Module:
-        with BuildHeartbeats():
+        with BuildProgress(world):
             return construct()
 
     model, initial = build_for_shards(make, world, values=values is None) if shards else (make(), None)

@@ -19,24 +19,39 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from launcher.heartbeat import HEARTBEAT
 from launcher.process import shared_interval
+from launcher.quantities import duration_text, number_text
 from launcher.train.data.randomness import random_state, restore_random_state
 from launcher.train.parallel.base import own_region
 from launcher.train.parallel.replicas import share_values, structure_digest
 from launcher.train.world import World
 
+PROGRESS_EVERY_S = 30.0
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _EMPTY = {"empty", "empty_strided", "empty_permuted"}
 _CONSTANT = {"zeros", "ones", "full", "eye"}
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
-class BuildHeartbeats(TorchFunctionMode):
+class BuildProgress(TorchFunctionMode):
     """Context of a model's construction, with a heartbeat for each function of torch: initial values of billions of
-    parameters take minutes, since they are drawn on the CPU one after another."""
+    parameters take minutes, since they are drawn on the CPU one after another. Rank 0 prints how many there are."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._began = self._printed = time.monotonic()
+        self._numbers, self._prints = 0, world.rank == 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         HEARTBEAT.again()
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        drawn = getattr(func, "__name__", "").endswith(("normal_", "uniform_"))
+        if drawn and self._prints and isinstance(result, Tensor):
+            self._numbers += result.numel()
+            if (now := time.monotonic()) - self._printed > PROGRESS_EVERY_S:
+                self._printed = now
+                taken = duration_text(now - self._began)
+                print(f"Building the model: {number_text(self._numbers)} initial values in {taken}.", flush=True)
+        return result
 
 
 def _await_rank_0(world: World) -> None:

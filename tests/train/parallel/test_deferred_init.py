@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from launcher.train.parallel import deferred_init
+from launcher.train.world import World
 from tests.helpers import torchrun
 from tests.train.parallel.deferred_models import FULL, MODELS
 
@@ -61,16 +62,23 @@ def test_ranks_that_wait_for_the_model_do_not_seem_to_hang(seen: dict[str, Any])
     assert seen["waits"] == [True, True]
 
 
-def test_initial_values_are_drawn_with_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_initial_values_are_drawn_with_heartbeats_and_counted(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     beats: list[int] = []
     monkeypatch.setattr(deferred_init.HEARTBEAT, "beat", lambda *_: beats.append(len(beats)))
+    monkeypatch.setattr(deferred_init, "PROGRESS_EVERY_S", 0)
     torch.manual_seed(0)
     plain = nn.Linear(30, 40)
     torch.manual_seed(0)
-    with deferred_init.BuildHeartbeats():
+    with deferred_init.BuildProgress(World(rank, 2, rank)):
         watched = nn.Linear(30, 40)
+        nn.init.trunc_normal_(torch.empty(100))
     assert torch.equal(plain.weight, watched.weight)
-    assert len(beats) >= 2
+    assert len(beats) >= 3
+    printed = capsys.readouterr().out
+    assert ("Building the model: 1,340 initial values in " in printed) is (rank == 0)
 
 
 @pytest.mark.slow
