@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +48,17 @@ class Loss:
     outputs: Any = field(default=None, repr=False)
 
 
+# registry in which the warnings module stores what it has shown
+_SHOWN_WARNINGS: dict[str | tuple[str, type[Warning], int], int] = {}
+
+
+def _line_of_loss(target: str) -> tuple[str, int]:
+    """Return file and first line of the task's ``loss``, which a warning about it shows."""
+    module, _, name = target.rpartition(".")
+    code = getattr(getattr(getattr(sys.modules.get(module), name, None), "loss", None), "__code__", None)
+    return (target, 1) if code is None else (code.co_filename, code.co_firstlineno)
+
+
 def as_losses(value: Loss | Sequence[Loss] | Tensor, samples: int, target: str) -> list[Loss]:
     """Return the terms of a task's loss: one ``Loss``, or the elements of a list of several. A scalar tensor is taken
     as a mean over samples, with a warning.
@@ -64,10 +76,12 @@ def as_losses(value: Loss | Sequence[Loss] | Tensor, samples: int, target: str) 
     from torch import Tensor
 
     if isinstance(value, Tensor) and value.numel() == 1:
-        warnings.warn(
+        warnings.warn_explicit(
             f"{target}.loss returned a bare tensor: taken for the mean over the micro-batch's samples. Where the items "
             "are tokens, return launcher.Loss(total=sum over tokens, items=number of tokens) for the exact average.",
-            stacklevel=1,  # once, whether in training or in an evaluation
+            UserWarning,
+            *_line_of_loss(target),
+            registry=_SHOWN_WARNINGS,
         )
         return [Loss(total=value.reshape(()) * samples, items=samples)]
     if isinstance(value, list | tuple) and value and all(isinstance(term, Loss) for term in cast("Any", value)):
