@@ -90,7 +90,7 @@ def test_the_ledger_tells_the_truth_of_a_failure(either: Cluster, project: Path)
     )  # fmt: skip
     assert "ValueError: the eleventh utterance is cursed" in done.stderr
     shown = mine.launch("status", "own").stdout
-    assert "rank 1: ValueError" in shown
+    assert "launch: rank 1 failed: ValueError" in shown
     assert "misbehave" in shown, "the failing rank's own traceback"
     (run,) = json.loads(mine.launch("runs", "--json").stdout)
     assert (run["state"], run["failure"]["rank"], run["failure"]["node"]) == ("failed", 1, 1)
