@@ -114,9 +114,9 @@ def test_it_works_in_an_empty_environment(make: Callable[[Path, Path], None], wh
     assert "global batch" in trained
     assert "Numpy" not in trained
     assert (place / "runs/first/checkpoints/step_000002/.metadata").exists()
+    launch("resume", "first", "train.steps=4", "cluster.workers_per_node=2")
+    assert (place / "runs/first/checkpoints/step_000004/.metadata").exists()
     if make is installed_environment:
-        launch("resume", "first", "train.steps=4", "cluster.workers_per_node=2")
-        assert (place / "runs/first/checkpoints/step_000004/.metadata").exists()
         assert "planned 2 of 2" in launch("plan", "-m", *SMALL, BATCH[0], "batch.micro_size=1,2", ONE)
         assert "Verdict" in launch("verify", *job, ONE)
         sweep = ("batch.accumulation=2", "batch.global_size=null", "train.steps=2", "sweep.name=grid")
