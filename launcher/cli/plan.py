@@ -20,7 +20,7 @@ from launcher.cli.overrides import print_progress, take_flag, with_config
 from launcher.config.multirun import RequestedCell, Result, cell_label, override_key
 from launcher.config.schema import Config, StrategyKind, Sync
 from launcher.errors import EXIT_DONE, ConfigError, UserError
-from launcher.launch.planner import Once, global_sizes, plan_job, plan_jobs
+from launcher.launch.planner import CallCache, global_sizes, plan_job, plan_jobs
 from launcher.launch.slurm import submit
 from launcher.plan.batch import DEFAULT_GLOBAL_SIZE
 from launcher.plan.host import without_secrets
@@ -126,14 +126,14 @@ def _rank(requested: Sequence[RequestedCell], wide: set[str]) -> Ranking:
         UserError: no cell has a plan, or the cells do not compare.
     """
     cells = [each for cell in requested for each in _with_micro_sizes(cell)]
-    configs, once, done = [cell.config for cell in cells], Once(), itertools.count(1)
-    require_equal_work(global_sizes(configs, once))
+    configs, cache, done = [cell.config for cell in cells], CallCache(), itertools.count(1)
+    require_equal_work(global_sizes(configs, cache))
     with _progress() as report:
 
         def planned(number: int, _: RunPlan | UserError) -> None:
             report(f"planned {next(done)} of {len(cells)}: {cell_label(cells[number].overrides)}")
 
-        plans = plan_jobs(configs, once, starts=False, weighs=True, planned=planned)
+        plans = plan_jobs(configs, cache, starts=False, weighs=True, planned=planned)
     require_a_possible_one(cells, [plan if isinstance(plan, UserError) else None for plan in plans])
     candidates: list[Candidate] = []
     refused: list[tuple[tuple[str, ...], UserError]] = []

@@ -59,7 +59,7 @@ T = TypeVar("T")
 _MOST_AT_ONCE = 4  # tasks that are inspected
 
 
-class Once:
+class CallCache:
     """Cache that calls a function once for equal arguments; the jobs of a sweep share most questions."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Once:
 
 def plan_job(
     config: Config,
-    once: Once | None = None,
+    cache: CallCache | None = None,
     inspection: Inspection | None = None,
     *,
     starts: bool = True,
@@ -91,7 +91,7 @@ def plan_job(
     """Return the plan of `launch train` for this config. Inspects task and machine; starts and writes nothing.
 
     Args:
-        once: cache shared with other jobs that are planned at the same time.
+        cache: shared with other jobs that are planned at the same time.
         inspection: of the job's task; None: one that ends with the call.
         starts: whether the job is about to start: False for `launch plan`.
         weighs: whether the plan is to have the predicted memory, whatever the strategy.
@@ -99,46 +99,46 @@ def plan_job(
     Raises:
         ConfigError, TaskError, SiteError: The input is wrong.
     """
-    once = once or Once()
+    cache = cache or CallCache()
     with new_inspection(inspection) as asked:
         if config.strategy.kind is StrategyKind.auto:
-            plan = choose_strategy(config, lambda each: _plan_strategy(each, once, asked, starts=starts, weighs=True))
+            plan = choose_strategy(config, lambda each: _plan_strategy(each, cache, asked, starts=starts, weighs=True))
         else:
-            plan = _plan_strategy(config, once, asked, starts=starts, weighs=weighs)
+            plan = _plan_strategy(config, cache, asked, starts=starts, weighs=weighs)
         return plan.with_notes(asked.slow_notes())
 
 
 def _plan_strategy(
-    config: Config, once: Once, inspection: Inspection, *, starts: bool, weighs: bool = False
+    config: Config, cache: CallCache, inspection: Inspection, *, starts: bool, weighs: bool = False
 ) -> RunPlan:
     """Return the plan of a config that names its strategy.
 
     Args:
         weighs: whether the plan is to have the predicted memory, whatever the strategy.
     """
-    job = _before_inspection(config, once, starts=starts)
-    task = once(describe_task, job.request, inspection, limit_s=job.config.train.hang_timeout)
+    job = _before_inspection(config, cache, starts=starts)
+    task = cache(describe_task, job.request, inspection, limit_s=job.config.train.hang_timeout)
     if not starts:
         task = _with_a_window(task, job.window, job.notes)
     plan = dataclasses.replace(solve(job.config, job.site, task, job.run), initial=job.initial)
     plan = with_predictions(plan, job.config, inspection, starts=starts, weighs=weighs)
-    return plan.with_notes([*job.notes, *emulation_notes(plan, once)])
+    return plan.with_notes([*job.notes, *emulation_notes(plan, cache)])
 
 
-def global_sizes(configs: Iterable[Config], once: Once) -> list[int]:
+def global_sizes(configs: Iterable[Config], cache: CallCache) -> list[int]:
     """Return the global batch, in samples or tokens, of each config that may have a plan for showing. It inspects no
     task."""
     sizes: list[int] = []
     for config in configs:
         with suppress(UserError):  # the plan says it again
-            window = _before_inspection(config, once, starts=False).window
+            window = _before_inspection(config, cache, starts=False).window
             sizes.append(window or tokens_in(config.batch.global_tokens or 0) or 0)
     return sizes
 
 
 def plan_jobs(
     configs: Sequence[Config],
-    once: Once,
+    cache: CallCache,
     *,
     starts: bool = True,
     weighs: bool = False,
@@ -163,7 +163,7 @@ def plan_jobs(
             with Inspection(server) as inspection:
                 for number in numbers:
                     try:
-                        plans[number] = plan_job(configs[number], once, inspection, starts=starts, weighs=weighs)
+                        plans[number] = plan_job(configs[number], cache, inspection, starts=starts, weighs=weighs)
                     except UserError as error:
                         plans[number] = error
                     if planned is not None:
@@ -195,7 +195,7 @@ class _Ready:
     notes: list[str]
 
 
-def _before_inspection(config: Config, once: Once, *, starts: bool) -> _Ready:
+def _before_inspection(config: Config, cache: CallCache, *, starts: bool) -> _Ready:
     """Return what is known of the job before its task is inspected.
 
     Raises:
@@ -204,7 +204,7 @@ def _before_inspection(config: Config, once: Once, *, starts: bool) -> _Ready:
     notes: list[str] = []
     if not starts and config.cluster.kind == ClusterKind.local and node_range(config.cluster.nodes).most > 1:
         config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, kind=ClusterKind.elsewhere))
-    site = once(site_of, config.cluster) if starts else _site_if_known(config.cluster, once, notes)
+    site = cache(site_of, config.cluster) if starts else _site_if_known(config.cluster, cache, notes)
     if config.cluster.kind == ClusterKind.local and config.sweep.at_once is not None:
         site = site.share(config.sweep.at_once, config.cluster.device)
     run = new_run(config.run, task_stem(config), site.cwd)
@@ -223,19 +223,19 @@ def _before_inspection(config: Config, once: Once, *, starts: bool) -> _Ready:
     if (added := float_format(config)) is not None:
         added.check_machine(cluster)
     if cluster.gpu is None and config.precision.kind is PrecisionKind.auto and cluster.kind == ClusterKind.local:
-        site = dataclasses.replace(site, bf16=once(_computes, PrecisionKind.bf16, cluster.device))
-    initial = once(initial_weights, config, site.cwd)
+        site = dataclasses.replace(site, bf16=cache(_computes, PrecisionKind.bf16, cluster.device))
+    initial = cache(initial_weights, config, site.cwd)
     request = InspectionRequest.of(config, site.cwd, initial)
     window = unknown.batch.global_size if config.batch.global_tokens is None else 0
     return _Ready(config, site, run, initial, request, window, notes)
 
 
-def _site_if_known(config: ClusterConfig, once: Once, notes: list[str]) -> Site:
+def _site_if_known(config: ClusterConfig, cache: CallCache, notes: list[str]) -> Site:
     """Return the site of a plan that starts nothing: if Slurm does not answer, its partitions are not considered."""
     from launcher.launch.slurm.client import SlurmSilent
 
     try:
-        return once(site_of, config)
+        return cache(site_of, config)
     except SlurmSilent as error:
         reason = str(error).splitlines()[0].rstrip(".")
         notes.append(f"{reason}. The plan was made without the partitions of the cluster.")
@@ -270,7 +270,7 @@ def initial_weights(config: Config, cwd: str) -> InitialWeights | None:
     return None if word is None else find_weights(word, Path(cwd) / config.run.dir, Path(cwd))
 
 
-def emulation_notes(plan: RunPlan, once: Once | None = None) -> list[str]:
+def emulation_notes(plan: RunPlan, cache: CallCache | None = None) -> list[str]:
     """Return a warning if this machine, or the GPU that the plan is for, emulates the job's format."""
     kind, gpu = plan.precision.kind, plan.cluster.gpu
     if gpu is not None and kind is PrecisionKind.bf16 and find_gpu(gpu).bf16 is None:
@@ -280,7 +280,7 @@ def emulation_notes(plan: RunPlan, once: Once | None = None) -> list[str]:
         ]
     if plan.cluster.kind != ClusterKind.local or gpu is not None or kind not in host.NARROW:
         return []
-    native = (once or Once())(_computes, kind, plan.cluster.device)
+    native = (cache or CallCache())(_computes, kind, plan.cluster.device)
     return [host.emulation_warning(kind, "this machine")] if native is False else []
 
 

@@ -75,7 +75,7 @@ class Batch:
         return self._scaled(lambda number: number // sites, sites)
 
     @property
-    def whole(self) -> Batch:
+    def of_all_sites(self) -> Batch:
         """Return the batch of all sites together."""
         return self._scaled(lambda number: number * self.sites, 1)
 

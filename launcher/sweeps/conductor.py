@@ -14,7 +14,7 @@ from launcher.config.multirun import RequestedCell, Result, override_key
 from launcher.config.schema import ClusterKind, Config, groups_without_effect
 from launcher.errors import EXIT_DONE, EXIT_USER, ConfigError, RunError, UserError
 from launcher.launch import local
-from launcher.launch.planner import Once, plan_jobs, task_stem
+from launcher.launch.planner import CallCache, plan_jobs, task_stem
 from launcher.launch.slurm import client, submit
 from launcher.plan.clusters import cluster_of, require_at_hand
 from launcher.plan.run_plan import RunPlan
@@ -149,7 +149,7 @@ class Conductor:
         self._arguments = tuple(arguments)
         self._run_here, self._watch, self._say, self._wait = run_here, watch, say, wait
         self._confirmed = confirmed
-        self._once = Once()
+        self._cache = CallCache()
 
     def begin(self, requested: Sequence[RequestedCell], with_results: bool) -> list[Result]:
         """Start a batch of cells.
@@ -177,7 +177,7 @@ class Conductor:
         requested = self._as_listed(requested, paths)
         if on_slurm:
             submit.require_shared(paths.root)
-        plans = plan_jobs([cell.config for cell in requested], self._once)
+        plans = plan_jobs([cell.config for cell in requested], self._cache)
         cells = [self._checked(cell, plan, paths) for cell, plan in zip(requested, plans, strict=True)]
         if not with_results:
             require_a_possible_one(requested, [cell if isinstance(cell, UserError) else None for cell in cells])
@@ -203,8 +203,8 @@ class Conductor:
         if isinstance(plan, UserError):
             return plan
         try:
-            roots = tuple(self._once(code_snapshot.roots_of_task, plan.task.target, plan.cluster.cwd))
-            files, code = self._once(code_snapshot.digests, roots, paths.root.parent, paths.root)
+            roots = tuple(self._cache(code_snapshot.roots_of_task, plan.task.target, plan.cluster.cwd))
+            files, code = self._cache(code_snapshot.digests, roots, paths.root.parent, paths.root)
         except UserError as error:
             return error
         return _Planned(requested, plan, roots, files, content_of(plan, code))
@@ -316,7 +316,7 @@ class Conductor:
         while root.exists():
             root, number = paths.root / f"{name}.retry{number}", number + 1
         plan = cell.plan.as_run(dataclasses.replace(cell.plan.run, name=root.name, dir=str(root)))
-        copies = self._once(code_snapshot.take_once, cell.roots, paths.code / cell.files, paths.root.parent)
+        copies = self._cache(code_snapshot.take_once, cell.roots, paths.code / cell.files, paths.root.parent)
         plan = dataclasses.replace(
             plan,
             cluster=dataclasses.replace(plan.cluster, import_from=copies or plan.cluster.import_from),

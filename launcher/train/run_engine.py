@@ -111,7 +111,7 @@ class RunEngine(Engine):
             Path(plan.run.dir).mkdir(parents=True, exist_ok=True)
             fence.check()
             save.delete_partial(plan.paths, fence)
-            whole = dataclasses.replace(plan, batch=plan.batch.whole)
+            whole = dataclasses.replace(plan, batch=plan.batch.of_all_sites)
             write_text(plan.paths.loop_plan, whole.to_json() + "\n")  # for reports and trackers
         self.world.of_all(None)  # the directory exists
         cadence, failed = save.Cadence(plan.checkpoint), threading.Event()

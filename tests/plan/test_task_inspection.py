@@ -18,7 +18,7 @@ from launcher import targets
 from launcher.config.hydra import compose
 from launcher.config.schema import Config, Device
 from launcher.errors import ConfigError, TaskError
-from launcher.launch.planner import Once, plan_job, plan_jobs
+from launcher.launch.planner import CallCache, plan_job, plan_jobs
 from launcher.plan import task_inspection
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.task_inspection import InspectionRequest
@@ -127,7 +127,7 @@ def test_the_cells_of_a_sweep_share_the_task_that_they_build(calls: Callable[[],
     cells = (("strategy=fsdp",), ("strategy=ddp",), ("strategy=fsdp", "batch.micro_size=3"))
     configs = [counting(*SHARDED, *cell, f"task.width={width}") for width in (8, 16) for cell in cells]
     numbers: list[int] = []
-    plans = plan_jobs(configs, Once(), starts=False, weighs=True, planned=lambda number, _: numbers.append(number))
+    plans = plan_jobs(configs, CallCache(), starts=False, weighs=True, planned=lambda number, _: numbers.append(number))
     assert calls() == dict.fromkeys(ONCE, 2)
     assert sorted(numbers) == [*range(6)]
     assert [isinstance(plan, ConfigError) for plan in plans] == [False, False, True] * 2
@@ -142,7 +142,7 @@ def test_the_cells_of_a_sweep_share_the_task_that_they_build(calls: Callable[[],
 def test_a_seed_needs_a_plan_of_its_own_only_if_building_the_task_uses_it(
     word: str, built: int, calls: Callable[[], Counter[str]]
 ) -> None:
-    plans = plan_jobs([counting(*SHARDED, word, f"train.seed={seed}") for seed in range(3)], Once())
+    plans = plan_jobs([counting(*SHARDED, word, f"train.seed={seed}") for seed in range(3)], CallCache())
     assert calls() == dict.fromkeys(ONCE, built)
     tasks = [plan.task for plan in plans if isinstance(plan, RunPlan)]
     assert len({task.samples for task in tasks}) == (3 if word == "task.draws=torch" else 1)
@@ -269,7 +269,7 @@ def test_tasks_of_several_jobs_are_inspected_in_processes_of_their_own(
     endless_task = ("task.width=7", "train.hang_timeout=3", "cluster.grace_s=2")
     words = ((), ("task.width=3",), ("task.width=5",), endless_task, ("task.width=8",))
     configs = [compose(["task._target_=several.Task", *each]) for each in words]
-    first, odd, gone, endless, last = plan_jobs(configs, Once())
+    first, odd, gone, endless, last = plan_jobs(configs, CallCache())
     assert isinstance(first, RunPlan)
     assert first.task == plan_job(configs[0]).task
     assert isinstance(last, RunPlan)

@@ -23,7 +23,7 @@ from launcher.extensions.doctor.check import Check, CheckState, merge
 from launcher.extensions.doctor.probe import (
     Answer,
     Network,
-    Question,
+    ProbeRequest,
     answer,
     directory_facts,
     host_facts,
@@ -93,7 +93,7 @@ def _check_hosts(config: Config, site: Site, say: Callable[[str], None]) -> list
         if cluster_of(config.cluster.kind).typed_on_each_host:
             plan, met = _meet(plan, say)
         cluster = plan.cluster
-        question = Question(
+        request = ProbeRequest(
             cwd=cluster.cwd, cwd_token=token, nodes=cluster.nodes if slurm else 1, workers=cluster.workers_per_node,
             device=cluster.device.value, interface=cluster.interface, env=plan.env,
             online=_wandb_mode(config) is WandbMode.online, met=met,
@@ -102,11 +102,11 @@ def _check_hosts(config: Config, site: Site, say: Callable[[str], None]) -> list
         if any(one.state is CheckState.failure for one in of_job):
             return of_job
         if slurm:
-            job = slurm_checks.run_probes(plan, question, say)
+            job = slurm_checks.run_probes(plan, request, say)
             of_job += slurm_checks.judge_job(job, cluster.nodes, folder, in_container=bool(of_job))
             answers = job.answers
         else:
-            answers = _ask_here(question, folder, login["host"])
+            answers = _ask_here(request, folder, login["host"])
         checks = judge_hosts(config, plan, login, answers, unwritten)
     # drop the checks of the directory that was used instead
     return [*of_job, *unusable, *(one for one in checks if not unusable or one.name != unusable[0].name)]
@@ -127,7 +127,7 @@ def _meet(plan: LaunchPlan, say: Callable[[str], None]) -> tuple[LaunchPlan, Net
     return dataclasses.replace(met, run=plan.run), Network(place.node, met.cluster.nodes, {}, place.store)
 
 
-def _ask_here(question: Question, folder: Path, host: str) -> dict[int, Answer]:
+def _ask_here(request: ProbeRequest, folder: Path, host: str) -> dict[int, Answer]:
     """Return the answer of this host's probe, without "done" if it does not end in time.
 
     It runs in a thread that may outlive the call: nothing ends a system call of a dead network disk.
@@ -135,7 +135,7 @@ def _ask_here(question: Question, folder: Path, host: str) -> dict[int, Answer]:
 
     def probe() -> None:
         with suppress(OSError):  # the folder cannot be written, or was removed after a Ctrl-C
-            answer(question, folder, 0, host)
+            answer(request, folder, 0, host)
 
     thread = threading.Thread(target=probe, daemon=True)
     thread.start()

@@ -290,8 +290,8 @@ class Network:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
-    """Question of the doctor to all probes.
+class ProbeRequest:
+    """Request of the doctor to all probes.
 
     Args:
         cwd_token: file that the login host has written in the working directory ``cwd``; empty if it could not.
@@ -312,21 +312,21 @@ class Question:
     met: Network | None = None
 
 
-def run_slurm_task(question: Question, folder: str) -> None:
+def run_slurm_task(request: ProbeRequest, folder: str) -> None:
     """Run the probe as a task of a Slurm job."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # submitit ignores it; the probe has nothing to save
-    answer(question, Path(folder), SlurmTask.here().node, os.environ["SLURMD_NODENAME"])
+    answer(request, Path(folder), SlurmTask.here().node, os.environ["SLURMD_NODENAME"])
 
 
-def answer(question: Question, folder: Path, node: int, host: str) -> None:
+def answer(request: ProbeRequest, folder: Path, node: int, host: str) -> None:
     """Collect the facts of this host, and publish them in ``folder``. ``host``: its name in the report."""
-    exchange = Exchange(folder, node, question.nodes)
+    exchange = Exchange(folder, node, request.nodes)
     try:
         exchange.publish(host=host)
-        _publish_host(question, exchange)
-        network = _connect(question, exchange) if question.nodes > 1 else question.met
-        _publish_bandwidth(question, exchange, network)
-        if node == 0 and question.online:
+        _publish_host(request, exchange)
+        network = _connect(request, exchange) if request.nodes > 1 else request.met
+        _publish_bandwidth(request, exchange, network)
+        if node == 0 and request.online:
             exchange.publish(wandb=_wandb())
     except LauncherError as error:
         exchange.publish(error=str(error))
@@ -336,10 +336,10 @@ def answer(question: Question, folder: Path, node: int, host: str) -> None:
         exchange.publish(done=True)
 
 
-def _publish_host(question: Question, exchange: Exchange) -> None:
-    cwd, same = directory_facts(Path(question.cwd)), False
-    if question.cwd_token:
-        token = Path(question.cwd) / question.cwd_token
+def _publish_host(request: ProbeRequest, exchange: Exchange) -> None:
+    cwd, same = directory_facts(Path(request.cwd)), False
+    if request.cwd_token:
+        token = Path(request.cwd) / request.cwd_token
         same = token.exists()
         if same and not cwd["problem"]:
             token.with_name(f"{token.name}.node{exchange.node}").touch()
@@ -353,11 +353,11 @@ def _publish_host(question: Question, exchange: Exchange) -> None:
     )
 
 
-def _connect(question: Question, exchange: Exchange) -> Network:
+def _connect(request: ProbeRequest, exchange: Exchange) -> Network:
     """Publish this host's address, and which of the others it reaches."""
-    route = _route(question, exchange)
-    names = interface_env(route, question.interface)
-    address, nodes = route.interface.address, set(range(question.nodes))
+    route = _route(request, exchange)
+    names = interface_env(route, request.interface)
+    address, nodes = route.interface.address, set(range(request.nodes))
     with clock_server(address) as clock:
         store = f"{address}:{free_port(address)}"
         exchange.publish(address=address, interface=route.interface.name, clock_port=clock, store=store)
@@ -367,25 +367,25 @@ def _connect(question: Question, exchange: Exchange) -> Network:
         done = exchange.wait("reached", set(present), _LINKS_WITHIN_S)
     linked = all(not one["absent"] and not any(link["problem"] for link in one["reached"]) for one in done.values())
     store = present[0]["store"] if linked and done.keys() == nodes else None
-    return Network(exchange.node, question.nodes, names, store)
+    return Network(exchange.node, request.nodes, names, store)
 
 
-def _route(question: Question, exchange: Exchange) -> Route:
+def _route(request: ProbeRequest, exchange: Exchange) -> Route:
     """Return the route to node 0, found as a run finds it."""
     if exchange.node == 0:
-        return route_to_others(question.interface)
+        return route_to_others(request.interface)
     first = exchange.wait("address", {0}, _FIRST_FACTS_WITHIN_S)
     if not first:
         raise SiteError("the first node has published no address.\n  See the lines about the first node.")
-    return route_to(first[0]["address"], question.interface)
+    return route_to(first[0]["address"], request.interface)
 
 
-def _publish_bandwidth(question: Question, exchange: Exchange, network: Network | None) -> None:
+def _publish_bandwidth(request: ProbeRequest, exchange: Exchange, network: Network | None) -> None:
     """Measure collectives of all workers of this host, together with those of the other hosts.
 
     If the hosts do not reach each other, each runs one worker alone, to report what torch sees there.
     """
-    device, count = question.device, question.workers
+    device, count = request.device, request.workers
     if network is None:
         network = Network(0, 1, {}, f"127.0.0.1:{free_port('127.0.0.1')}")
     world, first = network.nodes * count, network.node * count
@@ -394,7 +394,7 @@ def _publish_bandwidth(question: Question, exchange: Exchange, network: Network 
     workers = [
         Worker(first + local, world, local, count, network.store or "", device, os.getpid()) for local in range(count)
     ]
-    env = {**question.env.default, **network.names, **inherited_environment(os.environ), **question.env.set}
+    env = {**request.env.default, **network.names, **inherited_environment(os.environ), **request.env.set}
     measured = bandwidth.measure(workers, env)
     exchange.publish(bandwidth={"world": world} | measured)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from launcher.config.schema import ClusterConfig, ContainerRuntime
 from launcher.errors import ConfigError
 from launcher.extensions.doctor.check import Check, failure, ok, warning
-from launcher.extensions.doctor.probe import Answer, Question, read_answers, run_slurm_task
+from launcher.extensions.doctor.probe import Answer, ProbeRequest, read_answers, run_slurm_task
 from launcher.launch.slurm import client, submit
 from launcher.launch.slurm.client import ENDED, WAITING, SlurmJob
 from launcher.plan.host import Partition
@@ -141,14 +141,14 @@ def probe_options(config: ClusterConfig, partition: Partition | None) -> Cluster
     return dataclasses.replace(config, nodes=nodes, time=clock(time_s), grace_s=1, dependency=None)
 
 
-def run_probes(plan: LaunchPlan, question: Question, say: Callable[[str], None]) -> ProbeJob:
+def run_probes(plan: LaunchPlan, request: ProbeRequest, say: Callable[[str], None]) -> ProbeJob:
     """Submit the doctor's job, wait for its end, and read the answers. The job is cancelled if it does not end.
 
     Raises:
         ConfigError, SiteError: Slurm refuses the job, or does not answer.
     """
     folder, nodes = plan.paths.root, plan.cluster.nodes
-    job_id = submit.submit_function(_without_requeue(plan), run_slurm_task, question, str(folder), srun=_SRUN)
+    job_id = submit.submit_function(_without_requeue(plan), run_slurm_task, request, str(folder), srun=_SRUN)
     try:
         job = _follow(job_id, folder, nodes, say)
     finally:

@@ -54,7 +54,7 @@ class Length:
         return self.windows // 2 // self.every * self.every + 1
 
 
-def of_length(plan: RunPlan, paths: RunPaths, length: Length) -> RunPlan:
+def with_length(plan: RunPlan, paths: RunPaths, length: Length) -> RunPlan:
     """Return ``plan`` as a new run in ``paths`` with the given length."""
     run = dataclasses.replace(plan.run, name=paths.root.name, id=secrets.token_hex(4), dir=str(paths.root))
     train = dataclasses.replace(plan.train, steps=length.windows, epochs=None)
@@ -160,7 +160,7 @@ class Drill:
     @contextmanager
     def _started(self, name: str, length: Length) -> Generator[RunPaths]:
         """Start a run; end it if an exception leaves the context."""
-        plan = of_length(self.plan, self._paths(name, length), length)
+        plan = with_length(self.plan, self._paths(name, length), length)
         self._backend.start(plan, self._yaml)
         try:
             yield plan.paths

@@ -39,8 +39,8 @@ def origin_of(plan: RunPlan) -> Origin:
         "torch_version": torch.__version__,
         "world_size": plan.batch.world_size,
         "sites": plan.batch.sites,
-        "global_size": plan.batch.whole.global_size,
-        "ramp": _ramp(plan.batch.whole),
+        "global_size": plan.batch.of_all_sites.global_size,
+        "ramp": _ramp(plan.batch.of_all_sites),
         "samples": plan.task.samples,
         "order": order_of(plan),
         "learning": part(plan, "learning"),
@@ -71,7 +71,7 @@ def require_same_run(directory: Path, origin: Origin, index: int, plan: RunPlan)
     """
     differing, problems = _changes(origin, plan), list[str]()
     stages = tuple(RampStage(windows=count, global_size=size) for count, size in origin["ramp"])
-    new = plan.batch.whole
+    new = plan.batch.of_all_sites
     old = dataclasses.replace(new, global_size=origin["global_size"], ramp=stages)
     if windows.past(old, index) != windows.past(new, index):
         problems.append(

@@ -184,7 +184,7 @@ class MapFeed:
         assert plan.task.samples is not None
         self._plan, self._rank, self._start, self._site = plan, world.rank, start, world.site
         keep_short = plan.epoch.short_window_policy is ShortWindow.exact
-        self._spans = Windows(plan.task.samples, plan.batch.whole, keep_short=keep_short)
+        self._spans = Windows(plan.task.samples, plan.batch.of_all_sites, keep_short=keep_short)
         self._order = order = SampleOrder(dataset, plan.task.samples, plan.train.seed, shuffle=plan.train.shuffle)
         specs, plain = itertools.chain.from_iterable(map(self._specs, self._indices())), dataset
         self._balanced = None

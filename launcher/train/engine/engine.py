@@ -629,7 +629,7 @@ class Engine:
             self._calibration.result = Calibrated.restored(state["calibration"], self.plan)
             self.parallel.meter.gathered_by_every = state["gathered_by_every"]
         self.noise_scale.load_state_dict(state["noise"])
-        self.buffers.know(state["changing_buffers"])
+        self.buffers.mark_changing(state["changing_buffers"])
         if self.world.rank == 0:
             print_other_constants(state["constants"], self._constants, self.left_out)
         self._trained.restore(state["frozen"])

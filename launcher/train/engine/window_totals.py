@@ -394,7 +394,7 @@ class WindowTotals:
         """Wait for the all-reduce, and return each term's number of items in the window on all ranks; 0 for a number
         that is not finite, which ``receive`` reports."""
         terms, _ = self._loss.sums.pairs(self._arrived()[self._ends[-1] :].tolist())
-        return [whole(items) if math.isfinite(items) else 0 for _, items in terms]
+        return [int_if_whole(items) if math.isfinite(items) else 0 for _, items in terms]
 
     def divisor_of_all(self) -> float:
         """Wait for the all-reduce, and return the window's N, see ``ReducedTotals.divisor``."""
@@ -421,11 +421,11 @@ class WindowTotals:
         terms = self._loss.receive(sums[self._ends[-1] :])
         for observer, start in zip(self._observers, self._ends, strict=False):
             observer.receive(sums[start : start + observer.width])
-        loss_sum, items = terms[0][0], whole(terms[0][1])
+        loss_sum, items = terms[0][0], int_if_whole(terms[0][1])
         divisor, loss = items, loss_sum / items if items else math.nan
         if len(terms) > 1:
             loss_sum, loss = sum(total for total, _ in terms), sum_of_means(terms)
-            divisor = whole(max(number for _, number in terms))
+            divisor = int_if_whole(max(number for _, number in terms))
         flags = (sums[_MORE] > 0, sums[_STOP] > 0, sums[_SAVE_DUE] > 0)
         return ReducedTotals(items, divisor, loss_sum, loss, round(sums[_SAMPLES]), *flags, grad_norm.item())
 
@@ -444,7 +444,7 @@ class WindowTotals:
         return flags[start : start + observer.width].tolist()
 
 
-def whole(number: float) -> float:
+def int_if_whole(number: float) -> float:
     """Return a whole number as an int, any other unchanged."""
     return int(number) if number.is_integer() else number
 

@@ -153,7 +153,7 @@ def refusal_of_one_value(error: Exception, model: nn.Module, plan: RunPlan, inde
     if not layers and not any(frame.f_code is functional.batch_norm.__code__ for frame in frames):
         return None  # a GroupNorm raises the same
     samples, keep_short = plan.task.samples or ANY_NUMBER, plan.epoch.short_window_policy is ShortWindow.exact
-    batch = plan.batch.whole
+    batch = plan.batch.of_all_sites
     size = Windows(samples, batch, keep_short=keep_short).at(index).size
     layer, short = layers[-1] if layers else "of the model", size < batch.global_size_at(index)
     ends = f" An epoch of {samples} samples ends with a window of {size}." if short else ""

@@ -222,7 +222,7 @@ class Buffers(Observer):
         """Names of the buffers that are known to change."""
         return list(self._changing)
 
-    def know(self, names: list[str]) -> None:
+    def mark_changing(self, names: list[str]) -> None:
         """Mark the buffers ``names`` as changing, and take the present values of all others as unchanged. All ranks
         pass the same names, from a checkpoint."""
         now = dict(self._module.named_buffers())

@@ -18,7 +18,7 @@ from launcher.cli import run
 from launcher.config.hydra import compose
 from launcher.extensions.doctor import examination
 from launcher.extensions.doctor.check import CheckState
-from launcher.extensions.doctor.probe import Exchange, Question
+from launcher.extensions.doctor.probe import Exchange, ProbeRequest
 from launcher.plan.host import file_system
 from tests.conftest import Launch
 from tests.helpers import launch_command, patience
@@ -50,7 +50,7 @@ def test_a_probe_that_does_not_end_is_a_failure(tmp_path: Path, monkeypatch: pyt
     """A call to a dead network disk blocks the probe, perhaps before its first answer."""
     over = threading.Event()
 
-    def blocked(_: Question, folder: Path, node: int, host: str) -> None:
+    def blocked(_: ProbeRequest, folder: Path, node: int, host: str) -> None:
         exchange = Exchange(folder, node, 1)
         if not silent:
             exchange.publish(host=host)

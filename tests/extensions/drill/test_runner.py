@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import run
-from launcher.extensions.drill.runner import Length, job_lines, of_length, shortened
+from launcher.extensions.drill.runner import Length, job_lines, shortened, with_length
 from launcher.extensions.drill.verdict import (
     Difference,
     DrillOutcome,
@@ -94,7 +94,7 @@ def test_the_interruption_is_between_two_checkpoints(windows: int) -> None:
 def test_the_schedule_is_that_of_the_whole_job_and_survives_the_plan_file() -> None:
     plan = make_plan("train.steps=1000", "schedule.warmup_steps=10", "checkpoint.every_minutes=5")
     cut, changed = shortened(plan)
-    cut = of_length(cut, RunPaths(Path("/nowhere/drill/x")), Length(8))
+    cut = with_length(cut, RunPaths(Path("/nowhere/drill/x")), Length(8))
     again = RunPlan.from_json(cut.to_json())
     assert again == cut
     assert (again.train.steps, again.schedule_steps, again.checkpoint.every) == (8, 1000, 2)

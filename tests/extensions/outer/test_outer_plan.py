@@ -35,7 +35,7 @@ def test_the_ranks_are_divided_into_sites(overrides: list[str], sites: int, size
     assert (part.world_size, part.global_size, part.accumulation) == (
         size, plan.batch.global_size // sites, plan.batch.accumulation,
     )  # fmt: skip
-    assert part.whole == plan.batch
+    assert part.of_all_sites == plan.batch
     assert RunPlan.from_json(plan.to_json()) == plan
     assert any("not the gradient of one global batch" in note for note in plan.notes)
 
@@ -45,7 +45,7 @@ def test_the_ramp_is_divided_too() -> None:
     batch = Batch(global_size=48, micro_size=2, accumulation=6, world_size=4, ramp=ramp)
     part = batch.of_site(2)
     assert [stage.global_size for stage in part.ramp] == [6, 12]
-    assert part.whole == batch
+    assert part.of_all_sites == batch
     assert dataclasses.replace(part, sites=1) == batch.of_site(2).of_site(1)
 
 
