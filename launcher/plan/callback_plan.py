@@ -30,6 +30,12 @@ BELL = "bell"
 # verdict of a run that Slurm starts again
 REQUEUED = "requeued"
 
+# callbacks that were removed, with what to use instead
+_REMOVED = {
+    "Email": "Use notify=[env:NAME], and in that environment variable an address of apprise, such as "
+    "mailtos://USER:PASSWORD@HOST."
+}
+
 Entry = dict[str, Any]
 # config key of an entry, and the entry
 Keyed = tuple[str, Entry]
@@ -95,7 +101,8 @@ def solve_callbacks(entries: Sequence[Entry]) -> tuple[Entry, ...]:
         targets = {word: each.target for short, each in known.items() for word in (short, each.defined)}
         if name not in known and "." not in name:
             remedy = f"{did_you_mean(name, known)}Installed: {', '.join(known)}. A class of your own: MODULE.CLASS."
-            raise ConfigError(f"callbacks[{number}].{TARGET}", name, "no callback of this name is installed.", remedy)
+            problem, remedy = "no callback of this name is installed.", _REMOVED.get(name, remedy)
+            raise ConfigError(f"callbacks[{number}].{TARGET}", name, problem, remedy)
         solved.append({**entry, TARGET: targets.get(name, name)})
     return tuple(solved)
 

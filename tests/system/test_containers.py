@@ -88,6 +88,6 @@ def test_a_failure_inside_is_the_jobs_and_starts_nothing_again(
     mine = Project(by_cgroup, project)
     job = ("cluster=slurm", "cluster.nodes=2", "cluster.workers_per_node=1", *in_container, *JOB)
     mine.launch("train", *job, "task.trouble=raise", "--wait", status=1)
-    assert "rank 1: ValueError: the eleventh utterance is cursed" in mine.launch("status", "own").stdout
+    assert "rank 1 failed: ValueError: the eleventh utterance is cursed" in mine.launch("status", "own").stdout
     assert mine.count("started") == 1
     mine.nothing_is_left()
