@@ -53,7 +53,6 @@ from launcher.rundir.job_end import (
     failed_summary,
     fails_again,
     failure_record,
-    lost_its_peers,
 )
 from launcher.rundir.paths import RunPaths
 from launcher.tracebacks import lost_connection, users_traceback
@@ -337,7 +336,8 @@ class _Failures:
     def cause_of_restart(self) -> str:
         """Return in one line why the workers start again."""
         record = self.first(self._ended) if self._ended else None
-        if record is None or (self._plan.cluster.nodes > 1 and lost_its_peers(record)):
+        lost = record is not None and (record["kind"] == LOST_PEER or bool(lost_connection(record["error"])))
+        if record is None or (lost and self._plan.cluster.nodes > 1):
             return "a worker on another node failed: see its log"
         return error_of(record).partition("\n")[0]
 

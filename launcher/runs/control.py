@@ -114,7 +114,7 @@ def _patience_s(plans: Sequence[LaunchPlan]) -> float:
     """Return the seconds within which cancelled runs must end."""
     limits = [plan.cluster.grace_s for plan in plans if plan.cluster.kind != ClusterKind.slurm]
     if len(limits) < len(plans):
-        limits.append(first_number(client.settings(), "KillWait") or 30)
+        limits.append(first_number({"KillWait": "30"} | client.settings(), "KillWait"))
     return max(limits) + _ENDS_WITHIN_S
 
 

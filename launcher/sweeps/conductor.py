@@ -245,10 +245,12 @@ class Conductor:
             if of_slurm := [cell for cell in new.values() if cell.plan.cluster.kind == ClusterKind.slurm]:
                 refused = self._submit(paths, sweep, of_slurm)
                 statuses += [EXIT_USER] * len(refused)
-                of_refused = [cell for cell in sweep.cells if cell.content in refused]
-                sweep.with_cells(
-                    tuple(dataclasses.replace(c, run=None, problem=refused[str(c.content)]) for c in of_refused)
-                ).save(paths)
+                refused_cells = tuple(
+                    dataclasses.replace(cell, run=None, problem=refused[str(cell.content)])
+                    for cell in sweep.cells
+                    if cell.content in refused
+                )
+                sweep.with_cells(refused_cells).save(paths)
             here = [cell for cell in new.values() if cell.plan.cluster.kind != ClusterKind.slurm]
             statuses += self._run(paths, here, sweep.at_once)
         return [run for run in run_of.values() if is_run(run.root)], statuses
@@ -326,11 +328,12 @@ class Conductor:
 
     def _submit(self, paths: SweepPaths, sweep: Sweep, new: Sequence[_Planned]) -> dict[str, str]:
         """Submit the cells; return Slurm's refusals by cell content."""
+        most = submit.max_array_size()
         for cell in new:
             if not cell.resumes:
                 local.create(cell.plan, cell.request.yaml)
         plans = [cell.plan for cell in new]
-        answers = submit.submit_in_arrays(plans, paths.root.name, paths.slurm, sweep.at_once)
+        answers = submit.submit_in_arrays(plans, paths.root.name, paths.slurm, most, sweep.at_once)
         refused: dict[str, str] = {}
         for cell, answer in zip(new, answers, strict=True):
             if isinstance(answer, UserError):

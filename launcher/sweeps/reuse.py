@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from launcher.config.schema import ClusterKind
 from launcher.errors import EXIT_USER, UserError
 from launcher.launch.slurm import submit
 from launcher.plan.launch_plan import LaunchPlan
@@ -169,11 +170,12 @@ def restart_runs(
 
     with manifest.alone(paths):
         runs = choose()
-        of_slurm = [run for run in runs if run.job is not None]
+        # a run that was never submitted has no job
+        of_slurm = [run for run in runs if run.kind == ClusterKind.slurm]
         if of_slurm:
             _submit(paths, of_slurm, planned, restarted)
         restarted.statuses += run_cells(
-            [partial(start, run) for run in runs if run.job is None],
+            [partial(start, run) for run in runs if run.kind != ClusterKind.slurm],
             manifest.load_sweep(paths).at_once or 1,
             run_here,
             lambda: watch(look_at_sweeps([paths])[str(paths.root)]),
@@ -183,12 +185,12 @@ def restart_runs(
 
 
 def _submit(paths: SweepPaths, runs: Sequence[Run], planned: Callable[[Run], LaunchPlan], restarted: Restarted) -> None:
-    at_once = manifest.load_sweep(paths).at_once
+    most, at_once = submit.max_array_size(), manifest.load_sweep(paths).at_once
     plans: list[LaunchPlan] = []
     sent: list[str | UserError] = []
     try:
         plans += map(planned, runs)
-        sent += submit.submit_in_arrays(plans, paths.root.name, paths.slurm, at_once)
+        sent += submit.submit_in_arrays(plans, paths.root.name, paths.slurm, most, at_once)
     finally:
         for number, (run, plan) in enumerate(zip(runs, plans, strict=False)):
             answer = sent[number] if sent else None

@@ -68,11 +68,21 @@ def test_workers_have_a_pipe_only_if_a_hang_watch_uses_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "words"), [(2, "a worker on another node failed"), (1, "rank 0: RuntimeError: gloo")]
+    ("nodes", "error", "words"),
+    [
+        (
+            2,
+            "RuntimeError: gloo/transport/tcp/pair.cc:553 Connection closed by peer",
+            "a worker on another node failed",
+        ),
+        (1, "RuntimeError: gloo/transport/tcp/pair.cc:553 Connection closed by peer", "rank 0: RuntimeError: gloo"),
+        (2, "torch.distributed.DistBackendError: NCCL Error 1: unhandled cuda error", "rank 0: torch.distributed"),
+    ],
 )
-def test_a_rank_that_lost_its_peer_is_not_the_cause_of_a_restart_on_several_hosts(nodes: int, words: str) -> None:
+def test_a_rank_that_lost_its_peer_is_not_the_cause_of_a_restart_on_several_hosts(
+    nodes: int, error: str, words: str
+) -> None:
     """Also in a script of `launch run`, whose errors are not classified."""
-    error = "RuntimeError: gloo/transport/tcp/pair.cc:553 Connection closed by peer"
     failures: Any = SimpleNamespace(
         _ended={0: (1, 1)}, _plan=SimpleNamespace(cluster=SimpleNamespace(nodes=nodes)),
         first=lambda _: {"kind": None, "error": error, "rank": 0},

@@ -17,7 +17,7 @@ from launcher.extensions.hosts.channel import LOST_AFTER_S, Channel, Listener, M
 from launcher.launch.network import free_port
 from launcher.plan.clusters import Peers, Regrouping
 from launcher.quantities import count
-from launcher.rundir.job_end import Summary, failed_summary, failure_record, lost_its_peers
+from launcher.rundir.job_end import LOST_PEER, Summary, failed_summary, failure_record
 
 # seconds by which a reset connection may be noticed later here than by the workers that were connected to that host
 _RESET_MARGIN_S = 2.0
@@ -205,7 +205,7 @@ class FirstHost(Peers):
         for node, when in self._gone.items():
             unnoticed = LOST_AFTER_S if self._channels[node].silent else _RESET_MARGIN_S
             failures.append((when - unnoticed, lost_host(node, self._channels[node])))
-        return min(failures, key=lambda entry: (lost_its_peers(entry[1]), entry[0]))[1] if failures else None
+        return min(failures, key=lambda entry: (entry[1].get("kind") == LOST_PEER, entry[0]))[1] if failures else None
 
     def _left(self) -> list[int]:
         """Return the hosts that can still be reached; one may have gone after its workers had ended."""

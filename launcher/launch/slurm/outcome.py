@@ -120,18 +120,17 @@ def _grace_s(plan: LaunchPlan) -> float:
 
 
 def _job(job_id: str, within_s: float = 0.0) -> client.SlurmJob | None:
-    """Return what Slurm knows of the job; None if it has not answered within ``within_s`` seconds: this node may be cut
-    off."""
-
-    def ask() -> client.SlurmJob | None:
+    """Return what Slurm knows of the job; None if it knows no such job, or has not answered within ``within_s``
+    seconds: this node may be cut off."""
+    end = time.monotonic() + within_s
+    while True:
         try:
             return client.job(job_id)
         except SiteError as error:
-            if within_s:
-                print(f"{error}", file=sys.stderr, flush=True)
+            print(f"{error}", file=sys.stderr, flush=True)
+        if time.monotonic() >= end:
             return None
-
-    return wait_until(ask, within_s, _RETRY_EVERY_S)
+        time.sleep(_RETRY_EVERY_S)
 
 
 def _requeue_unless_futile(plan: LaunchPlan, task: SlurmTask, fence: Fence, why: str) -> int:
@@ -306,5 +305,6 @@ class Reports:
 
 def _slurmd_timeout_s() -> int:
     with suppress(SiteError):
-        return first_number(client.settings(), "SlurmdTimeout") or _SLURMD_TIMEOUT_S
+        if "SlurmdTimeout" in (settings := client.settings()):
+            return first_number(settings, "SlurmdTimeout")
     return _SLURMD_TIMEOUT_S

@@ -82,20 +82,25 @@ def submit_one(plan: LaunchPlan) -> str:
     return submit_array([plan], plan.run.name, plan.paths.slurm)[0]
 
 
+def max_array_size() -> int:
+    """Return the number of jobs that an array may have. Raises SiteError if Slurm does not answer."""
+    return max(1, int(client.settings().get("MaxArraySize", 1)))
+
+
 def submit_in_arrays(
-    plans: Sequence[LaunchPlan], stem: str, folder: Path, at_once: int | None
+    plans: Sequence[LaunchPlan], stem: str, folder: Path, most: int, at_once: int | None
 ) -> list[str | UserError]:
     """Submit runs whose directories exist as job arrays: runs with the same ``array_key`` share one.
 
     Args:
         stem: stem of the arrays' job names; a unique suffix is added.
         folder: submitit's folder.
+        most: jobs of an array; asked for before the directories are created, because Slurm may be silent.
         at_once: jobs of an array that may run at the same time; None: no limit.
 
     Returns:
         For each plan its job's id, or the error with which Slurm refused it.
     """
-    most = max(1, int(client.settings().get("MaxArraySize", 1)))
     by_shape: dict[str, list[int]] = {}
     for number, plan in enumerate(plans):
         by_shape.setdefault(array_key(plan), []).append(number)
@@ -373,7 +378,11 @@ def refusal(plan: LaunchPlan, output: str) -> UserError:
 
 
 def _nodes() -> str:
-    lines = client.ask("sinfo", "--all", "--noheader", "--format=%R: %D of %c cores, %m MB, gres %G, features %f")
+    """Return the nodes by partition; empty if Slurm does not answer, whose refusal is shown anyway."""
+    try:
+        lines = client.ask("sinfo", "--all", "--noheader", "--format=%R: %D of %c cores, %m MB, gres %G, features %f")
+    except SiteError:
+        return ""
     return f"Nodes by partition: {'; '.join(lines.replace('(null)', 'none').splitlines())}."
 
 

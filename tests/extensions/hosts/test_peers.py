@@ -39,6 +39,17 @@ def test_a_report_that_arrives_late_comes_before_those_who_lost_its_host() -> No
     assert first.conclude()["failure"]["node"] == 1
 
 
+def test_an_error_that_only_mentions_nccl_is_a_failure_of_its_host() -> None:
+    first, (one, two), _ = star()
+    own = {"failure": {"rank": 1, "kind": None, "error": "ValueError: No backend NCCL", "at": None}}
+    one.ended({"verdict": "failed"} | own)
+    wait_until(lambda: first.listen(0.01) or 1 in first._results)
+    first.ended(failed(0))
+    two.ended(failed(2))
+    wait_until(lambda: first.listen(0.01) or first.complete())
+    assert first.conclude()["failure"]["node"] == 1
+
+
 def test_a_stop_reaches_every_host_and_is_no_failure() -> None:
     first, (one, two), _ = star()
     one.stop("Ctrl-C")

@@ -47,9 +47,9 @@ class Situation:
         self.requeued: list[str] = []
         monkeypatch.setattr(client, "job", lambda _: self.answer())
         monkeypatch.setattr(client, "requeue", self.requeued.append)
-        monkeypatch.setattr(client, "settings", dict)
+        monkeypatch.setattr(client, "settings", lambda: {"SlurmdTimeout": "0 sec", "KillWait": "0 sec"})
         monkeypatch.setattr(client, "host_names", lambda _: ["node1", "node2"])
-        for name in ("_REQUEUE_WITHIN_S", "_SLURM_ACTS_WITHIN_S", "_SLURMD_TIMEOUT_S"):
+        for name in ("_REQUEUE_WITHIN_S", "_SLURM_ACTS_WITHIN_S"):
             monkeypatch.setattr(outcome, name, 0)
         monkeypatch.setattr(outcome, "_LOOK_EVERY_S", 0.01)
 
@@ -425,3 +425,16 @@ def test_a_start_that_is_replaced_while_it_reports_an_error_does_not_return(
         node.run_node(str(now.paths.root), 0)
     assert (stayed, ended.value.code) == ([EXIT_FAILED], EXIT_FAILED)
     assert not now.paths.summary.exists()
+
+
+def test_slurms_settings_are_read_with_their_unit_and_a_job_that_it_does_not_know_is_asked_for_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client, "settings", lambda: {"SlurmdTimeout": "45 sec"})
+    assert outcome._slurmd_timeout_s() == 45
+    monkeypatch.setattr(client, "settings", dict)
+    assert outcome._slurmd_timeout_s() == 300
+    asked: list[str] = []
+    monkeypatch.setattr(client, "job", asked.append)
+    assert outcome._job("7", within_s=600) is None
+    assert asked == ["7"]

@@ -11,7 +11,7 @@ import pytest
 
 from launcher.errors import SiteError, UserError
 from launcher.launch.slurm import client, submit
-from launcher.launch.slurm.client import Listed
+from launcher.launch.slurm.client import Listed, SlurmSilent
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir import history
@@ -42,8 +42,7 @@ def test_an_array_is_no_larger_than_slurm_takes(tmp_path: Path, monkeypatch: pyt
         return [f"{len(sent)}_{number}" for number in range(len(plans))]
 
     monkeypatch.setattr(submit, "submit_array", send_array)
-    monkeypatch.setattr(client, "settings", lambda: {"MaxArraySize": "2"})
-    answers = submit.submit_in_arrays(plans(tmp_path, 5), "s", tmp_path, None)
+    answers = submit.submit_in_arrays(plans(tmp_path, 5), "s", tmp_path, 2, None)
     assert answers == ["1_0", "1_1", "2_0", "2_1", "3_0"]
     assert [names for names, _ in sent] == [["r0", "r1"], ["r2", "r3"], ["r4"]]
     assert len({name for _, name in sent}) == 3
@@ -114,6 +113,18 @@ def test_a_cell_that_is_refused_again_leaves_the_book_as_it_was(
     def send_all(*_: Any) -> list[str | UserError]:
         return ["8_0", SiteError("no such reservation")]
 
+    def run_here(_: object) -> int:
+        raise AssertionError("a Slurm run started on this host")
+
+    def silent() -> dict[str, str]:
+        raise SlurmSilent("Slurm does not answer")
+
+    monkeypatch.setattr(client, "settings", silent)
+    never_submitted = [dataclasses.replace(run, job=None) for run in runs]
+    with pytest.raises(SlurmSilent):
+        reuse.restart_runs(paths, lambda: never_submitted, retry, run_here, print, print)
+    assert not (tmp_path / "s" / "r0.retry1").exists()
+    monkeypatch.setattr(client, "settings", dict)
     monkeypatch.setattr(submit, "submit_in_arrays", send_all)
     begun = reuse.restart_runs(paths, lambda: runs, retry, lambda _: 0, print, print)
     assert begun.jobs == ["8_0"]
