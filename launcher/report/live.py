@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
@@ -314,8 +314,8 @@ def end_of_log(paths: RunPaths, run: Run) -> list[str]:
     ]
 
 
-# texts that wait for the reader; further ones are left out
-_MOST_WAITING = 2000
+# characters that wait for the reader; further text is left out
+_MOST_WAITING = 2**20
 _CHUNK_BYTES = 4096
 _LOOK_EVERY_S = 0.05
 # seconds without progress after which a reader counts as stalled
@@ -333,31 +333,36 @@ class Output:
 
     def __init__(self, file: TextIO, *, trim: bool = False) -> None:
         self._file, self._trim = file, trim
-        self._waiting = queue.Queue[str | None](_MOST_WAITING)
-        self._left_out = self._written = 0
+        self._waiting = deque[str]()
+        self._condition = threading.Condition()
+        self._size = self._left_out = self._written = 0
         self._error: OSError | None = None
-        self._thread: threading.Thread | None = None  # None: write directly
+        self._descriptor: int | None = None  # None: write directly
+        self._thread = threading.Thread()
 
     def write(self, text: str) -> int:
         """Write ``text``. Raises OSError; in unblocked mode, perhaps for an earlier text."""
         text = "\n".join(line.rstrip(" ") for line in text.split("\n")) if self._trim else text
-        if self._thread is None:
+        if self._descriptor is None:
             return self._file.write(text)
-        if self._error is not None:
-            raise self._error
-        try:
-            self._waiting.put_nowait(self._gap() + text)
-            self._left_out = 0
-        except queue.Full:
-            self._left_out += text.count("\n")
+        with self._condition:
+            if self._error is not None:
+                raise self._error
+            if self._size > _MOST_WAITING:
+                self._left_out += text.count("\n")
+            else:
+                text = self._gap() + text
+                self._waiting.append(text)
+                self._size += len(text)
+                self._condition.notify()
         return len(text)
 
     def _gap(self) -> str:
-        lines = self._left_out
+        lines, self._left_out = self._left_out, 0
         return f"\n--- {lines:,} lines are left out: the reader was too slow ---\n" if lines else ""
 
     def flush(self) -> None:
-        if self._thread is None:
+        if self._descriptor is None:
             self._file.flush()
 
     def __getattr__(self, name: str) -> Any:
@@ -365,13 +370,14 @@ class Output:
 
     def unblock(self) -> None:
         """From now on a thread writes; nothing changes for a file without a descriptor."""
-        if self._thread is not None:
+        if self._descriptor is not None:
             return
         try:
             self._file.flush()
             descriptor = os.dup(self._file.fileno())
         except (OSError, ValueError):
             return
+        self._descriptor = descriptor
         self._thread = threading.Thread(target=self._run, args=(descriptor,), daemon=True)
         self._thread.start()
 
@@ -381,35 +387,40 @@ class Output:
         Args:
             patient: wait for a stalled reader without limit.
         """
-        if self._thread is None:
+        if self._descriptor is None:
             return True
         seen, since = self._written, time.monotonic()
-        while self._waiting.unfinished_tasks and self._error is None:
+        while self._size and self._error is None:
             time.sleep(_LOOK_EVERY_S)
             if self._written != seen:
                 seen, since = self._written, time.monotonic()
             elif not patient and time.monotonic() - since > _STALLED_AFTER_S:
                 return False
-        if self._error is None:
-            self._waiting.put(None)
+        with self._condition:
+            self._descriptor = None
+            self._condition.notify()
         self._thread.join()
-        self._thread = None
-        if self._error is None and self._left_out:
-            self.write(self._gap())
-            self._left_out = 0
+        if self._error is None and (gap := self._gap()):
+            self.write(gap)
         return True
 
     def _run(self, descriptor: int) -> None:
         """Write to the descriptor, without Python's buffer: its lock would block the end of the interpreter."""
         encoding = getattr(self._file, "encoding", None) or "utf-8"
-        try:
-            while (text := self._waiting.get()) is not None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._waiting or self._descriptor is None)
+                if not self._waiting:
+                    break
+                text = self._waiting.popleft()
+            try:
                 data = memoryview(text.encode(encoding, errors="replace"))
                 while data:
                     data = data[os.write(descriptor, data[:_CHUNK_BYTES]) :]
                     self._written += 1
-                self._waiting.task_done()
-            self._waiting.task_done()
-        except OSError as error:
-            self._error = error
+            except OSError as error:
+                self._error = error
+                break
+            with self._condition:
+                self._size -= len(text)
         os.close(descriptor)

@@ -202,7 +202,7 @@ def test_the_whole_log_and_the_steps_of_a_run_elsewhere(tmp_path: Path) -> None:
 
 
 def test_a_stalled_reader_holds_nothing_and_loses_only_what_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "_MOST_WAITING", 200)
+    monkeypatch.setattr(live, "_MOST_WAITING", 2**20)
     reading, writing = os.pipe()
     with os.fdopen(reading) as reader, os.fdopen(writing, "w") as writer:
         output = Output(writer, trim=True)
@@ -240,3 +240,13 @@ def test_a_reader_that_is_gone_is_an_error_as_ever() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), writing)
         else:
             raise AssertionError("no error")
+
+
+def test_many_short_texts_are_all_delivered(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w") as writer:
+        output = Output(writer)
+        output.unblock()
+        for number in range(20_000):
+            output.write(f"{number}\n")
+        assert output.finish(patient=True)
+    assert (tmp_path / "out").read_text().splitlines() == [str(number) for number in range(20_000)]
