@@ -13,6 +13,8 @@ import collections
 import copy
 import io
 import itertools
+import pickle
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
@@ -58,6 +60,10 @@ class StreamState(NamedTuple):
     following: list[Any]
     shard: int = 0
     over: bool = False
+
+
+# what torch raises for a value that it cannot save, or not load without executing code
+_UNUSABLE = (pickle.PickleError, AttributeError, TypeError, RuntimeError)
 
 
 class Identified(NamedTuple):
@@ -195,24 +201,33 @@ class StreamCheckpoint:
     def state_dict(self) -> dict[str, Tensor]:
         """Return the states at the next window, as bytes that ``torch.save`` wrote; empty if nothing is known."""
         states, own_shards = self._source() or (), self._own_shards
-        known = [state._replace(random=state.random and as_tensors(state.random)) for state in states]
         try:
+            known = [
+                each._replace(stream=_plain(each.stream), random=each.random and as_tensors(each.random))
+                for each in states
+            ]
             content = _saved(own_shards, known)
-        except Exception:  # an object of any class may be in the state
+        except _UNUSABLE as error:
             known = []
             content = _saved(own_shards, known)
             if not self._reported:
                 self._reported = True
                 print(
-                    "The state of the stream has values that no checkpoint holds: a resume reads it again.", flush=True
+                    f"The state of the stream has values that no checkpoint holds: a resume reads it again.\n"
+                    f"  {error}\n  Keep tensors, numbers, texts, and lists, tuples and dicts of them in it.",
+                    flush=True,
                 )
         return {"states": torch.frombuffer(content, dtype=torch.uint8)} if known or own_shards else {}
 
     def load_state_dict(self, of_ranks: Iterable[Mapping[str, Tensor]]) -> None:
-        """Restore what ``state_dict`` returned on all ranks."""
+        """Restore what ``state_dict`` returned on all ranks. The stream is read again if this version of torch does not
+        accept it."""
         for tensors in of_ranks:
             if "states" in tensors:
-                own_shards, states = _loaded(bytes(tensors["states"].cpu().numpy()))
+                try:
+                    own_shards, states = _loaded(bytes(tensors["states"].cpu().numpy()))
+                except _UNUSABLE:
+                    continue
                 self._restored_own_shards |= {own_shards} - {0}
                 self._restored += [StreamState(*each) for each in states]
 
@@ -233,7 +248,34 @@ def _saved(own_shards: int, states: Iterable[StreamState]) -> bytearray:
 
 
 def _loaded(content: bytes) -> tuple[int, list[tuple[Any, ...]]]:
-    return torch.load(io.BytesIO(content), weights_only=True)
+    """Return what ``_saved`` was given. Tensors of a GPU are on the CPU."""
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
+def _plain(value: Any) -> Any:
+    """Return ``value`` with numbers of NumPy, and with subclasses of Python's own types, as those types, which can be
+    loaded without executing code."""
+    numpy: Any = sys.modules.get("numpy")
+    match value:
+        case _ if numpy is not None and isinstance(value, numpy.generic):
+            return value.item()
+        case dict():
+            kind = type(value) if type(value) in (collections.OrderedDict, collections.Counter) else dict
+            return kind({_plain(key): _plain(each) for key, each in value.items()})
+        case list():
+            return [_plain(each) for each in value]
+        case tuple():
+            return tuple(_plain(each) for each in value)
+        case bool():
+            return value
+        case int():
+            return int.__int__(value)
+        case float():
+            return float.__float__(value)
+        case str():
+            return str.__str__(value)  # not str(value): that of an enum is its name
+        case _:
+            return value
 
 
 def is_sharded(stream: Any) -> bool:

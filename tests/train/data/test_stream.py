@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import enum
 import itertools
 import random
 from collections import Counter
@@ -10,6 +12,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset
@@ -17,6 +20,7 @@ from torch.utils.data import IterableDataset
 from launcher.errors import ConfigError, DataError
 from launcher.plan.data_shards import stream_info
 from launcher.plan.run_plan import RunPlan
+from launcher.train.data.stream import StreamCheckpoint, StreamState
 from launcher.train.data.window_feed import WindowPosition, open_feed
 from launcher.train.world import World
 from tests.helpers import make_plan
@@ -233,6 +237,25 @@ class OfObjects(Stateful):
         return {"position": Counter(read=self.position), "of": type(self)}
 
 
+class Level(enum.StrEnum):
+    low = "lowest"
+
+
+class OfSubclasses(Stateful):
+    """A state of types that JSON can hold, and that torch does not load."""
+
+    def state_dict(self) -> dict[str, Any]:
+        kinds = {"rate": np.float64(0.5), "seen": np.int64(3), "level": Level.low}
+        return {**super().state_dict(), "more": collections.defaultdict(list, kinds)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        more = state.pop("more")
+        assert {key: (type(value), value) for key, value in more.items()} == {
+            "rate": (float, 0.5), "seen": (int, 3), "level": (str, "lowest"),
+        }  # fmt: skip
+        super().load_state_dict(state)
+
+
 class Buffered(Stateful):
     """A buffer that is not part of the state: a resume would leave out what it held."""
 
@@ -266,6 +289,31 @@ def test_a_resume_reads_nothing_again(kind: Any, loader_workers: int) -> None:
             past = place.window * 24 // (2 if kind is Sharded else 1)
             assert READS[0] == past
             assert len(READS) <= 2 * ((2 - place.epoch) * LENGTH - past)
+
+
+def test_a_state_of_subclasses_of_plain_types_is_saved() -> None:
+    plan = plan_of(4, 2)
+    whole, _, _ = run(plan, OfSubclasses)
+    _, place, states = run(plan, OfSubclasses, windows=2)
+    READS.clear()
+    assert run(plan, OfSubclasses, place, states)[0] == whole[2:]
+    assert READS[0] == 48, "nothing is read again"
+
+
+def test_a_state_is_loaded_without_the_gpu_that_it_was_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, loaded = StreamCheckpoint(), StreamCheckpoint()
+    saved.follow(lambda: [StreamState(1, None, 24, {"at": torch.ones(2)}, None, [])], 0, within_epoch=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda _: "cuda:1")
+        state = saved.state_dict()
+    loaded.load_state_dict([state])
+    assert loaded.restored(1, 0, [0])[0].stream["at"].tolist() == [1, 1]  # pyright: ignore[reportOptionalSubscript]
+
+
+def test_a_state_that_cannot_be_loaded_is_read_again() -> None:
+    loaded = StreamCheckpoint()
+    loaded.load_state_dict([{"states": torch.zeros(8, dtype=torch.uint8)}])
+    assert loaded.restored(1, 0, [0]) is None
 
 
 def test_random_numbers_continue_if_the_iterator_draws_when_it_is_made() -> None:
@@ -307,3 +355,4 @@ def test_a_stream_without_a_state_that_can_be_saved_is_read_again(
     else:
         assert "Without a saved state of the stream, the 2 windows of the epoch so far are read again." in printed
     assert ("The state of the stream has values that no checkpoint holds" in printed) == (kind is OfObjects)
+    assert ("GLOBAL tests.train.data.test_stream.OfObjects" in printed) == (kind is OfObjects), "the value's class"
