@@ -334,9 +334,11 @@ class SavedAttributes:
                 return [value.state, *value.param_groups]
             case Tensor():
                 self._save_tensor(value)
-            case list() | bytearray() | array.array():
-                self._keep(functools.partial(_restore_list, value), value[:])
+            case list():
+                self._keep(functools.partial(_restore_list, value), [*value])
                 return value
+            case bytearray() | array.array():
+                self._keep(functools.partial(_restore_array, value), value[:])
             case dict():
                 self._keep(functools.partial(_restore_dict, value), {**value})
                 return value.values()
@@ -513,6 +515,11 @@ def _detached(tensor: Tensor) -> Tensor:
 
 def _restore_list(value: Any, saved: Any) -> None:
     if len(value) != len(saved) or not all(map(operator.is_, value, saved)):
+        value[:] = saved
+
+
+def _restore_array(value: Any, saved: Any) -> None:
+    if value != saved:
         value[:] = saved
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import copy
 import itertools
 import random
@@ -340,6 +341,22 @@ def test_each_training_pass_is_counted_once(
     made = task()
     assert trained(made, overrides, **options).numbers() == [passes] * 6
     assert made.calls == len(clocks.SEEN) == passes
+
+
+class Ring(list[int]):
+    """A list whose elements are read by number only."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(index % len(self))
+
+
+def test_lists_that_have_no_slices_and_arrays_are_restored() -> None:
+    ring, numbers, content = Ring([1, 2, 3]), array.array("d", [1e3, 2e3]), bytearray(b"some")
+    state = SavedAttributes(SimpleNamespace(ring=ring, numbers=numbers, content=content))
+    ring.append(4)
+    numbers[0], content[0] = 5.0, 0
+    state.restore()
+    assert (list(ring), list(numbers), bytes(content)) == ([1, 2, 3], [1e3, 2e3], b"some")
 
 
 class Late(nn.Module):
