@@ -44,7 +44,7 @@ MIN_ROUNDS, MAX_ROUNDS = 3, 20
 # the longer of the share and, up to DEFAULT_S, the run's whole time, so that short runs are measured, too.
 DEFAULT_S, DEFAULT_SHARE = 15.0, 0.1
 
-Run = Callable[[Callable[..., Any], MicroBatch], list[Loss]]
+Run = Callable[[MicroBatch], list[Loss]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ class Calibration:
         """Run the phase if it is ``wanted``. All ranks call it. Engine, model and random state stay unchanged.
 
         Args:
-            run: the loop's forward pass: (model, micro-batch) -> terms of the loss.
+            run: the loop's forward pass of a micro-batch, which returns the terms of the loss.
             micro_batches: micro-batches of this rank, on the device; repeated if a full window has more. With
                 ``batch.micro_tokens`` they are the window.
 
@@ -320,7 +320,7 @@ class Calibration:
                 else self._parallel.micro_batch(sync, first=number == 0, last=number == count - 1)
             ):
                 with self._precision.autocast():
-                    losses = self._run(self._parallel.module, micro)
+                    losses = self._run(micro)
                 require_gradient(losses)
                 if self._cold:
                     require_dense_gradients(losses, self._parallel.module)

@@ -547,7 +547,8 @@ class Engine:
         """Measure what the sync policy saves and what communication costs. All ranks call it, between two windows.
 
         Args:
-            forward: (model, batch) -> (loss_sum, items) or the terms; it receives copies of the batches.
+            forward: (model, batch) -> (loss_sum, items) or the terms; it receives copies of the batches. In its place
+                runs an owner's loss over windows, of each batch on its own.
             batches: of this rank, each of micro-batch size; repeated if a window has more. With batch.micro_tokens they
                 are the window.
 

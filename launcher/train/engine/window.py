@@ -293,6 +293,7 @@ class CurrentWindow:
         ahead = _copies([micro])  # before its memory is restored
         self._parallel.abandon()
         _restore_uncounted(self._uncounted)
+        self._uncounted = None  # its copies may be large
         ahead += _copies(rest)
         self.start()
         self.handed_out, self.notes = 0, []
@@ -362,14 +363,15 @@ class CurrentWindow:
             "a window that is left out or runs again", "Use batch.on_oom=stop and train.on_nonfinite=stop."
         )
 
-    def run(self, forward: Forward, model: Callable[..., Any], micro: MicroBatch) -> list[Loss]:
-        """Run ``forward`` on a copy of the micro-batch and return the terms of its loss; training uses the original."""
-        return loss_terms.terms_of_forward(self._run_copy(forward, micro, model))
+    def run(self, forward: Forward, micro: MicroBatch) -> list[Loss]:
+        """Run ``forward`` on the unwrapped model and a copy of the micro-batch, and return the terms of its loss;
+        training uses the original."""
+        return loss_terms.terms_of_forward(self._run_copy(forward, micro))
 
-    def _run_copy(self, forward: Callable[..., Any], micro: MicroBatch, model: Callable[..., Any] | None = None) -> Any:
+    def _run_copy(self, forward: Callable[..., Any], micro: MicroBatch) -> Any:
         self.micro = micro
         try:
-            return forward(model or self._parallel.module, copy.deepcopy(micro.data))
+            return forward(self._parallel.module, copy.deepcopy(micro.data))
         except Exception:
             self.notes = [micro.note]
             raise
@@ -379,7 +381,7 @@ class CurrentWindow:
     def run_unwrapped(self, micro: MicroBatch) -> list[Loss]:
         """Run the loop's forward pass on a copy of the micro-batch, with the unwrapped model."""
         assert self.forward is not None
-        return self.run(self.forward, self._parallel.module, micro)
+        return self.run(self.forward, micro)
 
     def _scaled_loss(self, micro: MicroBatch) -> Tensor:
         """Return the scalar of the backward pass of ``micro``, by the unwrapped model, without collectives."""
