@@ -4,17 +4,20 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from launcher.errors import TaskError
 from launcher.targets import load_entry_point, present_entry_points
 
 if TYPE_CHECKING:
+    from importlib import metadata
+
     from torch import Tensor
 
 # name of a metric, or of a term: letters, digits, and any of _ . @ -, with a letter first
@@ -100,9 +103,14 @@ class LossForm:
     Args:
         task: it has the method that the entry point is named after.
 
+    Attributes:
+        methods: names of further methods, without which a task's loss has not this form.
+
     Raises:
-        TaskError: it has only a part of what this form needs.
+        TaskError: the task has what belongs to another form, too.
     """
+
+    methods: ClassVar[Sequence[str]] = ()
 
     def __init__(self, task: Any) -> None:
         self.task = task
@@ -122,11 +130,18 @@ class LossForm:
         raise NotImplementedError
 
 
+@functools.cache
+def _points() -> dict[str, metadata.EntryPoint]:
+    return present_entry_points("launcher.losses")
+
+
 def loss_form(task: object) -> LossForm | None:
     """Return the added form of the task's loss; None for a loss that is a sum over samples."""
-    for name, point in present_entry_points("launcher.losses").items():
+    for name, point in _points().items():
         if callable(getattr(task, name, None)):
-            return load_entry_point(point, f"{type(task).__name__}.{name}")(task)
+            kind = load_entry_point(point, f"{type(task).__name__}.{name}")
+            if all(callable(getattr(task, each, None)) for each in kind.methods):
+                return kind(task)
     return None
 
 

@@ -111,7 +111,8 @@ def load_task(target: str, params: dict[str, Any], search_path: Sequence[str], s
     if missing:
         raise TaskError(
             f"task._target_={target}: the class has no method {' and no method '.join(missing)}.\n"
-            "  A task has model(), train_data(), loss(model, batch), and eval_data() if there is held-out data."
+            "  A task has model(), train_data(), loss(model, batch), and eval_data() if there is held-out data; in "
+            "place of loss it may have both outputs(model, batch) and window_loss(outputs)."
         )
     if callable(getattr(task, "state_dict", None)) != callable(getattr(task, "load_state_dict", None)):
         raise TaskError(

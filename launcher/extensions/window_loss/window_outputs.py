@@ -81,23 +81,20 @@ class _Share:
 class WindowLossForm(LossForm):
     """Form of the loss of a task with ``outputs`` and ``window_loss``."""
 
+    methods = ("outputs",)
+
     def __init__(self, task: Any) -> None:
         super().__init__(task)
-        name = f"{type(task).__module__}.{type(task).__qualname__}"
         if callable(getattr(task, "loss", None)):
             raise TaskError(
-                f"task._target_={name}: the class has both loss and window_loss.\n"
+                f"{type(task).__module__}.{type(task).__qualname__}: the class has both loss and window_loss.\n"
                 "  Leave one out: loss(model, batch) for a sum over samples, or outputs(model, batch) and "
                 "window_loss(outputs) for a loss of all samples of a window."
             )
-        if not callable(getattr(task, "outputs", None)):
-            raise TaskError(
-                f"task._target_={name}: the class has window_loss, but no method outputs(model, batch).\n"
-                "  The loss of all samples of a window is window_loss of what outputs returns."
-            )
 
     def of_batch(self, model: Callable[..., Any], batch: Any) -> Loss:
-        return loss_of_rows(self.task, self.task.outputs(model, batch))
+        rows = Rows.of(self.task.outputs(model, batch), None)
+        return loss_of_rows(self.task, rows.restored(rows.tensors))
 
     def in_windows(self, parts: EngineParts) -> WindowOutputs:
         return WindowOutputs(self.task, parts)
@@ -122,6 +119,7 @@ class WindowOutputs(LossOverWindow):
         self._world, self._device, self._seed = parts.world, parts.device, parts.plan.train.seed
         self._tolerance = _SAME_ROWS.get(parts.plan.precision.kind, _SAME_NARROW_ROWS)
         self._form: str | None = None  # that all ranks have agreed on
+        self.begin(0)
 
     def begin(self, window: int) -> None:
         self._window, self._number = window, 0
