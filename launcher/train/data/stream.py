@@ -214,8 +214,9 @@ class StreamCheckpoint:
                 self._reported = True
                 why = str(error).partition("WeightsUnpickler error: ")[2] or str(error)  # without torch's advice
                 print(
-                    f"The state of the stream has values that no checkpoint holds: a resume reads it again.\n"
-                    f"  {why.strip().partition('. ')[0]}.\n  Keep tensors, numbers, texts, and lists, tuples and dicts of them in it.",
+                    "The state of the stream has values that no checkpoint holds: a resume reads it again.\n"
+                    f"  {why.strip().partition('. ')[0]}.\n"
+                    "  Keep tensors, numbers, texts, and lists, tuples and dicts of them in it.",
                     flush=True,
                 )
         return {"states": torch.frombuffer(content, dtype=torch.uint8)} if known or own_shards else {}
