@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -115,17 +116,29 @@ class InitialValues:
                 tied parameter have different values. On all ranks.
         """
         assert self._weights is not None
-        stored = _by_plain_name([*self._weights.tensors, *self._weights.others])
+        tensors, others = map(_by_plain_name, (self._weights.tensors, self._weights.others))
         state = model_state(model)
         problem: str | None = None
         try:
             for names, target in state.named:
-                problem = problem or self._fill(target, [stored[name] for name in names if name in stored])
-            if extra := {name: self._weights.read(stored[plain_name(name)]) for name in state.extra}:
-                model.load_state_dict(extra, strict=False)
+                problem = problem or self._fill(target, [tensors[name] for name in names if name in tensors])
+            for name in state.extra:
+                if (stored := (tensors | others).get(plain_name(name))) is not None:
+                    problem = problem or self._load_extra(model, name, self._weights.read(stored))
         except READ_ERRORS as error:
             problem = f"{KEY}={self._source.path}: cannot be read: {type(error).__name__}: {error}."
         self._raise_first(problem)
+
+    def _load_extra(self, model: nn.Module, name: str, value: Any) -> str | None:
+        """Give a module its extra state. Return a message if it does not take that."""
+        try:
+            model.load_state_dict({name: value}, strict=False)
+        except Exception as error:  # of the user's set_extra_state
+            return (
+                f"{KEY}={self._source.path}: the model does not take the {name} that is there: {type(error).__name__}: "
+                f"{str(error).rstrip('.')}.\n  Use weights of the same model, or let set_extra_state() take this, too."
+            )
+        return None
 
     def _fill(self, target: Tensor, names: Sequence[str]) -> str | None:
         """Replace the values of one parameter or buffer. Return a message if its names have different ones, or if they
@@ -184,19 +197,26 @@ def misfits(state: ModelState, tensors: Mapping[str, StoredTensor], others: Iter
     Args:
         others: stored names of values that are no tensors.
     """
-    present = _by_plain_name([*tensors, *others])
-    required = [*state.named, *(([plain_name(name)], None) for name in state.extra)]
-    known = {name for names, _ in required for name in names} | {plain_name(name) for name in state.others}
-    missing = [names[0] for names, _ in required if present.keys().isdisjoint(names)]
+    values = _by_plain_name(tensors)
+    present = values | _by_plain_name(others)
+    extra = {plain_name(name): required for name, required in state.extra.items()}
+    known = {name for names, _ in state.named for name in names} | {*extra, *map(plain_name, state.others)}
+    missing = [names[0] for names, _ in state.named if present.keys().isdisjoint(names)]
+    missing += [name for name, required in extra.items() if required and name not in present]
     unexpected = [name for name in present if name not in known]
     lines = _with_nearest(missing, unexpected, "is not among them")
     lines += _with_nearest(unexpected, missing, "is not in the model")
-    shapes = [
+    changed = [
+        f"{names[0]} is a tensor on one side only"
+        for names, _ in state.named
+        if values.keys().isdisjoint(names) and names[0] not in missing
+    ]
+    changed += [
         f"{name} has the shape {list(there.shape)} there, and {list(tensor.shape)} in the model"
         for name, tensor, there in _pairs(state, tensors)
         if tuple(tensor.shape) != there.shape
     ]
-    return lines + first_lines(shapes, _MAX_SHOWN)
+    return lines + first_lines(changed, _MAX_SHOWN)
 
 
 def _pairs(state: ModelState, tensors: Mapping[str, StoredTensor]) -> list[tuple[str, Tensor, StoredTensor]]:
@@ -243,12 +263,13 @@ class ModelState:
 
     Attributes:
         named: each parameter and persistent buffer, once, with all its names, as ``plain_name`` gives them.
-        extra: names of the values that modules return from ``get_extra_state``.
+        extra: names of the values that modules return from ``get_extra_state``. False: it is None, and other weights
+            may lack it.
         others: names of values of hooks that are none of these.
     """
 
     named: list[tuple[list[str], Tensor]]
-    extra: list[str]
+    extra: dict[str, bool]
     others: list[str]
 
 
@@ -257,14 +278,13 @@ def model_state(model: nn.Module) -> ModelState:
     own = own_tensors(model)
     known = {id(tensor) for tensor in own.values()}
     groups: dict[int, tuple[list[str], Tensor]] = {}
-    extra, others = list[str](), list[str]()
+    extra, others = dict[str, bool](), list[str]()
     for name, value in model.state_dict(keep_vars=True).items():
         target = value if id(value) in known else own.get(name)
         if target is not None:
             groups.setdefault(id(target), ([], target))[0].append(plain_name(name))
         elif name.rpartition(".")[2] == _EXTRA_STATE:
-            if value is not None:
-                extra.append(name)
+            extra[name] = value is not None
         else:
             others.append(name)
     return ModelState(list(groups.values()), extra, others)

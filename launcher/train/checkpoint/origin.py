@@ -128,9 +128,9 @@ def require_same_model(directory: Path, model: Mapping[str, Any], stored: Metada
         else:  # a module's extra state
             others.add(path[0])
     own = {name: value for name, value in model.items() if isinstance(value, Tensor)}
-    extra = [name for name in model if name not in own]
+    extra = {name: True for name in model if name not in own}
     problems = misfits(ModelState([([name], value) for name, value in own.items()], extra, []), tensors, others)
-    changed = [*(others & own.keys()), *(name for name in extra if name in tensors)]
+    changed = [name for name in extra if name in tensors]
     gone = [name for name in unknown if name not in model]
     problems += first_lines([f"{name} is a tensor on one side only" for name in changed], _MAX_SHOWN)
     problems += first_lines([f"{name} is not in the model" for name in gone], _MAX_SHOWN)

@@ -179,6 +179,18 @@ def test_values_that_would_become_infinite_are_refused() -> None:
     assert filled(nn.Linear(2, 2).bfloat16(), weights).weight.isfinite().all()
 
 
+def test_extra_state_of_another_kind() -> None:
+    """A text where a parameter is; and a tensor that the module's own method does not take."""
+    weights = InMemory(**Hooked().state_dict())
+    weights.others = ["bias"]
+    del weights.tensors["bias"]
+    with pytest.raises(ConfigError, match=r"\n  bias is a tensor on one side only\n"):
+        filled(Hooked(), weights)
+    weights = InMemory(**{**Hooked().state_dict(), "_extra_state": torch.ones(2)})
+    with pytest.raises(UserError, match=r"init_from=.*does not take the _extra_state that is there: \w+Error: "):
+        filled(Hooked(), weights)
+
+
 class Wrapped(nn.Module):
     """A module with the names of one that torch.compile wraps; its import would take seconds."""
 

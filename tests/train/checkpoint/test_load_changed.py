@@ -18,7 +18,7 @@ from launcher.plan.initial_weights import InitialWeights
 from launcher.plan.resumable import DATA as DATA_KEY
 from launcher.rundir.fencing import Fence
 from launcher.train.checkpoint import load, save
-from launcher.train.checkpoint.initial import InitialValues, require_fit
+from launcher.train.checkpoint.initial import InitialValues, misfits, model_state, require_fit
 from launcher.train.checkpoint.weights import open_weights
 from launcher.train.engine import calibration, engine
 from launcher.train.trainer import train
@@ -190,14 +190,14 @@ class Notes(nn.Identity):
 
 
 def test_extra_state_of_any_form(tmp_path: Path) -> None:
-    """Empty, with keys that are no texts, or other than when the model was built; also as initial values."""
+    """Empty, None, with keys that are no texts, or other than when the model was built; also as initial values."""
     inner = {0: 3, "none": {}, "parts": [{}, {"at": torch.ones(2)}]}
-    saved = [{}, [], {"a": {}}, [{}], {}, inner, {}]
-    new = [{}, [], {"a": {}}, [{}], {"a": 1, "b": {"c": 2}}, {}, None]
+    saved = [{}, [], {"a": {}}, [{}], {}, inner, {}, None]
+    new = [{}, [], {"a": {}}, [{}], {"a": 1, "b": {"c": 2}}, {}, None, None]
     first, second = (nn.Sequential(nn.Linear(4, 1), *map(Notes, notes)) for notes in (saved, new))
     place = run(engine_of(tmp_path, first), 1)
     load.load(engine_of(tmp_path, second), place)
-    third = nn.Sequential(nn.Linear(4, 1), *map(Notes, [*new[:-1], {}]))
+    third = nn.Sequential(nn.Linear(4, 1), *map(Notes, new))
     source, weights = InitialWeights(path=str(tmp_path), run=None, step=None, digest=""), open_weights(place)
     require_fit(third, source, weights)
     values = InitialValues(source, World(0, 1, 0))
@@ -209,7 +209,8 @@ def test_extra_state_of_any_form(tmp_path: Path) -> None:
         found = model[6].get_extra_state()
         assert found.pop("parts")[1]["at"].equal(torch.ones(2))
         assert found == {0: 3, "none": {}}
-        assert model[7].get_extra_state() == {}
+        assert [each.get_extra_state() for each in model[7:]] == [{}, None]
+    assert misfits(model_state(nn.Sequential(nn.Linear(4, 1), Notes(None))), weights.tensors) == []
 
 
 START = [0.0]
