@@ -164,7 +164,8 @@ class TrainingLoop:
         """Add a step to the run's totals, and print what is worth a line."""
         self.totals.add(result)
         self.windows += 1
-        self.totals.epoch_over |= not self.engine.position.window
+        if not self.engine.position.window:
+            self.totals.epoch_end = result.step + result.skipped
         self.print_events(result)
 
     def close(self) -> None:
@@ -205,7 +206,8 @@ class TrainingLoop:
                 with suppress(RecordFailed):  # the disk is full; the error that is raised matters more
                     self.record.write(result.step, values)
             raise
-        self.totals.epoch_over &= result.skipped
+        if self.totals.epoch_over(result.step):
+            self.totals.epoch_end = None
         if records:
             self.record.write(result.step, values | self.saver.take_metrics())
             self.recorded = result.step
@@ -301,14 +303,16 @@ class TrainingLoop:
     def save_due(self, result: StepResult) -> bool:
         if not self.plan.checkpoint.enabled or not self.engine.steps:  # before the first step there is nothing to save
             return False
-        return result.last or (not result.skipped and self.cadence.due(result, epoch_over=self.totals.epoch_over))
+        epoch_over = self.totals.epoch_over(result.step)
+        return result.last or (not result.skipped and self.cadence.due(result, epoch_over=epoch_over))
 
     def eval_due(self, result: StepResult) -> bool:
         if not self.evaluation.sets:
             return False
         if result.last:
             return not result.stopped
-        return not result.skipped and is_due(self.plan.train.eval_every, result.step, epoch_over=self.totals.epoch_over)
+        epoch_over = self.totals.epoch_over(result.step)
+        return not result.skipped and is_due(self.plan.train.eval_every, result.step, epoch_over=epoch_over)
 
     def log_due(self, result: StepResult, *, extra: bool) -> bool:
         # a skipped window is not a step and has no record; it is counted in the next one
@@ -391,8 +395,9 @@ class TrainingLoop:
             last: the record of that step in the checkpoint.
         """
         every, step = self.plan.train.eval_every, last["step"]
-        due = self.engine.over or is_due(every, step, epoch_over=self.totals.epoch_over)
-        self.totals.epoch_over = False
+        due = self.engine.over or is_due(every, step, epoch_over=self.totals.epoch_over(step))
+        if self.totals.epoch_over(step):
+            self.totals.epoch_end = None
         if not self.evaluation.sets or not due:
             return {}
         world = self.engine.world

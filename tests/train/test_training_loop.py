@@ -65,6 +65,7 @@ class Epochs:
         ("", "train.steps=8", 3, [3, 6, 8], [3, 6, 8]),  # stopped before the evaluation
         ("stream", "train.epochs=2", 4, [3, 6], [3, 4, 6]),
         ("last", "train.steps=5", 0, [3, 5], [3, 5]),  # after the first step of the epoch that follows
+        ("last", "train.steps=5", 3, [3, 5], [2, 3, 5]),  # stopped before it, at the skipped window
         ("last", "train.steps=5", 4, [3, 5], [3, 5]),  # stopped at that step
     ],
 )

@@ -35,8 +35,7 @@ SETTLED_WINDOWS = 10
 
 # totals that a checkpoint stores as they are
 _STORED = ("loss", "metrics", "evaluation", "memory", "size", "since", "resumed", "worlds", "commit", "commits",
-           "failed_saves", "total_s", "evaluated_step",
-           "epoch_over")  # fmt: skip
+           "failed_saves", "total_s", "evaluated_step", "epoch_end")  # fmt: skip
 
 # those of the best evaluation
 _BEST = ("step", "value", "judged", "misses", "extra")
@@ -184,7 +183,8 @@ class RunTotals:
         loss: mean loss of the last window with items; None before there is one.
         metrics: last averages of the loss's metrics and named terms; None for one that was not finite.
         evaluation: metrics of the last evaluation; None for one that was not finite.
-        epoch_over: an epoch has ended, and no later step was followed by what is due at its end.
+        epoch_end: step after which the latest epoch's evaluation and checkpoint are due, until they are made; the next
+            step if the epoch's last window was skipped.
         evaluated_step: step of the last evaluation in this process or in the checkpoint; None before there is one.
         best: the best evaluation by checkpoint.best.
         typical: communication of the last full window.
@@ -209,7 +209,7 @@ class RunTotals:
         self.metrics: dict[str, float | None] = {}
         self.evaluation: dict[str, float | None] = {}
         self.evaluated_step: int | None = None
-        self.epoch_over = False
+        self.epoch_end: int | None = None
         self.best = BestEvaluation(engine.plan)
         self.typical: CommStats | None = None
         self.seconds = deque[tuple[float, float]](maxlen=SAMPLED_WINDOWS)
@@ -288,7 +288,7 @@ class RunTotals:
             "metrics",
             "evaluation",
             "evaluated_step",
-            "epoch_over",
+            "epoch_end",
             "worlds",
             "failed_saves",
             "commits",
@@ -319,6 +319,10 @@ class RunTotals:
         """Drop what the evaluations of other held-out data have found."""
         self.best, self.evaluation, self.evaluated_step = BestEvaluation(self.engine.plan), {}, None
         self.other_held_out = True
+
+    def epoch_over(self, step: int) -> bool:
+        """Return whether what is due at an epoch's end is due after ``step``."""
+        return self.epoch_end is not None and self.epoch_end <= step
 
     def summary(self, verdict: str) -> dict[str, Any]:
         """Return the content of summary.json. ``train/loss`` is of the last window; times are medians over full
