@@ -237,6 +237,9 @@ def test_a_checksum_depends_on_each_bit_and_its_position() -> None:
     table = torch.arange(4096.0).reshape(4, 1024)
     exchanged = [table[[1, 0, 2, 3]], table.roll(1, 1), table.roll(1, 0), table.flip(0, 1)]
     assert len({_sum(table), *map(_sum, exchanged)}) == 5
+    unit = torch.eye(1024, dtype=torch.float64)  # sums of rows and columns are those of any permutation
+    negated = [unit * (1 - 2 * (torch.arange(1024) // size % 2)) for size in (1, 2, 512)]
+    assert len({_sum(each) for each in (unit, unit.roll(1, 0), unit.flip(0), *negated)}) == 6
     whole = torch.randn(101)
     assert _sum(whole[1:]) == _sum(whole[1:].clone()), "wherever the tensor begins in memory"
     assert _sum(torch.zeros(3, 0)) == 0
