@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -126,7 +127,23 @@ def first_within_bound(data: Any, task: Task, plan: RunPlan) -> int:
 
 def tokens_function(own: TokensOf | None, collate: Any) -> TokensOf:
     """Return the function that counts a micro-batch's tokens: the task's own, or that of its collate function."""
-    return own or getattr(collate, "micro_batch_tokens", tokens_padded)
+    if own is None:
+        return getattr(collate, "micro_batch_tokens", tokens_padded)
+
+    def checked(lengths: Sequence[float]) -> float:
+        tokens: Any = own(lengths)
+        try:
+            value = float(tokens)
+        except (TypeError, ValueError, RuntimeError):
+            value = math.nan
+        if not 0 <= value < math.inf:  # nan would exceed no bound
+            raise DataError(
+                f"micro_batch_tokens(lengths) returned {tokens!r} for {count(len(lengths), 'sample')}, the longest of "
+                f"length {max(lengths):,.0f}.\n  Return the tokens of such a micro-batch: one number of at least 0."
+            )
+        return value
+
+    return checked
 
 
 def _cuts(samples: int, parts: int) -> list[int]:

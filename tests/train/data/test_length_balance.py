@@ -120,6 +120,16 @@ def test_the_micro_batch_that_memory_is_predicted_with_is_within_the_bound() -> 
     assert first_within_bound(DATA.dataset, cast("Any", packed), plan_for(24, 1)) == 24
 
 
+@pytest.mark.parametrize("tokens", [None, float("nan"), float("inf"), -5, "many"])
+def test_tokens_of_a_micro_batch_that_are_no_number_are_refused(tokens: Any) -> None:
+    """Also with on_oom=shrink, where no sample is compared with the bound; nan would exceed none."""
+    data = ArrangedData(DATA.dataset, None, LENGTHS, lambda _: tokens)
+    for on_oom in OnOom:
+        plan = plan_for(24, 1, "batch.balance=length", "batch.micro_tokens=1K", f"batch.on_oom={on_oom.value}")
+        with pytest.raises(DataError, match=rf"micro_batch_tokens\(lengths\) returned {tokens!r} for "):
+            read(plan, data)
+
+
 def test_the_first_samples_count_tokens_alike() -> None:
     first = ArrangedData(DATA.dataset, None, LENGTHS, sum).first(5)
     assert (first.micro_batch_tokens, len(first)) == (sum, 5)
