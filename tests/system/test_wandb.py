@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import yaml
+from wandb.wandb_agent import Agent
 
 from launcher.plan.run_plan import RunPlan
 from launcher.report.tables import summary_table
@@ -28,6 +33,8 @@ SMALL = (
     "train.steps=12", "run.calibrate_s=5", "run.name=w", "checkpoint.enabled=false",
 )  # fmt: skip
 ALONE = ("cluster.workers_per_node=1", "run.calibrate_s=0")
+NOWHERE = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "sweeps.md"
 
 
 def read_back(run: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any], list[str]]:
@@ -80,8 +87,7 @@ def test_the_offline_file_holds_config_every_step_once_and_the_summary_but_not_t
 
 
 def test_a_server_out_of_reach_is_said_once_and_stops_nothing(launch: Launch, tmp_path: Path) -> None:
-    nowhere = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
-    done = launch("train", *SMALL, *ALONE, "wandb.mode=online", env=nowhere)
+    done = launch("train", *SMALL, *ALONE, "wandb.mode=online", env=NOWHERE)
     assert done.returncode == 0, done.stderr
     assert (done.stdout + done.stderr).count("W&B did not take the run") == 1
     run = tmp_path / "runs" / "w"
@@ -89,6 +95,36 @@ def test_a_server_out_of_reach_is_said_once_and_stops_nothing(launch: Launch, tm
     _, history, summary, _ = read_back(run)
     assert [row["step"] for row in history] == list(range(1, 13)), "nothing is lost: the run is kept offline"
     assert summary["verdict"] == "done"
+
+
+def test_a_trial_of_wandb_agent_is_a_run_of_its_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command of the guide, built and started by W&B's own agent, on this machine and without W&B's server."""
+    (text,) = re.findall(r"^# sweep.yaml\n(.*?)^```", GUIDE.read_text(), re.DOTALL | re.MULTILINE)
+    sweep = yaml.safe_load(text)
+    slurm = {"task._target_=my_tasks.MyTask", "cluster=slurm", "cluster.nodes=4", "--wait"}
+    ours = [word for word in sweep["command"] if word not in slurm]
+    assert len(ours) == len(sweep["command"]) - len(slurm)
+    values = dict(zip(sweep["parameters"], (0.00123456789, 4), strict=True))
+    trial = {
+        "type": "run", "run_id": "tr1al0id", "program": "", "args": {name: {"value": values[name]} for name in values}
+    }  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    with patch.dict(os.environ, {**NOWHERE, "PATH": path, "WANDB_SWEEP_ID": "5weep", "WANDB_PROJECT": "theirs"}):
+        agent = Agent(None, None, "5weep")
+        agent._sweep_command = [*ours[:-1], *SMALL, *ALONE, "batch.global_size=16", ours[-1]]
+        assert "exception" not in agent._process_command(trial)
+        assert agent._run_processes["tr1al0id"].wait() == 0
+    run = tmp_path / "runs" / "w"
+    plan = RunPlan.load(run / "plan.json")
+    assert (plan.optimizer.lr, plan.batch.accumulation) == (*values.values(),)
+    _, history, summary, ids = read_back(run)
+    assert set(ids) == {"tr1al0id"}
+    assert len(history) == 12
+    assert summary[sweep["metric"]["name"]] > 0
+    (file,) = run.glob("wandb/offline-run-*/run-*.wandb")
+    found = [record.run for record in wandb_records(file) if record.HasField("run")]
+    assert {(each.sweep_id, each.project) for each in found} == {("5weep", "theirs")}
 
 
 def mirror(run: Path, attempt: str = "0.0") -> subprocess.Popen[bytes]:
