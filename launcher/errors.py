@@ -99,7 +99,7 @@ class ExportFailed(RunError):
 
 
 class WrongCheckpoint(RunError):
-    """The newest checkpoint is intact, but of another model, another contract, or a newer format."""
+    """The newest checkpoint is intact, but of another model, another contract, or another format."""
 
 
 class ConnectionLost(RunError):

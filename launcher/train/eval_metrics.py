@@ -45,7 +45,7 @@ def metrics_by_name(returned: Any) -> dict[str, Any]:
     members: dict[Any, Any] = dict(returned.items()) if named else {type(returned).__name__: returned}
     for name, member in members.items():
         where = f"eval_metrics()[{name!r}]" if named else "eval_metrics()"
-        if not _parts(member):
+        if not _is_metric(member):
             raise TaskError(
                 f"{where} is a {type(member).__name__}, whose state cannot be merged over ranks: it is no torchmetrics "
                 f"Metric.\n{_REMEDY}"
@@ -60,8 +60,11 @@ def metrics_by_name(returned: Any) -> dict[str, Any]:
 
 def _parts(metric: Any) -> list[Any]:
     """Return the metric and those that it wraps, in an order that is the same on all ranks."""
-    modules: Callable[[], Any] = getattr(metric, "modules", list)
-    return [part for part in modules() if isinstance(getattr(part, "_reductions", None), dict)]
+    return [part for part in metric.modules() if _is_metric(part)]
+
+
+def _is_metric(value: Any) -> bool:
+    return isinstance(getattr(value, "_reductions", None), dict)
 
 
 class EvalMetrics:

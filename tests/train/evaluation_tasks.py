@@ -185,5 +185,6 @@ class Ranked(Detector):
             "twice": {"positive": BinaryAUROC()},
             "function": {"auroc": BinaryAUROC.compute},
             "of my own": SimpleNamespace(update=list, compute=list, reset=list),
+            "holds one": nn.Sequential(BinaryAUROC()),
             "a name": MetricCollection({"auroc": BinaryAUROC()}, prefix="val/"),
         }[self.kind]

@@ -111,6 +111,7 @@ def test_mistakes_show_before_the_first_step(tmp_path: Path) -> None:
     [
         ("function", "eval_metrics()['auroc'] is a function, whose state cannot be merged over ranks"),
         ("of my own", "eval_metrics() is a SimpleNamespace, whose state cannot be merged over ranks"),
+        ("holds one", "eval_metrics() is a Sequential, whose state cannot be merged over ranks"),
         ("a name", "eval_metrics() has the name 'val/auroc'"),
     ],
 )

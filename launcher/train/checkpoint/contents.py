@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import mmap
+import traceback
 import weakref
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import KeyPath, keystr, tree_leaves_with_path, tree_map_with_path
+from torch.utils._pytree import KeyPath, keystr, tree_leaves, tree_leaves_with_path, tree_map_with_path
 
 from launcher.errors import TaskError
 from launcher.quantities import first_names
@@ -98,7 +99,7 @@ def require_restorable(engine: Engine) -> None:
             with _any_signature(module):
                 set_model_state_dict(module, state, options=StateDictOptions(strict=False))
     except Exception as error:  # of the user's methods, or of torch on what they return
-        problem = f"{type(error).__name__}: {error}"
+        problem = f"{_submodule(error)}{type(error).__name__}: {error}"
     if problem is not None:
         raise TaskError(
             f"The state of {type(module).__name__} cannot be restored from a checkpoint: {problem}.\n  "
@@ -108,6 +109,13 @@ def require_restorable(engine: Engine) -> None:
     for name, value in state.items():
         _stored(name, value)
     schedule_state(engine.schedule)
+
+
+def _submodule(error: Exception) -> str:
+    """Return the name of the submodule whose ``state_dict`` raised ``error``, for a message; "" if it was not one's."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    prefixes = [frame.f_locals["prefix"] for frame in frames if frame.f_code is nn.Module.state_dict.__code__]
+    return f"in {prefixes[-1][:-1]}, " if prefixes and prefixes[-1] else ""
 
 
 def _stored(name: str, value: Any) -> Tensor | bytes:
@@ -120,6 +128,8 @@ def _stored(name: str, value: Any) -> Tensor | bytes:
     if isinstance(value, Tensor):
         return value
     try:
+        if any(isinstance(leaf, DTensor) for leaf in tree_leaves(value)):  # pickled without the other ranks' shards
+            raise TypeError("it contains a sharded parameter; leave that out, or store its full_tensor()")
         return pickled(value)
     except TypeError as error:
         raise TaskError(
@@ -173,7 +183,8 @@ _REPLICATED = ("model", "training", "optimizer", "buffers", "callbacks")
 
 def own_share(state: dict[str, Any], world: World) -> dict[str, Any]:
     """Return ``state`` with only this rank's share of the unsharded tensors that all ranks hold: about the same number
-    of bytes on each rank. Shards, state of this rank alone, and values other than tensors are kept.
+    of bytes on each rank. Shards, state of this rank alone, and values other than tensors are kept; of modules' extra
+    state, which may differ between ranks, that of rank 0.
 
     torch removes duplicates, too, but only after everything was copied.
     """
@@ -188,7 +199,10 @@ def own_share(state: dict[str, Any], world: World) -> dict[str, Any]:
         bytes_of_rank[rank] += max(1, -negative)
         if rank != world.rank:
             of_others.add(keys)
-    return without_tensors(state, of_others)
+    share = without_tensors(state, of_others)
+    if world.rank:
+        share["model"] = {name: value for name, value in share["model"].items() if not isinstance(value, bytes)}
+    return share
 
 
 class Staging:

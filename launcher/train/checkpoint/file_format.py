@@ -35,7 +35,7 @@ from launcher.train.world import ALONE, World
 # starts of the keys of a rank's own state
 RANDOM_KEY, STRATEGY_KEY, STREAM_KEY = "random_rank", "strategy_rank", "stream_rank"
 # raised by an incompatible change to this module, contents.checkpoint_tensors or save.take_snapshot
-CHECKPOINT_FORMAT = 1
+CHECKPOINT_FORMAT = 2
 _CHUNK = 1 << 22
 _FROM_A_COPY = "Restore the checkpoint from a copy; or move its directory away, so that an older one is used."
 
@@ -50,24 +50,27 @@ def checksums(files: Iterable[Path]) -> Files:
 def write_manifest(directory: Path, files: Mapping[str, tuple[int, int]]) -> None:
     """Write the manifest of ``files`` into ``directory``."""
     listed = {name: {"bytes": size, "crc32": crc} for name, (size, crc) in sorted(files.items())}
-    write_json(directory / MANIFEST, {"format": CHECKPOINT_FORMAT, "files": listed})
+    write_json(
+        directory / MANIFEST, {"format": CHECKPOINT_FORMAT, "launcher_version": launcher.__version__, "files": listed}
+    )
 
 
 def read_manifest(directory: Path) -> Files | str:
     """Return the files listed in the manifest; if it is missing or damaged, a message that says so.
 
     Raises:
-        WrongCheckpoint: a newer launcher wrote it, or this user may not read it. Falling back to an older checkpoint
+        WrongCheckpoint: another launcher wrote it, or this user may not read it. Falling back to an older checkpoint
             would be wrong then.
     """
     try:
         fields: dict[str, Any] | None = read_json(directory / MANIFEST)
         if fields is None:
             return f"it has no {MANIFEST}: it was copied in part, or is not a checkpoint of a launcher"
-        if fields.get("format", 1) > CHECKPOINT_FORMAT:
+        if (found := fields.get("format")) != CHECKPOINT_FORMAT:
             raise WrongCheckpoint(
-                f"{directory} has format {fields['format']}, and this launcher ({launcher.__version__}) reads up to "
-                f"{CHECKPOINT_FORMAT}: a newer one wrote it.\n  Resume the run with that version."
+                f"{directory} has format {found}, and this launcher ({launcher.__version__}) reads format "
+                f"{CHECKPOINT_FORMAT}.\n  Resume or export it with the launcher that wrote it "
+                f"({fields.get('launcher_version', 'an older one')}); checkpoint.init_from takes exported weights."
             )
         files = {name: (int(file["bytes"]), int(file["crc32"])) for name, file in fields["files"].items()}
         if outside := [name for name in files if not _is_plain(name)]:
@@ -321,7 +324,7 @@ def pickled(value: Any) -> bytes:
     try:
         torch.save(value, file)
         unpickled(file.getvalue())
-    except (pickle.PickleError, AttributeError, TypeError, RuntimeError) as error:
+    except Exception as error:  # of torch, or of a method of the user's class
         why = (str(error).partition("WeightsUnpickler error: ")[2] or str(error)).strip().partition(". ")[0]
         raise TypeError(f"a {type(value).__name__} cannot be read from a checkpoint again ({why})") from error
     return file.getvalue()
@@ -361,7 +364,7 @@ def damages(world: World, directory: Path) -> list[str]:
     """Return what is wrong with a checkpoint's files: the same on all ranks, each of which checks a share of them.
 
     Raises:
-        WrongCheckpoint: it has a newer format, or this user may not read it.
+        WrongCheckpoint: it has another format, or this user may not read it.
     """
     own: list[str] | WrongCheckpoint
     try:

@@ -92,7 +92,7 @@ class InitialValues:
         if (path / MANIFEST).exists():
             try:
                 found = damages(self._world, path)
-            except WrongCheckpoint as error:  # of a newer format, or not readable; on all ranks
+            except WrongCheckpoint as error:  # of another format, or not readable; on all ranks
                 raise ConfigError(KEY, path, str(error)) from None
             if found:
                 raise ConfigError(KEY, path, f"is damaged: {'; '.join(found)}.", "Use other weights.")

@@ -89,7 +89,7 @@ def load_newest(
 
     Raises:
         NoGoodCheckpoint: the run has checkpoints, and all of them are damaged.
-        WrongCheckpoint: the newest intact one does not fit this plan, or has a newer format, or this user may not read
+        WrongCheckpoint: the newest intact one does not fit this plan, or has another format, or this user may not read
             it.
         Superseded: a newer attempt has started.
     """

@@ -10,6 +10,8 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, CosineAnnealingLR, LinearLR, SequentialLR, StepLR
 
@@ -17,10 +19,12 @@ from launcher import Engine, make_plan
 from launcher.errors import TaskError, WrongCheckpoint
 from launcher.rundir.fencing import Fence
 from launcher.train.checkpoint import load, save
-from launcher.train.checkpoint.contents import require_restorable
+from launcher.train.checkpoint.contents import Staging, checkpoint_tensors, own_share, require_restorable
+from launcher.train.checkpoint.file_format import unpickled
 from launcher.train.checkpoint.optimizer_parts import optimizer_state
 from launcher.train.engine import carried_state
 from launcher.train.engine.carried_state import MAX_READ, LeftOut
+from launcher.train.world import World
 from tests.infra.checkpoints import tensors
 from tests.train.checkpoint.stateful_optimizers import Remembers, TwoPoints
 from tests.train.checkpoint.test_load_changed import DATA, Notes, engine_of
@@ -192,6 +196,44 @@ def test_extra_state_that_no_reader_accepts_is_refused_before_it_is_saved(tmp_pa
         for refuses in (require_restorable, lambda engine: save.take_snapshot(engine, Fence.here(engine.plan.paths))):
             with pytest.raises(TaskError, match=r"_extra_state in .*: a \w+ cannot be read from a checkpoint again"):
                 refuses(first)
+
+
+class Fails(Notes):
+    def get_extra_state(self) -> Any:
+        raise LookupError("lost")
+
+
+class Unwilling:
+    def __reduce__(self) -> Any:
+        raise ValueError("stays here")
+
+
+@pytest.mark.usefixtures("alone")
+def test_extra_state_that_cannot_be_saved_names_its_module(tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    shard = distribute_tensor(torch.ones(2), mesh, [Shard(0)])
+    for part, words in (
+        (Fails(None), r"restored from a checkpoint: in 1\.0, LookupError: lost\."),
+        (Notes({"a": [Unwilling()]}), r"^1\.0\._extra_state in .*: a dict cannot .* \(stays here\)"),
+        (Notes({"a": [shard]}), r"^1\.0\._extra_state in .*: it contains a sharded parameter; .* full_tensor\(\)"),
+    ):
+        with pytest.raises(TaskError, match=words):
+            require_restorable(engine_of(tmp_path, nn.Sequential(nn.Linear(4, 1), nn.Sequential(part))))
+
+
+@pytest.mark.usefixtures("alone")
+def test_extra_state_of_rank_0_is_saved_as_it_was(tmp_path: Path) -> None:
+    """Later changes in place do not reach what an asynchronous save writes."""
+    notes = {"at": torch.arange(4.0), "count": 3}
+    engine = engine_of(tmp_path, nn.Sequential(nn.Linear(4, 1), Notes(notes)))
+    state = checkpoint_tensors(engine, [])
+    shares = [own_share(state, World(rank, 2, rank)) for rank in range(2)]
+    assert ["1._extra_state" in share["model"] for share in shares] == [True, False]
+    staged = Staging(torch.device("cpu")).copy(shares[0])
+    notes["at"].zero_()
+    notes["count"] = 4
+    found = unpickled(staged["model"]["1._extra_state"])
+    assert (found["at"].tolist(), found["count"]) == ([0, 1, 2, 3], 3)
 
 
 @pytest.mark.usefixtures("alone")

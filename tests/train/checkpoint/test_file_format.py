@@ -75,15 +75,22 @@ def test_no_file_of_another_directory_is_read(tmp_path: Path) -> None:
             CheckpointWeights(crafted)
     manifest = tmp_path / "0" / "manifest.json"
     for name in (str(other), "../other/__0_0.distcp", ".."):
-        manifest.write_text(json.dumps({"files": {name: {"bytes": 1, "crc32": 1}}}))
+        manifest.write_text(
+            json.dumps({"format": file_format.CHECKPOINT_FORMAT, "files": {name: {"bytes": 1, "crc32": 1}}})
+        )
         assert file_format.read_manifest(tmp_path / "0") == (
             f"its manifest.json names {name}, which is not in its directory"
         )
 
 
-def test_a_newer_format_is_refused_with_both_versions(tmp_path: Path) -> None:
-    (tmp_path / "manifest.json").write_text(json.dumps({"format": 99, "files": {}}))
-    words = rf"has format 99, and this launcher \({re.escape(launcher.__version__)}\) reads up to"
+@pytest.mark.parametrize(
+    ("fields", "wrote"),
+    [({"format": 99, "launcher_version": "9.1"}, "9.1"), ({"format": 1}, "an older one"), ({}, "an")],
+)
+def test_another_format_is_refused_with_both_versions(fields: dict[str, Any], wrote: str, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(json.dumps(fields | {"files": {}}))
+    own, number = re.escape(launcher.__version__), file_format.CHECKPOINT_FORMAT
+    words = rf"has format {fields.get('format')}, .* \({own}\) reads format {number}\.\n.*\({wrote}"
     with pytest.raises(WrongCheckpoint, match=words):
         file_format.read_manifest(tmp_path)
 
