@@ -339,7 +339,23 @@ def mesh_of(device: torch.device, world_size: int, shard_size: int) -> DeviceMes
 def _mesh(world: dist.ProcessGroup | None, device: str, world_size: int, shard_size: int) -> DeviceMesh:  # noqa: ARG001
     if shard_size == world_size:
         return init_device_mesh(device, (world_size,), mesh_dim_names=("shard",))
-    return init_device_mesh(device, (world_size // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
+    with warnings.catch_warnings():
+        # torch splits the default group's gloo and NCCL parts with NCCL's options, of which gloo warns on each rank;
+        # all that it then lacks is the timeout, which _wait_for_hangs sets
+        warnings.filterwarnings("ignore", "Tried to pass options to ProcessGroupGloo::split", UserWarning)
+        shape, names = (world_size // shard_size, shard_size), ("replicate", "shard")
+        return _WithPythonWarnings.apply(lambda: init_device_mesh(device, shape, mesh_dim_names=names))  # pyright: ignore
+
+
+class _WithPythonWarnings(torch.autograd.Function):
+    """Call of a function in which warnings of torch's C++ code go to Python's ``warnings``.
+
+    In calls of process groups they go to standard error, where no filter reaches them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: Callable[[], DeviceMesh]) -> DeviceMesh:  # noqa: ARG004
+        return call()
 
 
 def _wait_for_hangs(mesh: DeviceMesh, hang_timeout_s: float | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from launcher.errors import ConfigError, SiteError
 from launcher.train.parallel import fsdp
 from launcher.train.precision import Precision
 from launcher.train.world import World, device_of, join
-from tests.helpers import make_plan
+from tests.helpers import make_plan, torchrun
 
 
 @pytest.fixture
@@ -98,3 +99,33 @@ def test_the_groups_of_a_mesh_wait_until_a_hang_is_found() -> None:
     for group in mesh.get_all_groups():
         waits = group._get_backend(torch.device("cpu")).options._timeout
         assert waits >= timedelta(seconds=5000)
+
+
+SPLIT = """
+import os, warnings
+from datetime import timedelta
+import torch, torch.distributed as dist
+from torch._C._distributed_c10d import Backend
+from launcher.train.parallel import fsdp
+
+def split(*_, **__):  # as torch does on GPUs: gloo's part of the group with options of NCCL's part
+    options = Backend.Options("nccl", timedelta(seconds=5))
+    assert dist.group.WORLD.split_group([0], opts=options, group_name="part", group_desc="part") is not None
+    warnings.warn("another warning", UserWarning)
+    return "made"
+
+dist.init_process_group("gloo")
+fsdp.init_device_mesh = split
+os.dup2(1, 2)
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    print(fsdp.mesh_of(torch.device("cpu"), 2, 1), [str(each.message) for each in seen], flush=True)
+os._exit(0)
+"""
+
+
+def test_a_mesh_of_replicas_is_made_without_a_warning_of_gloo(tmp_path: Path) -> None:
+    (tmp_path / "split.py").write_text(SPLIT)
+    out = torchrun(tmp_path / "split.py", [], 1, tmp_path)
+    assert "made ['another warning']" in out, out
+    assert "ProcessGroupGloo" not in out, out
