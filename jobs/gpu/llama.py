@@ -182,6 +182,7 @@ def _trained_in(way: str, task: Any, reference: Any, rows: Any, device: Any, dty
         dtype: of autocast, or fp32.
     """
     import torch
+    from torch.utils._pytree import tree_map_only
 
     from launcher.train.engine.build import compile_forward, recompute
 
@@ -192,8 +193,8 @@ def _trained_in(way: str, task: Any, reference: Any, rows: Any, device: Any, dty
         compile_forward(task.compile_units(model))
     if "recompute" in way:
         recompute(task.shard_units(model))
-    batch = {name: each.to(device) for name, each in task.collate([*rows]).items() if name != "items"}
+    batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), task.collate([*rows]))
     with torch.autocast(device, dtype, enabled=dtype is torch.bfloat16):
-        loss = task.loss(model, batch | {"items": 1})
+        loss = task.loss(model, batch)
     loss.total.backward()
     return model, loss.total.item()

@@ -30,6 +30,7 @@ from launcher.plan.host import free_host_bytes
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import Collective, reduces
 from launcher.task import Task, build_model
+from launcher.train.data import packing
 from launcher.train.engine import build
 from launcher.train.parallel import ddp
 from launcher.train.parallel.base import Parallel, trained
@@ -145,7 +146,8 @@ def buildable_without_memory(whole: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def autocast_of_cuda() -> Iterator[None]:
-    """Return a context in which autocast of the CPU computes in fp32 what autocast of CUDA does.
+    """Return a context in which autocast of the CPU computes in fp32 what autocast of CUDA does, and in which packed
+    rows have no mask.
 
     A GPU's job is traced on the CPU if this machine has no GPU. Autocast of the CPU leaves softmax and norms, whose
     results are kept for the backward pass, in bf16.
@@ -162,7 +164,10 @@ def autocast_of_cuda() -> Iterator[None]:
 
         return run
 
-    with torch.library._scoped_library("aten", "IMPL") as library:
+    with (
+        torch.library._scoped_library("aten", "IMPL") as library,
+        patch.object(packing, "has_document_kernel", lambda device: torch.is_autocast_enabled(device.type)),
+    ):
         for names, to_dtype in ((_FP32, False), (_FP32_RESULT, True)):
             for name in names.split():
                 packet, _, overload = name.partition(".")

@@ -189,7 +189,17 @@ class CausalLM(HfTask):
         return Packing(self._seq_len, own_rows=not self._pack)
 
     def collate(self, samples: list[Any]) -> dict[str, Any]:
-        return self._packing(samples)
+        return self._with_bounds(self._packing(samples))
+
+    def _with_bounds(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return ``batch`` with the bounds of its documents, which a GPU could not count without a wait of the host."""
+        if not self._pack:
+            return batch
+        from launcher.train.data.packing import document_bounds
+
+        bounds = document_bounds(batch["document_ids"])
+        # whole blocks of the kernel, so that few lengths differ
+        return batch | {"bounds": bounds, "longest": -(-int(bounds.diff().max()) // 128) * 128}
 
     def micro_batch_tokens(self, lengths: Sequence[float]) -> int:
         return self._packing.micro_batch_tokens(lengths)
@@ -198,11 +208,13 @@ class CausalLM(HfTask):
         from transformers import AutoModelForCausalLM
 
         from launcher.extensions.hf.chunked_loss import ChunkedHead
+        from launcher.extensions.hf.document_attention import use_documents
 
         self._require_causal()
         model = self._build(AutoModelForCausalLM, new_head=False)
         if self._pack:
             self._require_packable(model)
+            use_documents(model)
         ChunkedHead.replace_head_of(model)
         return self._adapted(model, "CAUSAL_LM")
 
@@ -251,19 +263,15 @@ class CausalLM(HfTask):
 
     def loss(self, model: Any, batch: dict[str, Any]) -> Loss:
         """Return the cross-entropy in nats, summed over the predicted tokens."""
-        import torch
         from torch.nn import functional
 
         from launcher.extensions.hf.chunked_loss import ChunkedHead
-        from launcher.train.data.packing import document_mask
+        from launcher.extensions.hf.document_attention import mask_of
 
         # without shared rows no mask is needed: a token sees what precedes it, and the unused end comes last
         inputs = {"input_ids": batch["input_ids"], "use_cache": False}
         if self._pack:
-            mask = document_mask(batch["document_ids"])
-            if model.config.get_text_config()._attn_implementation == "eager":  # adds the mask to the scores
-                mask = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
-            inputs |= {"position_ids": batch["position_ids"], "attention_mask": mask}
+            inputs |= {"position_ids": batch["position_ids"], "attention_mask": mask_of(model, batch)}
         head, targets = model.get_output_embeddings(), batch["targets"]
         with nullcontext() if self._pack else _rows_known_to_be_one_document():
             if isinstance(head, ChunkedHead):

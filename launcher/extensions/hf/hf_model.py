@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -116,7 +117,7 @@ class HfTask(ABC):
     def _build(self, auto: Any, *, new_head: bool) -> Any:
         """Return the model, ready to train. ``auto``, ``new_head``: see ``_build_pretrained``."""
         model, self._new_modules = _build_pretrained(
-            self._model, self._revision, auto, self._config, new_head=new_head, dtype=self._dtype
+            self._model, self._revision, auto, deepcopy(self._config), new_head=new_head, dtype=self._dtype
         )
         size, words = model.get_input_embeddings().num_embeddings, len(self.tokenizer or ())
         if words > size:

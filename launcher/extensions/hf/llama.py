@@ -254,7 +254,7 @@ class Llama(CausalLM):
         return self._token_rows[1] if self._tokenizer is None else super().eval_data()
 
     def collate(self, samples: list[Any]) -> dict[str, Any]:
-        """Return a batch as that of ``Packing``; without ``document_ids`` if each row is one text."""
+        """Return a batch as that of ``Packing``, with bounds; without documents if each row is one text."""
         if self._tokenizer is not None:
             return super().collate(samples)
         import torch
@@ -266,10 +266,12 @@ class Llama(CausalLM):
         ends = inputs == self.eos
         targets, index = targets.masked_fill(ends, IGNORED), torch.arange(inputs.shape[1])
         starts = torch.where(torch.nn.functional.pad(ends[:, :-1], (1, 0)), index, 0).cummax(1).values
-        return {
-            "input_ids": inputs,
-            "targets": targets,
-            "position_ids": index - starts,
-            "document_ids": ends.cumsum(1) - ends.long(),
-            "items": int((targets != IGNORED).sum()),
-        }
+        return self._with_bounds(
+            {
+                "input_ids": inputs,
+                "targets": targets,
+                "position_ids": index - starts,
+                "document_ids": ends.cumsum(1) - ends.long(),
+                "items": int((targets != IGNORED).sum()),
+            }
+        )

@@ -189,3 +189,15 @@ def document_bounds(document_ids: Tensor) -> Tensor:
     starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     firsts = starts.flatten().nonzero().flatten()
     return torch.cat([firsts, firsts.new_tensor([document_ids.numel()])]).to(torch.int32)
+
+
+def has_document_kernel(device: torch.device) -> bool:
+    """Return whether attention on ``device`` can take the bounds of documents instead of a mask: torch's flash
+    attention for sequences of unequal lengths, under autocast in bf16 or fp16."""
+    return (
+        device.type == "cuda"
+        and torch.is_autocast_enabled("cuda")
+        and torch.get_autocast_dtype("cuda") in (torch.bfloat16, torch.float16)
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
