@@ -64,12 +64,12 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 
-def main(run_dir: str, plan_name: str, parent: str, attempt: str) -> int:
+def main(run_dir: str, plan_name: str, parent: str, incarnation: str) -> int:
     """Run one node's workers and return the exit status. ``plan_name``: file name of the plan in ``run_dir``."""
     die_with_parent(int(parent), signal.SIGTERM)
     paths = RunPaths(Path(run_dir))
     plan_file = paths.root / plan_name
-    plan, fence = load_plan(plan_file), Fence(paths, Incarnation.parse(attempt))
+    plan, fence = load_plan(plan_file), Fence(paths, Incarnation.parse(incarnation))
     with StopShield() as shield:
         ended = serve(plan, plan_file, fence.own, shield)
     if ended:
@@ -79,6 +79,7 @@ def main(run_dir: str, plan_name: str, parent: str, attempt: str) -> int:
             print(error, flush=True)
             return EXIT_FAILED
         path = paths.summary_of(plan.node)
+        # "killed" if the workers left no summary; what this agent knows of the end goes before what they wrote
         ended = {"verdict": "killed"} | (read_json(path) or {}) | ended
         write_json(path, ended)
     return end_status({"verdict": "done"} | ended)

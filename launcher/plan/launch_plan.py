@@ -177,7 +177,7 @@ class EnvPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class SitesPlan:
-    """Sites of a job, at least 2. The ranks of a site are adjacent.
+    """Groups of adjacent ranks, at least 2, that take optimizer steps on their own: the sites of outer steps.
 
     Attributes:
         key, value: config key and its value that divide the job.

@@ -64,7 +64,8 @@ class Windows:
         self._samples, self._size = samples, batch.global_size
         self._keep_short = keep_short
         self._per_epoch, _ = count_windows(samples, batch.global_size, keep_short=keep_short)
-        # through the end of the epoch in which the ramp ends: the first window of each stretch of equal size
+        # the first window of each stretch of equal size. A ramp may end inside an epoch: stretches go to that epoch's
+        # end, after which epochs repeat
         self._begins: list[int] = []
         self._stretches: list[Span] = []
         self._index, at = 0, Span(0, 0, 0, 0)

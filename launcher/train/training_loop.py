@@ -146,7 +146,7 @@ class TrainingLoop:
                     engine.backward(self.loss(engine.model, batch))
             except Exception as error:
                 self.shrink_or_raise(error)
-                continue  # the window runs again
+                continue  # engine.windows yields this window again, halved
             with self.explain_out_of_memory("while the optimizer took its step, whose state needs memory, too"):
                 result = engine.step()
             self.count(result)
@@ -182,7 +182,7 @@ class TrainingLoop:
     def finish_step(self, result: StepResult) -> None:
         """Save, evaluate and record what is due. The save comes first: an error in the evaluation must not lose the
         steps so far."""
-        # to read the state of exchanges between sites receives what is under way: only a save may
+        # with several sites, reading callbacks' state completes their exchange in progress, which only a save may do
         reads_state = self.plan.checkpoint.enabled and self.plan.sites is None
         if self.windows == 1 and self.plan.checkpoint.enabled:
             # errors of the first step, not of the first checkpoint
@@ -194,7 +194,7 @@ class TrainingLoop:
         if records := self.log_due(result, extra=evaluates or saves):
             values |= self.memory() | self.engine.context.take_scalars() | self.engine.sites.take_metrics()
         try:
-            if self.windows == EARLY_CHECK or result.last:  # saves and evaluations check, too
+            if (self.windows == EARLY_CHECK or result.last) and not saves:  # a save checks, too
                 self.require_same_replicas(callbacks=reads_state)
             if saves:
                 values |= self.save(result, values)

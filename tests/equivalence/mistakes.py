@@ -29,7 +29,7 @@ def _with_items(engine: Engine, items: Callable[[ReducedTotals], int]) -> None:
     def wrong(
         gradients: list[Tensor], agreed: ReducedTotals, totals: WindowTotals, samples: Callable[[int], str]
     ) -> float:
-        return apply(gradients, dataclasses.replace(agreed, divisor=items(agreed)), totals, samples)
+        return apply(gradients, dataclasses.replace(agreed, denominator=items(agreed)), totals, samples)
 
     engine._optimizer_step.apply = wrong
 

@@ -54,7 +54,7 @@ class PowerSgd:
         self._factors: dict[nn.Parameter, Tensor] = {}
         self._items = 0.0
 
-    def reduce(self, bucket: dist.GradBucket, divisor: int) -> tuple[Future[Tensor], int, int]:  # noqa: ARG002
+    def reduce(self, bucket: dist.GradBucket, averaged_over: int) -> tuple[Future[Tensor], int, int]:  # noqa: ARG002
         self._assign_state(bucket.index(), cast("list[nn.Parameter]", bucket.parameters()))
         gradients = bucket.buffer()
         compresses = self._state.iter >= self._start

@@ -186,8 +186,8 @@ class MapFeed:
         keep_short = plan.epoch.short_window_policy is ShortWindow.exact
         self._spans = Windows(plan.task.samples, plan.batch.of_all_sites, keep_short=keep_short)
         self._order = order = SampleOrder(dataset, plan.task.samples, plan.train.seed, shuffle=plan.train.shuffle)
-        specs, plain = itertools.chain.from_iterable(map(self._specs, self._indices())), dataset
-        self._balanced = None
+        specs = itertools.chain.from_iterable(map(self._specs, self._indices()))
+        plain, self._balanced = dataset, None
         if isinstance(dataset, ArrangedData):
             plain = dataset.dataset
             if plan.batch.balance is Balance.length:
@@ -219,6 +219,7 @@ class MapFeed:
             window = self._balanced(index)
             shares, stand_in = window.offsets[self._rank], window.stand_in
         for offsets in shares:
+            # without samples of its own, a rank reads the stand-in and counts none
             yield _Spec(span.epoch, span.first, span.size, offsets or [stand_in], len(offsets))
 
     def _balance(self, dataset: ArrangedData, order: SampleOrder, tokens_of: TokensOf, index: int) -> BalancedWindow:

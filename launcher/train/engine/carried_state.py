@@ -55,7 +55,7 @@ from launcher.train.optimizers import members_of
 from launcher.train.parallel.base import local
 
 # window in which the check runs: two optimizer steps have been taken, so that averages of parameters differ from them
-WINDOW = 2
+EXAMINED_WINDOW = 2
 # limits of what is tried, of the elements of a container, and of those of all tensors of a place that are read
 MAX_TRIED, MAX_ELEMENTS, MAX_READ = 8, 1000, 2**22
 _SUMS = 3  # of _numbers_of for a tensor that was read

@@ -39,7 +39,13 @@ from launcher.train.data.window_feed import BEGINNING, Window, WindowPosition, o
 from launcher.train.engine import loss_terms, oom
 from launcher.train.engine.build import ModelFrom, OptimizerFrom, build_parts
 from launcher.train.engine.calibration import Calibrated, Calibration, hardware_of
-from launcher.train.engine.carried_state import WINDOW, CarriedState, LeftOut, constants_of, print_other_constants
+from launcher.train.engine.carried_state import (
+    EXAMINED_WINDOW,
+    CarriedState,
+    LeftOut,
+    constants_of,
+    print_other_constants,
+)
 from launcher.train.engine.loss_trial import can_try_loss, try_loss
 from launcher.train.engine.loss_watches import ForeignLeaves, GradientWatch, LossCollectives, LossWatch
 from launcher.train.engine.optimizer_step import Counters, OptimizerStep, TrainedParameters
@@ -142,7 +148,7 @@ class Engine:
         self._observers: list[Observer] = [self.noise_scale, self.buffers, self.stragglers, *self.parallel.observers]
         if self.outputs is not None:
             self._observers.append(self.outputs)
-        self._bytes_of_norm = 8 * (plan.strategy.shard_size > 1)  # a sharded norm is summed
+        self._bytes_of_norm = 8 if plan.strategy.shard_size > 1 else 0  # fp64, see Fsdp.total_norm
         self._totals = WindowTotals(self.world, self.device, self.parallel.meter, self._loss, self._observers)
         self.tries_loss, self._carried, self._again = False, None, False
         self.position, self.stream, self._finished = BEGINNING, StreamCheckpoint(), False
@@ -301,7 +307,7 @@ class Engine:
         self.callbacks.start(self)
         self._again = True
         with self._around_windows():
-            while self._again:
+            while self._again:  # once more for each halving of the micro-batch, see `shrinks`: the same window again
                 self._again = False
                 self._feed = feed = open_feed(
                     dataset, self.plan, self.world, self.device, collate, self.position, compare=compare_data,
@@ -325,7 +331,7 @@ class Engine:
                         if self._finished:
                             return
                 finally:
-                    if self._feed is feed:
+                    if self._feed is feed:  # otherwise another loop has begun its windows
                         current.close_batches()
                     feed.close()
 
@@ -358,9 +364,11 @@ class Engine:
                 micro_batches = current.count_first(micro, micro_batches)
 
     def _try_loss(self, micro_batches: Iterator[MicroBatch], window: Window) -> Iterator[MicroBatch]:
-        """Try the loss with the first of the window's micro-batches if that is due, and return all of them."""
+        """Return the window's micro-batches, after checks that run the loss several times with the first of them: the
+        trial of the loss in the first window, and the examination of carried state in window ``EXAMINED_WINDOW``.
+        """
         first_window, self.tries_loss = self.tries_loss and self.outputs is None, False
-        due = self._carried is not None and window.index >= WINDOW
+        due = self._carried is not None and window.index >= EXAMINED_WINDOW
         if self._carried is not None and window.index == 1:
             self._carried.note_first_step()
         if not (first_window or due):
@@ -414,7 +422,7 @@ class Engine:
         first, last = current.handed_out == 1, current.handed_out == count
         if (first or last or self.parallel.local_norm.due) and not self._loss.several:
             self.noise_scale.before_backward(current.sync, totals.own_part, first=first, last=last)
-        if last or self._reduces_each:
+        if last or self._reduces_each:  # before gradients of other parameters than the other ranks' are reduced
             self._trained.require_same()
         if last:
             stop, save_due = self._stop(), self._save_due()
@@ -423,11 +431,11 @@ class Engine:
             totals.send(more=self._feed.has_next(), stop=stop, save_due=save_due)
             if current.may_abandon and self.world.size > 1 and totals.out_of_memory():
                 raise oom.WindowAbandoned
-        if self._loss.several:
+        if self._loss.several:  # items that were not counted ahead are in the totals: the window is one micro-batch
             total = self._loss.weighted(losses, weight, self._loss.counted or totals.items_by_term())
         else:
             total = losses[0].total * weight
-        with self.parallel.backward(total, totals.divisor_of_all if last else None):
+        with self.parallel.backward(total, totals.denominator if last else None):
             self.precision.backward(total)
         for watch in self._watches:
             watch.after_backward()
@@ -461,7 +469,7 @@ class Engine:
         self.parallel.meter.check(window.count, current.sync)
 
         HEARTBEAT.beat(Phase.updating, window.count)
-        scale, gradient_unit = self.precision.scale, step.divisor
+        scale, gradient_unit = self.precision.scale, step.gradient_unit  # before `apply`, which may change them
         norm = step.apply(gradients, agreed, totals, self._samples_text)
         skipped = not math.isfinite(norm)
         if step.nonfinite is not None:

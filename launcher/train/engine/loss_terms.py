@@ -150,8 +150,8 @@ def terms_of_forward(result: Any) -> list[Loss]:
 
 def sum_of_own_means(losses: Sequence[Loss], divisor: int) -> Tensor:
     """Return the sum of the terms' means over the items of the micro-batch alone, divided by ``divisor``."""
-    somes = [loss.items.clamp(min=1) if isinstance(loss.items, Tensor) else max(1, loss.items) for loss in losses]
-    first, *others = (loss.total / (some * divisor) for loss, some in zip(losses, somes, strict=True))
+    items = [loss.items.clamp(min=1) if isinstance(loss.items, Tensor) else max(1, loss.items) for loss in losses]
+    first, *others = (loss.total / (each * divisor) for loss, each in zip(losses, items, strict=True))
     return sum(others, first)
 
 

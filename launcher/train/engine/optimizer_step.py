@@ -1,8 +1,8 @@
 """Optimizer step at the end of a window: exact mean, clip, update, schedule, counters.
 
-Each backward pass runs on loss_sum / C with a constant C, the strategy sums over the ranks (W = 1) or averages over W
-ranks (DDP under ``every``, or with PowerSGD), and this module multiplies the gradients once by C*W/N, with N the
-window's number of items.
+Each backward pass runs on loss_sum / C with a constant C. The strategy sums over the ranks (A = 1) or averages over A
+ranks (DDP under ``every``, or with PowerSGD), and this module multiplies the gradients once by C*A/N, with N the
+window's number of items. Example: C = 8, N = 16, a sum over the ranks: the factor is 0.5.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class OptimizerStep:
         nonfinite: what was not finite in the latest window; None if it was not left out for that.
         schedule: learning rate schedule, of the plan unless the engine was given another.
         follows_plan: ``schedule`` still sets the learning rate; false once the user's own loop has set it.
-        divisor: C, which is determined in the first micro-batch; 0 before it.
+        gradient_unit: C, which is determined in the first micro-batch; 0 before it.
         lr: learning rate of the first parameter group in the latest window's optimizer step.
     """
 
@@ -100,7 +100,7 @@ class OptimizerStep:
         self.follows_plan = True
         self.lr = float(self.schedule.get_last_lr()[0])
         self._stepped = False  # by this process
-        self.divisor = 0.0
+        self.gradient_unit = 0.0
         self.counters, self._empty_in_a_row = Counters(), 0
         self.nonfinite: str | None = None
 
@@ -110,18 +110,18 @@ class OptimizerStep:
         Args:
             losses: the terms; None on a rank that ran out of memory in this micro-batch.
         """
-        if not self.divisor or self._loss.parts is None:
+        if not self.gradient_unit or self._loss.parts is None:
             most = self._loss.agree(losses, samples)  # the number of items in a rank's first micro-batch
-            if not self.divisor:
-                self.divisor = _power_of_two(most * self._accumulation)
-        return (samples > 0) / self.divisor
+            if not self.gradient_unit:
+                self.gradient_unit = _power_of_two(most * self._accumulation)
+        return (samples > 0) / self.gradient_unit
 
     def change_accumulation(self, accumulation: int) -> None:
         """Run the current window again, in ``accumulation`` micro-batches."""
         self._accumulation = accumulation
         self._loss.forget()
         if not self.counters.items:  # C was estimated from micro-batches of another size
-            self.divisor = 0.0
+            self.gradient_unit = 0.0
 
     def apply(
         self, gradients: list[Tensor], agreed: ReducedTotals, totals: WindowTotals, samples: Callable[[int], str]
@@ -145,10 +145,10 @@ class OptimizerStep:
         if not math.isfinite(agreed.loss_sum):
             self._leave_out_nonfinite(explain_bad_loss(totals, samples, self._world, counters.steps + 1))
             return math.nan
-        if not agreed.divisor:
+        if not agreed.denominator:
             self._leave_out()
             return math.nan
-        factor = self.divisor * self._parallel.averaged_over / agreed.divisor
+        factor = self.gradient_unit * self._parallel.averaged_over / agreed.denominator
         norm, clip_norm = agreed.grad_norm * factor, self._plan.train.clip_norm
         if math.isfinite(norm):
             # one pass over the gradients: the exact mean and the clip
@@ -175,7 +175,7 @@ class OptimizerStep:
             self._precision.update()
             if not counters.items:
                 # the first micro-batch, which C was estimated from, may have had few items, or none
-                self.divisor = _power_of_two(agreed.divisor / self._world.size)
+                self.gradient_unit = _power_of_two(agreed.denominator / self._world.size)
         return norm
 
     def _read_rates(self) -> None:
@@ -234,8 +234,8 @@ class OptimizerStep:
         # all sites have as many samples, and are taken to have as many items
         counters.samples += agreed.samples * sites
         counters.items += agreed.items * sites
-        counters.items_in_epoch |= agreed.divisor > 0
-        self._empty_in_a_row = 0 if agreed.divisor else self._empty_in_a_row + 1
+        counters.items_in_epoch |= agreed.denominator > 0
+        self._empty_in_a_row = 0 if agreed.denominator else self._empty_in_a_row + 1
         if (epoch_over and not counters.items_in_epoch) or self._empty_in_a_row >= MAX_EMPTY_WINDOWS:
             which = f"No window of epoch {epoch + 1}" if epoch_over else f"None of {MAX_EMPTY_WINDOWS} windows in a row"
             raise DataError(
@@ -263,7 +263,7 @@ class OptimizerStep:
             "schedule": schedule_state(self.schedule),
             "follows_plan": self.follows_plan,
             "scaler": self._precision.scaler.state_dict(),
-            "divisor": self.divisor or None,
+            "gradient_unit": self.gradient_unit or None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -272,7 +272,7 @@ class OptimizerStep:
         self.follows_plan = state["follows_plan"]
         if self._precision.scales and state["scaler"]:  # a run that was in another precision has none
             self._precision.load_state_dict(state["scaler"])
-        self.divisor = state["divisor"] or 0.0
+        self.gradient_unit = state["gradient_unit"] or 0.0
 
 
 def _power_of_two(items: float) -> float:

@@ -36,7 +36,7 @@ RunCopy = Callable[[Callable[..., Any], MicroBatch], Any]
 
 # first windows of a size in which several ranks of `launch train` can give up a window: the size has turned out to fit
 # after them, and the host no longer waits for the device before the last backward pass. If it does not fit after all,
-# a restart makes it smaller, which a loop of the user's own does not have
+# `launch train` restarts with smaller ones. Loops of the user's own have no restart, and may always give up a window
 SETTLING = 50
 
 
@@ -304,7 +304,7 @@ class CurrentWindow:
         """End the window and return its duration in seconds.
 
         On a GPU the optimizer step has only been queued by now, so the time since ``arrived``, when the host had waited
-        for the gradients, counts for the next window.
+        for the gradients, counts for the next window: duration = queueing of the previous window + (arrived - started).
         """
         self.window, ended = None, time.perf_counter()
         if self._device.type != "cuda":

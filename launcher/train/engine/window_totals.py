@@ -94,14 +94,14 @@ class ReducedTotals:
 
     Args:
         items: number of items; of several terms, that of the first one.
-        divisor: N, by which the summed gradients are divided: the number of items; of several terms, the largest.
+        denominator: N, by which the summed gradients are divided: the number of items; of several terms, the largest.
         loss_sum: of all terms.
         loss: mean over the items, or the sum of the means of several terms; nan without items.
         grad_norm: norm of the gradients before they are multiplied by C*W/N.
     """
 
     items: float
-    divisor: float
+    denominator: float
     loss_sum: float
     loss: float
     samples: int
@@ -123,11 +123,11 @@ class WindowLoss:
 
         L_1 / N_1 + L_2 / N_2 + ...        (L_j: sum of term j over the window)
 
-    is one backward pass for each micro-batch on the sum of its terms, each multiplied by N / N_j, with N the largest
-    N_j; the optimizer step then divides by N, as it divides the only term of a usual loss by its number of items. So
-    the N_j must be known before the first backward pass of a window: a window of one micro-batch has them from its
-    totals, which are sent before its backward pass; in others the items are counted ahead (see ``CurrentWindow``). The
-    sums of the window itself must then be those that were counted.
+    is one backward pass for each micro-batch on the sum of its terms, term j multiplied by N / (C N_j), with N the
+    largest N_j; the optimizer step then multiplies by C / N, as for a loss of one term. So the N_j must be known before
+    the first backward pass of a window: a window of one micro-batch has them from its totals, which are sent before its
+    backward pass; in others the items are counted ahead (see ``CurrentWindow``). The sums of the window itself must
+    then be those that were counted.
 
     Attributes:
         parts: names of terms and metrics, the same on all ranks; None before the first micro-batch of this process.
@@ -178,7 +178,7 @@ class WindowLoss:
         if self._world.size > 1:
             dist.all_reduce(most, dist.ReduceOp.MAX)
         items, mark, other, terms, metrics = most.tolist()
-        if mark != -other:
+        if mark != -other:  # the largest and the smallest mark of all ranks
             same_parts(self._world.of_all(parts))
         if parts is not None:
             parts.require_names()
@@ -314,8 +314,8 @@ _SAMPLES, _MORE, _STOP, _SAVE_DUE, _OUT_OF_MEMORY, _FLAGS = range(6)
 class WindowTotals:
     """Sums over a window, and the one small all-reduce of sums and flags.
 
-    The all-reduce starts before the last backward pass and is received after it, so that the two overlap. This is the
-    only place where the host waits for the device in a window.
+    The all-reduce starts before the last backward pass and is received after it, so that the two overlap. In a plain
+    window of DDP in bf16 or fp32, the host waits for the device here alone.
 
     Args:
         meter: records how long the all-reduce blocks the host.
@@ -396,8 +396,8 @@ class WindowTotals:
         terms, _ = self._loss.sums.pairs(self._arrived()[self._ends[-1] :].tolist())
         return [int_if_whole(items) if math.isfinite(items) else 0 for _, items in terms]
 
-    def divisor_of_all(self) -> float:
-        """Wait for the all-reduce, and return the window's N, see ``ReducedTotals.divisor``."""
+    def denominator(self) -> float:
+        """Wait for the all-reduce, and return the window's N, see ``ReducedTotals.denominator``."""
         return max(self.items_by_term())
 
     def out_of_memory(self) -> bool:
@@ -422,12 +422,12 @@ class WindowTotals:
         for observer, start in zip(self._observers, self._ends, strict=False):
             observer.receive(sums[start : start + observer.width])
         loss_sum, items = terms[0][0], int_if_whole(terms[0][1])
-        divisor, loss = items, loss_sum / items if items else math.nan
+        denominator, loss = items, loss_sum / items if items else math.nan
         if len(terms) > 1:
             loss_sum, loss = sum(total for total, _ in terms), sum_of_means(terms)
-            divisor = int_if_whole(max(number for _, number in terms))
+            denominator = int_if_whole(max(number for _, number in terms))
         flags = (sums[_MORE] > 0, sums[_STOP] > 0, sums[_SAVE_DUE] > 0)
-        return ReducedTotals(items, divisor, loss_sum, loss, round(sums[_SAMPLES]), *flags, grad_norm.item())
+        return ReducedTotals(items, denominator, loss_sum, loss, round(sums[_SAMPLES]), *flags, grad_norm.item())
 
     def sum_of(self, observer: Observer) -> list[float]:
         """Return the sums that ``observer`` would receive with the next window. All ranks call it.

@@ -8,7 +8,7 @@ one is the part that a rank has summed before other ranks' gradients are added. 
 (weighted, see _Averages), and only then divided: ``noise/scale = tr(Sigma) / |G|^2``, in samples. The confidence
 interval of the quotient follows from the scatter of the windows' estimates: see _Averages.interval.
 
-The norms are computed as follows. A rank holds ``g_r = s / C * sum of its items' gradients`` (C: the engine's divisor,
+The norms are computed as follows. A rank holds ``g_r = s / C * sum of its items' gradients`` (C: the engine's constant,
 s: the loss scale), so the mean over its n_r items is ``G_r = C / (s * n_r) * g_r``. Weighted by items, the mean over
 the ranks ``sum of n_r * |G_r|^2 / sum of n_r`` has the expectation ``|G|^2 + tr(Sigma) / b`` with b samples per rank,
 for any distribution of the items. It equals ``(C / s)^2 / sum(n_r) * sum(|g_r|^2 / n_r)``: each rank contributes one

@@ -87,9 +87,9 @@ class Parallel:
         """
         if self._narrow_sums:
             if not first:
-                self._sums.take(self._summed_wide(sync))
+                self._sums.move_in(self._summed_wide(sync))
             if last and sync is not Sync.every:
-                self._sums.give()  # the boundary's backward pass may reduce the sum
+                self._sums.move_back()  # the boundary's backward pass may reduce the sum
         return self._synchronised(sync, first=first, last=last)
 
     def _synchronised(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:  # noqa: ARG002
@@ -143,7 +143,7 @@ class Parallel:
             UnusedParameters: a parameter has none, and ``strategy.find_unused_parameters`` is false.
         """
         if self._narrow_sums:
-            self._sums.give()
+            self._sums.move_back()
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if len(gradients) < len(self._parameters):
             own = set(self._parameters)
@@ -232,7 +232,7 @@ class WideSums:
         self._sums: dict[nn.Parameter, Tensor] = {}
 
     @torch.no_grad()
-    def take(self, parameters: Iterable[nn.Parameter]) -> None:
+    def move_in(self, parameters: Iterable[nn.Parameter]) -> None:
         """Add the gradients to the sums, and set them to zero."""
         for parameter in parameters:
             if parameter.grad is None:
@@ -245,7 +245,7 @@ class WideSums:
             gradient.zero_()
 
     @torch.no_grad()
-    def give(self) -> None:
+    def move_back(self) -> None:
         """Add the sums to the gradients, rounded once."""
         for parameter, total in self._sums.items():
             if parameter.grad is not None:

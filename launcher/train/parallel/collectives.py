@@ -130,7 +130,7 @@ class Scatter:
         self._pending: tuple[ExchangeWork, Callable[[], object]] | None = None
         self._between_replicas: Timer | None = None
         self.defers = False  # the sum may be computed later, by `finish`
-        self.sends_on = False  # an all-reduce between replicas follows
+        self.then_all_reduces = False  # an all-reduce between replicas follows
 
     def __call__(
         self,
@@ -150,7 +150,7 @@ class Scatter:
             self._meter.count(Collective.reduce_scatter, input_tensor.nbytes)
             work = _reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
             _stop_after(timer, work)
-        if self.sends_on:
+        if self.then_all_reduces:
             self._between_replicas = self._meter.start_timer()
         return work
 

@@ -91,7 +91,7 @@ class Ddp(Parallel):
         sums = self._compression.can_sum and sync is not Sync.every
         self.averaged_over = 1 if sums else self._world_size
         if first and not self._ddp._has_rebuilt_buckets:
-            self._attach_gradients()  # so that they move to the new buckets, where the views are taken again
+            self._attach_gradients()  # DDP moves only gradients that are attached to the old buckets
             if self._order:  # DDP lays them out now
                 self._shrink_gradients()
         if not self._ddp._has_rebuilt_buckets:
@@ -289,16 +289,16 @@ class Compression:
     def __init__(self, dtype: torch.dtype | None) -> None:
         self._dtype = dtype
 
-    def reduce(self, bucket: dist.GradBucket, divisor: int) -> tuple[Future[Any], int, int]:
-        """Start to sum a bucket over the ranks and to divide it by ``divisor``.
+    def reduce(self, bucket: dist.GradBucket, averaged_over: int) -> tuple[Future[Any], int, int]:
+        """Start to sum a bucket over the ranks and to divide it by ``averaged_over``.
 
         Returns:
             The future of the reduced tensor (or of a list with it), the payload bytes, the number of collectives.
         """
         gradients = bucket.buffer()
         sent = gradients.to(self._dtype or gradients.dtype)
-        if divisor > 1:
-            sent.div_(divisor)
+        if averaged_over > 1:
+            sent.div_(averaged_over)
         work = dist.all_reduce(sent, async_op=True)
         assert work is not None  # this rank is in the group
         done = work.get_future()

@@ -115,9 +115,10 @@ class Fsdp(Parallel):
             module.set_custom_reduce_scatter(UnitCollective(self._scatter, number))  # pyright: ignore[reportArgumentType]
             if self._replicated:
                 module.set_all_reduce_hook(self._scatter.reduced_between_replicas)
-        # a sum can wait only if it is the final gradient: not if it is converted, copied or sent to other replicas
-        same_format = reduce_dtype == torch.float32 and all(p.dtype == torch.float32 for p in model.parameters())
         self._keeps = strategy.sync is Sync.gather_once
+        same_format = reduce_dtype == torch.float32 and all(p.dtype == torch.float32 for p in model.parameters())
+        # parts are summed in `gradients()` instead of in the backward pass only if the sum is the final gradient: not
+        # if it is converted, copied or sent to other replicas
         self._may_defer = on_cpu and same_format and not self._replicated
         if on_cpu:
             self._prefetch_in_forward()
@@ -141,7 +142,7 @@ class Fsdp(Parallel):
             reshard_after_backward=last or not keeps,
         )
         self._scatter.defers = self._may_defer and last and sync is not Sync.every
-        self._scatter.sends_on = self._replicated and over_all
+        self._scatter.then_all_reduces = self._replicated and over_all
         if self._replicated and not first:
             self._widen_sums()
         if keeps and first:
@@ -160,7 +161,7 @@ class Fsdp(Parallel):
         root.set_requires_gradient_sync(reduce)
         root.set_requires_all_reduce(all_reduce)
         root.set_reshard_after_forward(reshard_after_forward)
-        root.set_reshard_after_forward(False, recurse=False)  # the root's backward pass directly follows its forward
+        root.set_reshard_after_forward(False, recurse=False)  # gathered once: its backward directly follows
         root.set_reshard_after_backward(reshard_after_backward)
 
     def _widen_sums(self) -> None:
@@ -237,7 +238,9 @@ class Fsdp(Parallel):
             if is_direct_use(error):
                 raise TaskError(direct_use("a parameter", self._kind)) from error
             raise
-        if not self._uses.completed:  # the loss depends on no output of a unit, or of the root's forward pass
+        # torch queues this callback, which ends the backward pass, only if the loss depends on a unit's or the root's
+        # output
+        if not self._uses.completed:
             self._root_state()._root_post_backward_final_callback()
 
     @contextmanager
@@ -308,7 +311,7 @@ class Fsdp(Parallel):
         own = super().total_norm(gradients)
         if self._shard_size == 1:
             return own
-        squared = own.double().square().reshape(1).to(self._device)  # offloaded gradients are on the CPU, NCCL is not
+        squared = own.double().square().reshape(1).to(self._device)  # NCCL needs it on the GPU
         with self.meter.waiting():
             dist.all_reduce(squared, group=self._shard_group)
         return squared.sqrt()

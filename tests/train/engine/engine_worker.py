@@ -54,7 +54,7 @@ def residue(engine: Engine, model: nn.Module, items: int) -> Tensor:
     kept = engine.parallel.state_dict()["residue"]
     mean = flat([kept.get(name, torch.zeros_like(p)) for name, p in model.named_parameters()])
     dist.all_reduce(mean)
-    return mean * engine._optimizer_step.divisor / items
+    return mean * engine._optimizer_step.gradient_unit / items
 
 
 def compare(data: Sentences, overrides: list[str]) -> dict[str, Any]:
