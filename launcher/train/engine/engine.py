@@ -360,6 +360,8 @@ class Engine:
                         watch.stop()
                 if current.micro is not None:
                     raise EngineMisuse("engine.backward(loss_sum, items) was not called for a micro-batch.")
+                for watch in self._watches:
+                    watch.after_micro_batch()
             if current.stage is Stage.restarting:
                 micro_batches = current.count_first(micro, micro_batches)
 

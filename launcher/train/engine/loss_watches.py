@@ -16,8 +16,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
@@ -33,6 +35,7 @@ from launcher.train.parallel.model_check import SCALED_GRADIENTS, SPARSE_GRADIEN
 _LOOKS_AT_GRADIENTS = 4  # micro-batches, of which some follow another one of their window
 _LOOKS_AT_LEAVES = 2  # micro-batches: the second one shows which tensors are the same in each, and not made in it
 _MAX_DEPTH = 4
+_LARGER = 2.0**10  # an exact factor, for which a threshold shows
 # a GAN's generator is trained through the discriminator, which another engine of this process trains
 _TRAINED: weakref.WeakSet[Parallel] = weakref.WeakSet()
 # methods of a process group through which values of single ranks arrive
@@ -72,25 +75,34 @@ class LossWatch:
     def after_backward(self) -> None:
         """Check what the backward pass has done."""
 
+    def after_micro_batch(self) -> None:
+        """Check what the loop has done after the backward pass, before it requests the next micro-batch."""
+
 
 class GradientWatch(LossWatch):
-    """Watch on gradients that the loss itself changes, and on parameters that a backward pass or the first forward pass
-    alone writes: from before the loss to the end of the backward pass.
+    """Watch on gradients that the loss, the loop or a parameter's hook changes, and on parameters that a backward pass
+    or the first forward pass alone writes.
 
     A loss that calls ``backward()`` adds gradients which the window divides by its items once more; one that calls
-    ``zero_grad()`` loses those of earlier micro-batches. An optimizer that steps within the backward pass, in a hook,
-    steps with a part of the window's sum. A forward pass that initialises parameters from its first batch sees one
-    micro-batch.
+    ``zero_grad()`` loses those of earlier micro-batches. A parameter's hook sees the gradient of one micro-batch,
+    divided by C: it may multiply it, but a threshold is another one than for the mean. A hook after the accumulation
+    sees the sum so far. An optimizer that steps within the backward pass, in a hook, steps with a part of the window's
+    sum. A forward pass that initialises parameters from its first batch sees one micro-batch.
     """
 
     def __init__(self, parts: EngineParts) -> None:
         self._parallel, self._left, self._tells = parts.parallel, _LOOKS_AT_GRADIENTS, parts.world.rank == 0
+        self._model = parts.parallel.module
         self._gradients: list[tuple[Tensor | None, int]] = []
         self._written: dict[str, int] = {}
         self._first: set[str] = set()  # parameters that the first forward pass has written
+        self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []  # of parameters, and a copy without the watch
+        self._hooked: dict[str, str] = {}  # what a hook does, by the parameter
+        self._parts = parts.world.size
 
-    def before_loss(self, number: int, count: int) -> None:  # noqa: ARG002
+    def before_loss(self, number: int, count: int) -> None:
         """Note gradients and parameters before the loss of the window's micro-batch ``number`` is computed."""
+        self._several = count * self._parts > 1
         self._number, self._gradients, self._written = number, self._now(), self._parallel.written()
 
     def before_backward(self, losses: Sequence[Loss], micro: MicroBatch, count: int) -> None:  # noqa: ARG002
@@ -100,13 +112,13 @@ class GradientWatch(LossWatch):
         Raises:
             TaskError: it has changed them.
         """
-        before, self._gradients = self._gradients, []
-        if not all(a is b and m == n for (a, m), (b, n) in zip(before, self._now(), strict=True)):
+        if not self._same():
             raise TaskError(
                 "The loss changes the gradients of the model's parameters: it calls backward() or zero_grad() itself."
                 "\n  Return all terms as one total, which the launcher runs backward. For gradients of inputs use "
                 "torch.autograd.grad(total, inputs),\n  which leaves those of the parameters alone."
             )
+        self._watch_hooks()
         before_loss, self._written = self._written, self._parallel.written()
         written = {name for name, times in before_loss.items() if self._written.get(name, times) != times}
         if self._left == _LOOKS_AT_GRADIENTS:
@@ -126,8 +138,10 @@ class GradientWatch(LossWatch):
         Raises:
             TaskError: it has written some.
         """
+        self.stop()
         self._left -= 1
         self.finished = not self._left
+        self._gradients = self._now()
         now = self._parallel.written()
         if names := [name for name, times in self._written.items() if now.get(name, times) != times]:
             raise TaskError(
@@ -136,6 +150,59 @@ class GradientWatch(LossWatch):
                 "optimizers from optimizer(model), in a list;\n  and change values in a hook of the optimizer "
                 "(register_step_pre_hook), once for each step, or in a callback's on_step."
             )
+        for name, what in self._hooked.items():
+            raise TaskError(
+                f"{name}: a gradient hook {what}. It sees the gradient of one micro-batch, not the mean of the window."
+                "\n  Change gradients in a hook of the optimizer (register_step_pre_hook), which sees the mean, once "
+                "for each step;\n  or use train.clip_norm."
+            )
+
+    def after_micro_batch(self) -> None:
+        """Check that the loop has left the gradients alone since ``engine.backward``.
+
+        Raises:
+            TaskError: it has changed them.
+        """
+        if not self._same():
+            raise TaskError(
+                "The loop changes the gradients of the model's parameters after engine.backward(): it calls backward() "
+                "or zero_grad() itself.\n  Pass all terms to one engine.backward(), as one total or a list of Loss; "
+                "engine.step() sets gradients to zero."
+            )
+
+    def stop(self) -> None:
+        for hooks, before in self._hooks:
+            hooks.update((key, hook) for key, hook in before.items() if key in hooks)
+        self._hooks = []
+
+    def _watch_hooks(self) -> None:
+        for name, parameter in self._model.named_parameters():
+            for accumulated, hooks in enumerate((parameter._backward_hooks, parameter._post_accumulate_grad_hooks)):
+                if hooks and not isinstance(parameter, DTensor):
+                    self._hooks.append((hooks, {**hooks}))
+                    watch = self._watched_after if accumulated else self._watched
+                    hooks.update({
+                        key: functools.partial(watch, name, hook) for key, hook in hooks.items()
+                        if not getattr(hook, "__module__", "").startswith("launcher.")
+                    })  # fmt: skip
+
+    def _watched(self, name: str, hook: Callable[[Tensor], Tensor | None], gradient: Tensor) -> Tensor | None:
+        """Run a hook, and note if it does not multiply a larger gradient in the same way."""
+        found = hook(gradient)
+        if found is not None:
+            larger = hook(gradient * _LARGER)
+            if larger is not None and not torch.allclose(larger, found * _LARGER, rtol=1e-3, equal_nan=True):
+                self._hooked[name] = "clamps the gradient, or changes it in another way than by a factor"
+        return found
+
+    def _watched_after(self, name: str, hook: Callable[[Tensor], None], parameter: Tensor) -> None:
+        before = parameter.grad.clone() if self._several and parameter.grad is not None else None
+        hook(parameter)
+        if before is not None and (parameter.grad is None or not torch.equal(before, parameter.grad)):
+            self._hooked[name] = "(register_post_accumulate_grad_hook) changes the sum of the window so far"
+
+    def _same(self) -> bool:
+        return all(a is b and m == n for (a, m), (b, n) in zip(self._gradients, self._now(), strict=True))
 
     def _now(self) -> list[tuple[Tensor | None, int]]:
         return [(each, 0 if each is None else times_written(each)) for each in self._parallel.partial_gradients()]

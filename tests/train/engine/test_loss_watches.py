@@ -3,7 +3,9 @@ refused; gradients of inputs, other engines' models, and collectives for logs ar
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher import Engine
+from launcher.errors import TaskError
 from tests.helpers import make_plan, torchrun
 
 CHANGES = "TaskError: The loss changes the gradients of the model's parameters: it calls backward() or zero_grad()"
@@ -101,6 +104,97 @@ def test_a_parameter_that_the_first_micro_batch_alone_has_set_is_named(
             engine.backward(engine.model(batch).square().sum(), len(batch))
         engine.step()
     assert ("shift: written by the first forward pass" in capsys.readouterr().out) is named
+
+
+MANY = ("batch.micro_size=2", "batch.global_size=8")
+
+
+def with_hook(register: str, hook: Callable[[Any], Any], *options: str) -> tuple[Engine, nn.Linear]:
+    """Train a linear layer whose weight has a gradient hook, and one with plain torch, two windows each."""
+    torch.manual_seed(0)
+    model, data = nn.Linear(4, 1), torch.sin(torch.arange(64.0)).view(16, 4)
+    whole = copy.deepcopy(model)
+    for each in (model, whole):
+        getattr(each.weight, register)(hook)
+    plan = make_plan(
+        *options, "train.steps=2", "train.shuffle=false", "precision=fp32", "run.calibrate_s=0", "strategy=single",
+        "train.loader_workers=0", "cluster.device=cpu", "schedule=constant", "schedule.warmup_steps=0",
+        "train.clip_norm=null", samples=16,
+    )  # fmt: skip
+    engine = Engine(model, lambda parameters: torch.optim.SGD(parameters, 0.01), plan)
+    for window in engine.windows(list(data)):
+        for batch in window:
+            engine.backward(engine.model(batch).square().sum(), len(batch))
+        engine.step()
+    optimizer = torch.optim.SGD(whole.parameters(), 0.01)
+    for batch in data.split(8):
+        whole(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return engine, whole
+
+
+def halve_sum(parameter: Any) -> None:
+    parameter.grad.data.mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    ("register", "hook", "words"),
+    [
+        ("register_hook", lambda gradient: gradient.clamp(-1, 1), "clamps the gradient"),
+        ("register_hook", lambda gradient: gradient / gradient.norm(), "clamps the gradient"),
+        ("register_post_accumulate_grad_hook", halve_sum, "changes the sum of the window so far"),
+    ],
+)
+@pytest.mark.usefixtures("alone")
+def test_a_hook_whose_result_depends_on_the_division_is_refused(
+    register: str, hook: Callable[[Any], Any], words: str
+) -> None:
+    with pytest.raises(TaskError, match=rf"^weight: a gradient hook .*{words}.*\n.*register_step_pre_hook"):
+        with_hook(register, hook, *MANY)
+
+
+@pytest.mark.parametrize(
+    ("register", "hook", "options"),
+    [
+        ("register_hook", lambda gradient: gradient * torch.tensor([0.0, 1, 0.3, 1]), MANY),
+        ("register_hook", lambda _: None, MANY),
+        ("register_post_accumulate_grad_hook", lambda _: None, MANY),
+        ("register_post_accumulate_grad_hook", halve_sum, ("batch.micro_size=8", "batch.global_size=8")),
+    ],
+)
+@pytest.mark.usefixtures("alone")
+def test_a_hook_that_multiplies_or_only_looks_is_right(
+    register: str, hook: Callable[[Any], Any], options: tuple[str, ...]
+) -> None:
+    engine, whole = with_hook(register, hook, *options)
+    for found, wanted in zip(engine.model.parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(found, wanted, atol=1e-7)
+    assert len(whole.weight._backward_hooks or whole.weight._post_accumulate_grad_hooks) == 1
+
+
+@pytest.mark.parametrize("micro_size", [2, 8])
+@pytest.mark.parametrize("after", ["backward", "zero_grad"])
+@pytest.mark.usefixtures("alone")
+def test_a_loop_that_changes_gradients_after_the_backward_pass_is_refused(micro_size: int, after: str) -> None:
+    plan = make_plan(
+        f"batch.micro_size={micro_size}", "batch.global_size=8", "train.steps=2", "run.calibrate_s=0",
+        "train.loader_workers=0", "cluster.device=cpu", "strategy=single", samples=16,
+    )  # fmt: skip
+    engine = Engine(nn.Linear(4, 1), lambda parameters: torch.optim.SGD(parameters, 0.01), plan)
+
+    def train() -> None:
+        for window in engine.windows(list(torch.sin(torch.arange(64.0)).view(16, 4))):
+            for batch in window:
+                engine.backward(engine.model(batch).square().sum(), len(batch))
+                if after == "backward":
+                    engine.model(batch).abs().sum().backward()
+                else:
+                    engine.optimizer.zero_grad()
+            engine.step()
+
+    with pytest.raises(TaskError, match=r"^The loop changes the gradients .* after engine\.backward\(\)"):
+        train()
 
 
 @pytest.mark.slow
