@@ -31,6 +31,7 @@ from launcher.train.engine.oom import is_out_of_memory
 from launcher.train.engine.window_totals import ReducedTotals, WindowLoss, WindowTotals, explain_bad_loss
 from launcher.train.optimizers import members_of, trained_parameters
 from launcher.train.parallel.base import Parallel, local
+from launcher.train.parallel.lost_writes import shard_operations
 from launcher.train.schedules import (
     MakeSchedule,
     build_schedule,
@@ -157,6 +158,8 @@ class OptimizerStep:
             )
             with nullcontext() if self._stepped else sharded_step(self._optimizer, self._plan.strategy.kind):
                 self._precision.step(self._optimizer)
+            if not self._stepped and self._plan.strategy.kind is StrategyKind.ddp:
+                _require_own_state(self._optimizer, gradients)
             self._stepped = True
             if self.follows_plan:
                 self.schedule.step()
@@ -296,12 +299,15 @@ def sharded_step(optimizer: Optimizer, strategy: StrategyKind) -> Iterator[None]
     reads = _LocalNumbers()
     try:
         if others:
+            operations = shard_operations()
+            operations.numbers_allowed = True
             with reads:
                 yield
+            operations.numbers_allowed = reads.found
         else:
             yield
     except Exception as error:
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) or isinstance(error, TaskError):
             raise
         names = ", ".join(type(each).__name__ for each in members_of(optimizer))
         what = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
@@ -309,6 +315,19 @@ def sharded_step(optimizer: Optimizer, strategy: StrategyKind) -> Iterator[None]
     if reads.found and not reads.sums:
         why = "reads numbers of sharded tensors (item(), float() or a condition), and gets those of this rank's shard"
         raise TaskError(_text(", ".join(others), strategy, why))
+
+
+def _require_own_state(optimizer: Optimizer, gradients: Sequence[Tensor]) -> None:
+    """Raise TaskError if the first step has kept a gradient itself, whose memory DDP's next window writes."""
+    memory = {gradient.untyped_storage()._cdata for gradient in gradients}
+    for values in optimizer.state.values():
+        for key, value in values.items():
+            if isinstance(value, Tensor) and value.untyped_storage()._cdata in memory:
+                names = ", ".join(type(each).__name__ for each in members_of(optimizer))
+                raise TaskError(
+                    f"{names} cannot be used with strategy=ddp: its state[{key!r}] is the gradient itself, whose "
+                    "memory the next window writes.\n  Let it keep a copy (p.grad.clone()); or use strategy=fsdp."
+                )
 
 
 def _text(names: str, strategy: StrategyKind, why: str) -> str:

@@ -7,27 +7,37 @@ copies' checksums are compared, too. A write that leaves all values as they are 
 
 ``parameter.data = tensor`` changes neither a gathered copy nor a shard, but what the module's attribute refers to:
 FSDP would neither gather nor reduce it. It shows in the storage.
+
+Between windows, in callbacks and in hooks of the optimizer, code works on the shards, which are DTensors. Most
+operations on them are those of the whole tensor. Two are not, without a message: a view of rows (``w[0]``,
+``w.diagonal()``) is a copy, and ``item()`` of a sum or a norm returns that of the rank's own part.
 """
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from launcher.config.schema import StrategyKind
 from launcher.errors import TaskError
 from launcher.quantities import first_names
 from launcher.train.measure.observer import Observer
+from launcher.train.parallel.base import local
 from launcher.train.parallel.mixed_precision import groups_of
 from launcher.train.parallel.replicas import checksum, differs
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
+_WATCHED: weakref.WeakSet[LostWrites] = weakref.WeakSet()
 FIRST_WINDOWS = 3  # the values of which are compared, and those of every later one whose number is a power of two
 
 
@@ -54,6 +64,8 @@ class LostWrites(Observer):
         for module in modules:
             for group in groups_of(module):
                 self._watch(group, places)
+        _WATCHED.add(self)
+        shard_operations()
 
     def _watch(self, group: Any, places: Mapping[tuple[nn.Module, str], str]) -> None:
         unshard, gathered, freed = group.unshard, group._to_unsharded, group._to_sharded
@@ -107,6 +119,14 @@ class LostWrites(Observer):
                 " would lose: the parameter is a shard.\n"
                 "  Write it in place: with torch.no_grad(): parameter.copy_(...)."
             )
+
+    def name_of(self, storage: int) -> str | None:
+        """Return the name of the parameter whose shard, or whose gradient, has this storage."""
+        for name, parameter in self._model.named_parameters():
+            for what, tensor in ((name, parameter), (f"the gradient of {name}", parameter.grad)):
+                if tensor is not None and local(tensor).untyped_storage()._cdata == storage:
+                    return what
+        return None
 
     def contribution(self) -> Sequence[Tensor | float]:
         self._look([copy for copy in self._copies if copy.is_gathered])
@@ -233,3 +253,70 @@ class _Copy:
             self._shard = shard, now
             return False
         return now._cdata != storage._cdata
+
+
+@functools.cache
+def shard_operations() -> ShardOperations:
+    """Return the watch on the operations of this process, which starts with the first call."""
+    return ShardOperations()
+
+
+class ShardOperations:
+    """Watch on operations of DTensors: it refuses those that would act on something else than those of whole tensors.
+
+    Attributes:
+        numbers_allowed: numbers of a rank's own part may be read, by an optimizer that sums them over the ranks.
+    """
+
+    def __init__(self) -> None:
+        self.numbers_allowed = False
+        self._copies: dict[int, tuple[StorageWeakRef, int]] = {}  # with the storage of what was copied
+        dispatcher: Any = DTensor._op_dispatcher
+        self._redistribute, self._end = dispatcher.redistribute_local_args, dispatcher._dispatch_fast_path_python_tail
+        dispatcher.redistribute_local_args = self._redistributed
+        dispatcher._dispatch_fast_path_python_tail = self._ended
+        dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = self._number
+
+    def _redistributed(self, info: Any, schema: Any, *arguments: Any) -> None:
+        """Note the copy of which the operation will return a view."""
+        before = info.local_args[0]
+        self._redistribute(info, schema, *arguments)
+        copy = info.local_args[0]
+        if copy is not before and isinstance(before, Tensor) and (info.schema or schema).op._schema._is_view_op():
+            storage, source = copy.untyped_storage(), before.untyped_storage()._cdata
+            if storage._cdata != source:  # it has the whole otherwise
+                self._copies = {key: each for key, each in self._copies.items() if not each[0].expired()}
+                self._copies[storage._cdata] = StorageWeakRef(storage), source
+
+    def _ended(self, op: Any, arguments: Sequence[Any], *others: Any) -> Any:
+        """Raise TaskError if the operation has written such a copy."""
+        if self._copies and op._schema.is_mutable:
+            written = arguments[0] if isinstance(arguments[0], list | tuple) else arguments[:1]
+            for each in written:
+                if isinstance(each, DTensor):
+                    self._require_no_copy(each.to_local().untyped_storage()._cdata)
+        return self._end(op, arguments, *others)
+
+    def _require_no_copy(self, storage: int) -> None:
+        copy, source = self._copies.get(storage, (None, 0))
+        if copy is None or copy.expired():
+            return
+        name = next(filter(None, (writes.name_of(source) for writes in _WATCHED)), "a sharded tensor")
+        raise TaskError(
+            f"A part of {name} was written in place, as in w[0].zero_() or w.diagonal().fill_(1). The tensor is "
+            "sharded, so that its part is a copy, and the write would be lost.\n"
+            "  Write the whole tensor on every rank: whole = w.full_tensor(), change it, and w.copy_(torch.distributed."
+            "tensor.distribute_tensor(\n  whole, w.device_mesh, w.placements)); or use strategy=ddp."
+        )
+
+    def _number(self, op: object, arguments: Sequence[Any], others: object) -> Any:  # noqa: ARG002
+        tensor: DTensor = arguments[0]
+        sizes = tensor.device_mesh.shape
+        partial = any(each.is_partial() and size > 1 for each, size in zip(tensor.placements, sizes, strict=True))
+        if partial and not self.numbers_allowed:
+            raise TaskError(
+                "A number of a sharded tensor was read, by item(), float() or a condition: a sum or a norm of this "
+                "rank's part alone.\n"
+                "  Take that of the whole tensor, on all ranks: w.norm().full_tensor().item(); or use strategy=ddp."
+            )
+        return tensor.to_local().item()

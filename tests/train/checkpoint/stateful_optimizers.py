@@ -98,3 +98,18 @@ class ReadsNumbers(Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.sub_(parameter.grad, alpha=group["lr"] / (1 + parameter.grad.norm().item()))
+
+
+class KeepsGradient(Optimizer):
+    """Extrapolates from the gradient before, which it keeps without a copy."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] # noqa: ARG002
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                before = self.state[parameter].get("before", parameter.grad)
+                parameter.sub_(2 * parameter.grad - before, alpha=group["lr"])
+                self.state[parameter]["before"] = parameter.grad

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from launcher import Engine, make_plan
 from launcher.train.world import World
 from tests.infra.workers import leave_group, message_of, print_on_rank_0
-from tests.train.checkpoint.stateful_optimizers import ReadsNumbers
+from tests.train.checkpoint.stateful_optimizers import KeepsGradient, ReadsNumbers
 
 COMMON = ("precision=fp32", "run.calibrate_s=0", "train.loader_workers=0", "batch.global_size=8", "batch.micro_size=2")
 SAMPLES, EMPTY = 24, (1, 4)  # three windows an epoch
@@ -105,6 +105,7 @@ def main() -> None:
     for kind in (torch.optim.Adafactor, ReadsNumbers):
         seen[kind.__name__] = message_of(lambda k=kind: train(right, "train.steps=2", "strategy=fsdp", kind=k))
     train(right, "train.steps=2", kind=ReadsNumbers)  # whole gradients
+    seen["KeepsGradient"] = message_of(lambda: train(right, "train.steps=2", "strategy=ddp", kind=KeepsGradient))
     empty_windows_move_nothing()
     empty_windows_leave_no_trace()
     print_on_rank_0({name: World.here().of_all(said) for name, said in seen.items()})

@@ -145,6 +145,7 @@ SAID = {
     "no item anywhere": "DataError: No window of epoch 1 holds an item",
     "Adafactor": "TaskError: Adafactor cannot be used with strategy=fsdp: its step fails on sharded parameters",
     "ReadsNumbers": "TaskError: ReadsNumbers cannot be used with strategy=fsdp: its step reads numbers of sharded",
+    "KeepsGradient": "TaskError: KeepsGradient cannot be used with strategy=ddp: its state['before'] is the gradient",
     "powersgd": "DataError: The window of step 1 holds no item. With strategy.compress=powersgd",
 }
 

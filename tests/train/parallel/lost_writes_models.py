@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional
 
 from launcher import Engine, make_plan
@@ -75,8 +76,51 @@ def follow(model: Any, call: int) -> None:  # noqa: ARG001
         slow.mul_(0.9).add_(fast, alpha=0.1)
 
 
-def train(loss: Loss, steps: int, *options: str, on_step: Callable[[Any], object] | None = None, **bag: Any) -> Engine:
-    """Train for ``steps`` windows. ``on_step``: called with the model after each step."""
+def zero_row(model: Any) -> None:
+    model.blocks[0][0].weight[5].zero_()
+
+
+def zero_row_of_whole(model: Any) -> None:
+    weight = model.blocks[0][0].weight
+    whole = weight.full_tensor() if isinstance(weight, DTensor) else weight.clone()
+    whole[5] = 0
+    weight.copy_(
+        distribute_tensor(whole, weight.device_mesh, weight.placements) if isinstance(weight, DTensor) else whole
+    )
+
+
+def zero_rows_of_gradient(optimizer: Any, *_: object) -> None:
+    optimizer.param_groups[0]["params"][0].grad[2:].zero_()
+
+
+def divide_by_norm(model: Any) -> None:
+    model.out.weight.div_(model.out.weight.norm().item())
+
+
+def divide_by_whole_norm(model: Any) -> None:
+    norm = model.out.weight.norm()
+    model.out.weight.div_((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
+
+
+def read_rows(model: Any) -> None:
+    """Compute a copy of rows, and write that."""
+    model.out.weight.mul_(1 / (1 + model.out.weight[1].clone().mul_(2).norm()))
+
+
+def train(
+    loss: Loss,
+    steps: int,
+    *options: str,
+    on_step: Callable[[Any], object] | None = None,
+    before_step: Callable[..., None] | None = None,
+    **bag: Any,
+) -> Engine:
+    """Train for ``steps`` windows.
+
+    Args:
+        on_step: called with the model after each step.
+        before_step: hook of the optimizer.
+    """
 
     class After:
         @torch.no_grad()
@@ -90,6 +134,8 @@ def train(loss: Loss, steps: int, *options: str, on_step: Callable[[Any], object
 
     plan = make_plan([*OPTIONS, f"train.steps={steps}", *options], samples=SAMPLES)
     engine = Engine(model, lambda p: torch.optim.SGD(p, 0.05), plan, callbacks=[After()])
+    if before_step is not None:
+        engine.optimizer.register_step_pre_hook(before_step)
     for window in engine.windows(range(SAMPLES), tokens):
         for batch in window:
             engine.backward(loss(engine.model, batch), len(batch))

@@ -13,7 +13,21 @@ from torch import Tensor
 from launcher import make_plan
 from launcher.train.world import World, device_of, join
 from tests.infra.workers import flat, leave_group, message_of, print_on_rank_0
-from tests.train.parallel.lost_writes_models import OPTIONS, SAMPLES, follow, normalise, plain, train, writing
+from tests.train.parallel.lost_writes_models import (
+    OPTIONS,
+    SAMPLES,
+    divide_by_norm,
+    divide_by_whole_norm,
+    follow,
+    normalise,
+    plain,
+    read_rows,
+    train,
+    writing,
+    zero_row,
+    zero_row_of_whole,
+    zero_rows_of_gradient,
+)
 
 RANKS = int(sys.argv[1])
 
@@ -35,6 +49,12 @@ def main() -> None:
             "samples": lambda options: outcome(plain, 4, *options, max_norm=1.0),
             "follow": lambda options: outcome(writing(follow), 4, *options),
             "on_step": lambda options: outcome(plain, 4, *options, on_step=lambda model: normalise(model, 0)),
+            "row": lambda options: outcome(plain, 4, *options, on_step=zero_row),
+            "whole": lambda options: outcome(plain, 4, *options, on_step=zero_row_of_whole),
+            "gradient": lambda options: outcome(plain, 4, *options, before_step=zero_rows_of_gradient),
+            "number": lambda options: outcome(plain, 4, *options, on_step=divide_by_norm),
+            "whole_number": lambda options: outcome(plain, 4, *options, on_step=divide_by_whole_norm),
+            "read": lambda options: outcome(plain, 4, *options, on_step=read_rows),
         }.items():
             results[f"{name} {strategy[0]}"] = case(strategy)
     print_on_rank_0(results)
