@@ -167,7 +167,7 @@ def key(
 ) -> Any:
     """Return the field of a config key; see ``Facts``. ``resume`` has a default only if learning is not affected."""
     words = affects.split()
-    assert {*words} <= {*AFFECTED}, affects
+    assert {*words} <= {*AFFECTED}, f"affects={affects!r}: allowed words are {', '.join(AFFECTED)}"
     if resume is None:
         assert "learning" not in words, "whether a resume may change what is learned must be said"
         resume = FREE

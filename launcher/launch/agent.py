@@ -115,6 +115,8 @@ def serve(plan: LaunchPlan, plan_file: Path, own: Incarnation, shield: StopShiel
             ended = _run_workers(plan, plan_file, first, shield, watch)
         if watch.last is not None and plan.node == 0:
             ended |= {"hang": watch.last.entry}
+        if "failure" in ended and plan.node == 0 and not Fence(plan.paths, own).superseded:
+            write_json(plan.paths.summary, (read_json(plan.paths.summary) or {}) | ended)  # the trackers deliver it
         return ended
     finally:
         # neither a scheduler that reclaims the node nor a person who stops the run waits for a server: the next attempt

@@ -39,17 +39,11 @@ FIGURES = (
 
     "total/hours", "total/cost", "loss/target", "loss/hours", "loss/cost", "loss/hours_unit", "loss/step",
 )  # fmt: skip
-# keys that name a run or configure its trackers; they do not affect measurements
-_NO_SETTINGS = ("run.", "trackers", "hydra.", *groups_without_effect())
 # after an out-of-memory error the micro-batch may change within an attempt, and the prediction does not
 _PREDICTED_FOR = ("batch/micro_size", "batch/world_size")
 _SECTION = re.compile(r"^(?=[A-Za-z_])", re.MULTILINE)  # matches before each top-level key of config.yaml
 # setting of a run: the commit of its code, if the summary has it; the characters with -dirty and the digest
 COMMIT, _COMMIT_SHOWN = "code.commit", 60
-# settings of which only the last value of a resumed run counts: the length, and what does not affect its steps
-_OF_THE_LAST_START = {
-    "train.steps", "train.epochs", *(key for key, facts in facts_by_key().items() if facts.affects <= {"record"}),
-}  # fmt: skip
 _MOST_LINE = 2**20  # bytes of a line of metrics.jsonl
 # bytes of YAML that cannot be nested too deeply for the C loader
 _SURELY_FLAT = 2**12
@@ -248,9 +242,12 @@ def _all_settings(plan: dict[str, Any], paths: RunPaths) -> dict[str, str]:
         if paths.plan_until(number).exists()
     ]
     settings = _settings(plan, paths, paths.config)
+    # only the last value counts of the length, and of what does not affect steps
+    last_counts = {"train.steps", "train.epochs"}
+    last_counts |= {key for key, facts in facts_by_key().items() if facts.affects <= {"record"}}
     for key in {*chain(settings, *starts)} if starts else ():
         values = [value for value, _ in groupby(each.get(key, "null") for each in (*starts, settings))]
-        if len(values) > 1 and key not in _OF_THE_LAST_START:
+        if len(values) > 1 and key not in last_counts:
             settings[key] = " then ".join(values)
     task, summary = plan["task"], read_json(paths.summary) or {}
     changes: list[dict[str, Any]] = summary.get("commits") or []
@@ -288,7 +285,9 @@ def _flat_section(text: str) -> dict[str, str]:
     # the C loader is ten times as fast, but not in every build
     content = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     flat = _flat(without_secrets(content), "") if content else {}
-    return {key: value for key, value in flat.items() if not key.startswith(_NO_SETTINGS)}
+    # keys that name a run or configure its trackers do not affect measurements
+    unmeasured = ("run.", "trackers", "hydra.", *groups_without_effect())
+    return {key: value for key, value in flat.items() if not key.startswith(unmeasured)}
 
 
 def _flat(value: Any, prefix: str) -> dict[str, str]:

@@ -16,8 +16,10 @@ from launcher import targets
 from launcher.config import added_groups
 from launcher.errors import SiteError
 from launcher.targets import module_file
+from tests.conftest import Launch
 from tests.helpers import patience
 from tests.infra.installed_package import install
+from tests.infra.warm import COLD
 
 MODULE = '''\
 """Keys of an example."""
@@ -133,6 +135,19 @@ def test_keys_and_options_of_another_package(tmp_path: Path) -> None:
         "plan": 3, "part": 3, "time": False, "none": "none", "forced": ["example.size"], "schema": ["kind", "size"],
         "task": "launcher.tasks.digits.Digits",
     }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_group_that_cannot_be_imported_is_one_message(launch: Launch, tmp_path: Path) -> None:
+    env = install(tmp_path / "site", "example", {"launcher.config": {"example": "example_keys:Keys"}}) | {COLD: "1"}
+    (tmp_path / "site/example_keys.py").write_text("from launcher.config.key_facts import key\nkey(1, affects='x')\n")
+    for command in ("plan", "keys"):
+        done = launch(command, env=env, status=SiteError.exit_status)
+        assert "Traceback" not in done.stderr, done.stderr
+        text = " ".join(done.stderr.split())
+        assert "The config group example: example_keys:Keys cannot be imported: " in text
+        assert "affects='x': allowed words are learning, time, memory, record" in text
+    assert launch("runs", env=env, status=0).stderr == "", "no configuration is read"
 
 
 def test_two_packages_that_add_the_same_name_are_an_error_with_both_names(

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import Launch
-from tests.helpers import ROOT
+from tests.helpers import ROOT, patience
 from tests.infra.installed_package import install
 from tests.infra.mirrored import Steps, differences, kill_often, saved_plan
+from tests.infra.runs import OWN
 from tests.system.test_wandb import ALONE, SMALL
 from tests.test_docs_blocks import write_programs
 
@@ -66,6 +70,25 @@ def test_a_job_uses_the_tracker_of_another_package(launch: Launch, example: dict
 def test_each_step_is_there_once_however_often_it_is_killed(example: dict[str, str], tmp_path: Path) -> None:
     steps = kill_often(saved_plan(tmp_path / "run", "trackers=[sqlite]"), "sqlite", 3, env=example)
     assert differences(in_sqlite(Path(example["SQLITE_TRACKER_FILE"]), "run"), steps) == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("project")
+def test_a_run_that_failed_has_failed_in_the_store_too(launch: Launch, example: dict[str, str]) -> None:
+    launch("train", *OWN, "task.trouble=raise", "train.steps=50", "trackers=[sqlite]", env=example, status=1)
+    database = sqlite3.connect(example["SQLITE_TRACKER_FILE"])
+    assert database.execute("select name, verdict from runs").fetchall() == [("own", "failed")]
+    database.close()
+
+
+@pytest.mark.slow
+def test_the_test_of_the_guide_passes(example: dict[str, str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_sqlite_tracker.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path / "site", env=os.environ | example, capture_output=True, text=True,
+        check=False, timeout=patience(120),
+    )  # fmt: skip
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.slow
