@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -191,11 +192,8 @@ def _run_workers(
         logs_specs=_logs(plan, first_attempt, watch, failures),
     )
 
-    def grace_s() -> int:
-        return plan.cluster.grace_s if shield.received is not None else min(plan.cluster.grace_s, AFTER_FAILURE_S)
-
     try:
-        with failures.deaths, watch, _workers_end_within(grace_s, failures.end):
+        with failures.deaths, watch, _workers_end_within(partial(_grace_s, plan, shield), failures.end):
             elastic_launch(config, sys.executable)(*arguments)
     except SignalException as stop:
         leave()
@@ -361,6 +359,11 @@ def _report(file: Path) -> tuple[str, str, datetime] | None:
 
 # from SIGTERM to SIGKILL for workers whose job failed: one that is blocked in C, as in NCCL, runs no handler
 AFTER_FAILURE_S = 3
+
+
+def _grace_s(plan: LaunchPlan, shield: StopShield) -> int:
+    """Return the seconds from SIGTERM to SIGKILL: ``cluster.grace_s``, unless no stop was requested."""
+    return plan.cluster.grace_s if shield.received is not None else min(plan.cluster.grace_s, AFTER_FAILURE_S)
 
 
 @contextmanager

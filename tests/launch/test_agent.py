@@ -17,6 +17,7 @@ from launcher.launch.agent import (  # pyright: ignore[reportPrivateUsage]
     _allocator,
     _Failures,
     _flight_recorder,
+    _grace_s,
     _workers_end_within,
 )
 from launcher.launch.watchdog import NoWatch
@@ -34,6 +35,14 @@ def test_workers_are_killed_after_the_given_time_on_every_path(
         api.PContext.close(object(), *arguments)  # type: ignore[arg-type]
     assert waits == [3]
     assert api.PContext.close is before
+
+
+@pytest.mark.parametrize(("grace_s", "failed", "stopped"), [(30, 3, 30), (3, 3, 3), (1, 1, 1)])
+def test_only_a_stop_leaves_workers_the_whole_time(grace_s: int, failed: int, stopped: int) -> None:
+    """A rank that is blocked in C never runs its handler, and a failed job has nothing to save."""
+    plan: Any = make_plan(f"cluster.grace_s={grace_s}")
+    found = [_grace_s(plan, SimpleNamespace(received=signum)) for signum in (None, signal.SIGTERM)]  # type: ignore[arg-type]
+    assert found == [failed, stopped]
 
 
 @pytest.mark.parametrize(

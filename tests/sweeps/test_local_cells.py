@@ -201,7 +201,9 @@ def test_the_plan_of_a_cell_is_for_its_share(monkeypatch: pytest.MonkeyPatch) ->
         cluster = compose(overrides).cluster
         site = machine.share(at_once, cluster.device)
         plan = solve_cluster(cluster, site, "run")
-        return plan.workers_per_node, solve_env(plan, site).default["OMP_NUM_THREADS"]
+        threads = solve_env(plan, site).default
+        assert threads["TORCHINDUCTOR_COMPILE_THREADS"] == threads["OMP_NUM_THREADS"]
+        return plan.workers_per_node, threads["OMP_NUM_THREADS"]
 
     assert workers(4) == (2, "4")
     assert workers(3, "cluster.workers_per_node=1") == (1, "10")

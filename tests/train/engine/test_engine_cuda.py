@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from launcher import Engine
 from launcher import make_plan as make_plan_in_a_job
-from launcher.config.schema import Device, PrecisionKind, StrategyKind
+from launcher.config.schema import Device, PrecisionKind, StrategyKind, Sync
 from launcher.errors import ConfigError, SiteError
 from launcher.train.parallel import fsdp
+from launcher.train.parallel.ddp import Ddp
 from launcher.train.precision import Precision
 from launcher.train.world import World, device_of, join
 from tests.helpers import make_plan, torchrun
@@ -99,6 +102,44 @@ def test_the_groups_of_a_mesh_wait_until_a_hang_is_found() -> None:
     for group in mesh.get_all_groups():
         waits = group._get_backend(torch.device("cpu")).options._timeout
         assert waits >= timedelta(seconds=5000)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("sync", [Sync.boundary, Sync.every])
+def test_passes_that_are_undone_hold_no_second_copy_of_the_gradients(
+    sync: Sync, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When DDP's new buckets are made, the old ones are free."""
+    plan = make_plan("strategy=ddp", f"strategy.sync={sync}", "batch.accumulation=2", "batch.micro_size=1",
+                     "batch.global_size=null", "cluster.device=cpu", "cluster.workers_per_node=1")  # fmt: skip
+    parallel = Ddp(torch.nn.Linear(64, 64), plan, torch.device("cpu"), compiled=False)
+    old: list[weakref.ref[torch.UntypedStorage]] = []
+    held: list[bool] = []
+    make = parallel._wrapped
+
+    def watched(*, init_sync: bool) -> Any:
+        held.extend(each() is not None for each in old)
+        return make(init_sync=init_sync)
+
+    monkeypatch.setattr(parallel, "_wrapped", watched)
+
+    def window() -> None:
+        parallel.begin_window()
+        for last in (False, True):
+            with parallel.micro_batch(sync, first=not last, last=last):
+                loss = parallel.module(torch.ones(1, 64)).sum()
+                with parallel.backward(loss):
+                    loss.backward()
+        old.extend(weakref.ref(cast("Tensor", p.grad).untyped_storage()) for p in parallel.module.parameters())
+        parallel.zero_grad()
+
+    window()
+    old.clear()
+    with parallel.without_effects():
+        window()
+        window()
+    assert held
+    assert not any(held)
 
 
 SPLIT = """
