@@ -298,15 +298,20 @@ def _state_printer(console: Console) -> Callable[[Sequence[Run]], None]:
     return watch
 
 
+# without a failure, whose own message says what to do
+_RESUMED = frozenset({RunState.stopped, RunState.cancelled, RunState.lost, RunState.failed})
+
+
 def _show_sweep(paths: SweepPaths, jobs: Sequence[str], reused: int, console: Console) -> None:
     cells = look_at_sweeps([paths])[str(paths.root)]
     console.print(run_list.sweep_table(paths, cells))
     _plain(console)(run_list.sweep_text(paths, jobs, reused))
+    # on the standard error stream, as the hint of a single run
     if (never := sum(not cell.dir and cell.state is RunState.pending for cell in cells)) and not jobs:
-        _plain(console)(f"{count(never, 'cell')} never started: the command that began the sweep starts them.")
-    if (stopped := sum(cell.state is RunState.stopped for cell in cells)) and not jobs:
-        name = run_list.command_name(paths.root)
-        _plain(console)(f"{count(stopped, 'cell')} stopped: `launch resume {name}` continues them.")
+        print(f"{count(never, 'cell')} never started: the command that began the sweep starts them.", file=sys.stderr)
+    if (ended := sum(cell.failure is None and cell.state in _RESUMED for cell in cells)) and not jobs:
+        hint = f"`launch resume {run_list.command_name(paths.root)}` continues them from their checkpoints"
+        print(f"{count(ended, 'cell')} unfinished: {hint}, or from step 0 without one.", file=sys.stderr)
     if console.quiet:
         for line in run_list.impossible_lines(cells):
             print(line, file=sys.stderr)
