@@ -20,7 +20,7 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -85,14 +85,14 @@ def new_model(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), 1e-3)
 
 
-def by_hand(case: Case, plan: RunPlan) -> Iterator[float]:
+def by_hand(case: Case, plan: RunPlan) -> Generator[float]:
     """Run a minimal hand-written loop; yield after each optimizer step."""
     raw, optimizer = new_model(case)
     sharded = case.name == "fsdp"
     model: Any = raw
     if sharded:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for module in (*raw.blocks, raw):
+        for module in (*model.blocks, raw):
             fully_shard(module, mp_policy=policy)
         model.set_reshard_after_forward(False)
         optimizer = torch.optim.AdamW(raw.parameters(), 1e-3)
@@ -129,7 +129,7 @@ def by_hand(case: Case, plan: RunPlan) -> Iterator[float]:
         yield loss_sum.item() / dist.get_world_size()
 
 
-def by_engine(case: Case, plan: RunPlan, directory: Path, *, without: str | None = None) -> Iterator[float]:
+def by_engine(case: Case, plan: RunPlan, directory: Path, *, without: str | None = None) -> Generator[float]:
     """Train with the engine; yield after each optimizer step. ``without``: one of PARTS."""
     model, optimizer = new_model(case)
     with mock.patch.object(LostWrites, "_watch") if without == "watches" else nullcontext():
@@ -213,7 +213,7 @@ def compare(case: Case, steps: int, loader_workers: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, help="measured steps of each loop; default: 60, and 1000 of the MLP")
     parser.add_argument("--case", choices=CASES, action="append")
     parser.add_argument("--loader-workers", type=int, default=1, help="loader processes a rank, in both loops")

@@ -17,7 +17,7 @@ import statistics
 import sysconfig
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ class Side:
         self.tokens += sum(len(sample) - 1 for sample in samples)
         return batch
 
-    def steps(self) -> Iterator[None]:
+    def steps(self) -> Generator[None]:
         for window in self.engine.windows(self.data, self.collate):
             for batch in window:
                 targets = batch[:, 1:].flatten()
@@ -94,7 +94,7 @@ def _blocks(model: Any) -> list[nn.Module]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=20, help="measured optimizer steps of each side")
     parser.add_argument("--strategy", choices=["ddp", "fsdp"], default="ddp")
     parser.add_argument("--sync", choices=["boundary", "every"], default="boundary")

@@ -29,6 +29,7 @@ from launcher.rundir.paths import RunPaths
 from launcher.train.checkpoint import save as checkpoint_save
 from launcher.train.checkpoint.async_save import Saver
 from launcher.train.checkpoint.run_totals import RunTotals
+from launcher.train.metrics import Metrics
 
 LAYERS, ALONE, WARM_UP = 3, 4, 6
 
@@ -98,9 +99,10 @@ def measure(strategy: str, rounds: int, width: int, directory: Path) -> str:
             times["sync" if synchronous else "async"].append(save(saver, synchronous=synchronous))
             if synchronous:
                 continue
-            while on_any_rank(saver.in_progress):
+            written: Metrics = {}
+            while on_any_rank(not (written := written or saver.take_metrics())):
                 times["with a write"].append(next(steps))
-            times["write"].append(saver.take_metrics()["time/checkpoint_write_s"])
+            times["write"].append(written["time/checkpoint_write_s"])
     steps.close()
     whole = checkpoint_save.predicted_bytes(engine)
     local = whole if strategy == "ddp" else whole / engine.world.size
@@ -110,7 +112,7 @@ def measure(strategy: str, rounds: int, width: int, directory: Path) -> str:
         f"{median['async'] * 1e3:.0f} ms ({median['async'] / median['sync']:.1%}; "
         f"first: {times['async'][0] * 1e3:.0f} ms)   write {median['write'] * 1e3:.0f} ms\n"
         f"      step alone {median['alone'] * 1e3:.0f} ms, with a write {median['with a write'] * 1e3:.0f} ms "
-        f"({len(times['with a write'])} of them)   memory: copies {saver.staged_bytes / 1e6:.1f} MB, resident set "
+        f"({len(times['with a write'])} of them)   memory: resident set "
         f"+{(resident.peak - before) / 1e6:.1f} MB; a rank's shard {local / 1e6:.1f} MB"
     )
 

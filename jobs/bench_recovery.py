@@ -64,7 +64,7 @@ def measure(overrides: list[str], deaths: int) -> tuple[float, list[float]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--deaths", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0, help="which ranks are killed")
     arguments, overrides = parser.parse_known_args()

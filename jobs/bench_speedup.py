@@ -14,7 +14,7 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ class Slow(Dataset[Any]):
         return self._data[index]
 
 
-def run(task: BytesGPT, data: Any, options: list[str]) -> Iterator[tuple[float, RunTotals]]:
+def run(task: BytesGPT, data: Any, options: list[str]) -> Generator[tuple[float, RunTotals]]:
     """Train like the worker of `launch train`; yield each window's seconds, and the run's totals."""
     plan = make_plan(
         [*options, f"batch.micro_size={MICRO_SIZE}", f"batch.accumulation={ACCUMULATION}", "precision=fp32",
@@ -57,7 +57,7 @@ def run(task: BytesGPT, data: Any, options: list[str]) -> Iterator[tuple[float, 
     engine = Engine(task.model, lambda p: torch.optim.AdamW(p, 1e-3), plan, shard_units=task.shard_units)
     account = RunTotals(engine)
 
-    def loss(model: Any, batch: Tensor) -> tuple[Tensor, int | Tensor]:
+    def loss(model: Any, batch: Tensor) -> tuple[Tensor, float | Tensor]:
         summed = task.loss(model, batch)
         return summed.total, summed.items
 

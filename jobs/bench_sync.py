@@ -114,7 +114,7 @@ def cell(
         WindowSync.policy,
     ]  # sync=every is measured in cells of its own
 
-    def loss(model: Any, batch: Tensor) -> tuple[Tensor, int | Tensor]:
+    def loss(model: Any, batch: Tensor) -> tuple[Tensor, float | Tensor]:
         summed: Loss = task.loss(model, batch)
         return summed.total, summed.items
 

@@ -65,18 +65,23 @@ def dot_product() -> None:
     print("A dot product with three weights: 6 samples in 3 batches of 2")
     data = torch.arange(1.0, 19.0).reshape(6, 3)
     model = nn.Linear(3, 1, bias=False)
+
+    def gradient() -> list[float]:
+        assert model.weight.grad is not None
+        return model.weight.grad[0].tolist()
+
     model(data).mean().backward()
-    print("  one batch of 6:          ", model.weight.grad[0].tolist())
+    print("  one batch of 6:          ", gradient())
     model.zero_grad()
     for batch in data.split(2):
         model(batch).mean().backward()
-    print("  3 of 2, not normalised:  ", model.weight.grad[0].tolist(), " three times too large")
+    print("  3 of 2, not normalised:  ", gradient(), " three times too large")
     model.zero_grad()
     for batch in data.split(2):
         (model(batch).mean() / 3).backward()
-    print("  3 of 2, normalised by 3: ", model.weight.grad[0].tolist())
-    ((gradient, _),) = gradients(model, list(data), "batch.micro_size=2", "batch.accumulation=3", "train.epochs=1")
-    print("  3 of 2, the engine:      ", gradient.tolist(), end="\n\n")
+    print("  3 of 2, normalised by 3: ", gradient())
+    ((applied, _),) = gradients(model, list(data), "batch.micro_size=2", "batch.accumulation=3", "train.epochs=1")
+    print("  3 of 2, the engine:      ", applied.tolist(), end="\n\n")
 
 
 def short_window() -> None:

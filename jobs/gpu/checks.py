@@ -417,7 +417,7 @@ def mfu(environment: Environment) -> str:
     from launcher.tasks.bytes_gpt import BytesGPT
 
     on_gpu = environment.on_gpu
-    shape: dict[str, int] = {"width": 1024, "heads": 8, "depth": 12, "seq_len": 512} if on_gpu else {}
+    shape: dict[str, Any] = {"width": 1024, "heads": 8, "depth": 12, "seq_len": 512} if on_gpu else {}
     micro, accumulation, precision = (32, 4, "bf16") if on_gpu else (4, 2, "fp32")
     batch = (f"batch.global_size={micro * accumulation}", f"batch.micro_size={micro}", f"precision={precision}")
     job = ("train.steps=30", "strategy=single", "task._target_=launcher.tasks.bytes_gpt.BytesGPT", "train.eval_every=0")

@@ -43,7 +43,8 @@ def needed(python: str) -> list[str]:
             continue
         versions[name] = pinned[name]
         waiting += requires(name) or []
-    versions.setdefault("numpy", pinned["numpy"])  # checkpoints need numpy, and torch does not depend on it
+    # checkpoints need numpy, and torch does not depend on it
+    versions.setdefault("numpy", pinned[canonicalize_name("numpy")])
     return sorted(f"{name}=={exact}" for name, exact in versions.items())
 
 
