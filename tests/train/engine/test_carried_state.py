@@ -206,6 +206,11 @@ class Momentum(Plain):
         return followed(model.teacher, model)
 
 
+class Spectral(Plain):
+    def model(self) -> nn.Module:
+        return nn.utils.spectral_norm(nn.Linear(4, 3))
+
+
 class ReadsGradients(Plain):
     def aim(self, model: Any, rows: Tensor) -> Tensor:  # noqa: ARG002
         gradient = model.out.weight.grad
@@ -420,7 +425,7 @@ CASES: dict[type, tuple[str, str]] = {
     Counter: ("task.calls", "task.calls"), Queue: ("task.past", "task.past"),
     Hidden: ("model.out.hidden", "model.out.hidden"), Centre: ("model.centre", ""),
     Teacher: ("task.teacher", "task.teacher"), Momentum: ("model.teacher.weight", ""),
-    ReadsGradients: ("the parameters' .grad", ""), Annealed: ("", "task.alpha"),
+    Spectral: ("model.weight_u", ""), ReadsGradients: ("the parameters' .grad", ""), Annealed: ("", "task.alpha"),
     ModuleCounter: ("task.calls", "task.calls"), Timed: ("", ""),
     Collected: ("", ""), GlobalCounter: (f"{__name__}.CALLS", f"{__name__}.CALLS"),
     ClassCounter: ("Shared.calls", "Shared.calls"),
@@ -457,7 +462,7 @@ def test_state_of_forward_passes_is_named(tmp_path: Path, kind: type, capsys: py
     assert "Evaluations read" not in out
     if kind is SecondData:  # 4 steps of 2 micro-batches
         assert SecondData.taken == [float(number) for number in range(8)]
-    if kind in (Counter, Centre, ReadsGradients):
+    if kind in (Counter, Centre, Spectral, ReadsGradients):
         run(tmp_path, kind, "batch.accumulation=1")
         assert ("The loss reads state" in capsys.readouterr().out) == (kind is ReadsGradients)
 

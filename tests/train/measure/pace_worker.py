@@ -23,6 +23,7 @@ TIMES = 4
 CASES = {
     "computes": [],
     "reads": [],
+    "computes, every": ["strategy.sync=every"],
     "computes, fsdp": ["strategy=fsdp"],
     "computes, events": ["batch.micro_size=8"],  # one micro-batch, which is enough and takes the least time
 }

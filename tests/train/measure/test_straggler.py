@@ -113,7 +113,7 @@ def test_a_wait_for_data_during_a_collective_counts_once() -> None:
 def test_real_ranks(tmp_path: Path) -> None:
     lines = torchrun(Path(__file__).with_name("pace_worker.py"), [], 2, tmp_path).splitlines()
     found = {name: seen for line in lines if line.startswith("{") for name, seen in json.loads(line).items()}
-    for name in ("computes", "computes, fsdp", "computes, events", "reads"):
+    for name in ("computes", "computes, every", "computes, fsdp", "computes, events", "reads"):
         of = "data" if name == "reads" else "compute"
         assert found[name]["named"] == [1, of], name
         assert found[name]["said"][0].startswith("Straggler: rank 1 on ")
