@@ -11,6 +11,7 @@ four dimensions.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ KINDS = (
     "qwen3_moe", "smollm3", "starcoder2",
 )  # fmt: skip
 _WIDEST_HEAD = 256
+_GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters  # since torch 2.12
 
 
 def use_documents(model: Any) -> None:
@@ -78,15 +80,16 @@ def attend(
     if attention_mask is not None and attention_mask.dtype is torch.int32:
         longest, bounds = attention_mask.shape[2], attention_mask[0, 0, 0]
         rows, _, length, width = query.shape
-        if not dropout and width == value.shape[-1] <= _WIDEST_HEAD and width % 8 == 0:
+        options: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
+        known = not dropout and (_GROUPS_HEADS or not options)
+        if known and width == value.shape[-1] <= _WIDEST_HEAD and width % 8 == 0:
             kind = query.device.type
             # autocast leaves the products of rotary embeddings in fp32
             dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
             queries, keys, values = (each.transpose(1, 2).flatten(0, 1).to(dtype) for each in (query, key, value))
             result: Any = varlen.varlen_attn(
-                queries, keys, values, bounds, bounds, longest, longest,
-                scale=scaling, window_size=(-1, 0), enable_gqa=query.shape[1] != key.shape[1],
-            )  # fmt: skip
+                queries, keys, values, bounds, bounds, longest, longest, scale=scaling, window_size=(-1, 0), **options
+            )
             return result.unflatten(0, (rows, length)), None
         places = torch.arange(rows * length, device=bounds.device)
         documents = torch.bucketize(places, bounds, right=True).unflatten(0, (rows, length))

@@ -7,6 +7,7 @@ window's number of items. Example: C = 8, N = 16, a sum over the ranks: the fact
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -320,8 +321,8 @@ def sharded_step(optimizer: Optimizer, strategy: StrategyKind) -> Iterator[None]
 def _require_own_state(optimizer: Optimizer, gradients: Sequence[Tensor]) -> None:
     """Raise TaskError if the first step has kept a gradient itself, whose memory DDP's next window writes."""
     memory = {gradient.untyped_storage()._cdata for gradient in gradients}
-    for values in optimizer.state.values():
-        for key, value in values.items():
+    for values in itertools.chain.from_iterable(each.state.values() for each in members_of(optimizer)):
+        for key, value in values.items() if isinstance(values, Mapping) else ():
             if isinstance(value, Tensor) and value.untyped_storage()._cdata in memory:
                 names = ", ".join(type(each).__name__ for each in members_of(optimizer))
                 raise TaskError(

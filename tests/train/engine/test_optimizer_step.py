@@ -13,7 +13,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from launcher import Engine
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, TaskError
+from launcher.train.engine.optimizer_step import _require_own_state
+from launcher.train.optimizers import CombinedOptimizer
 from tests.conftest import Launch
 from tests.helpers import make_plan, printed_by
 from tests.infra.checkpoints import assert_same_tensors
@@ -149,3 +151,16 @@ def test_the_rate_reported_is_the_rate_applied(
     assert applied == pytest.approx(wanted)
     assert reported == applied
     assert capsys.readouterr().out.count("outside of the engine") == (own != "none"), "once a run"
+
+
+def test_a_kept_gradient_is_found_in_each_optimizer_beside_state_of_other_forms() -> None:
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    gradients = [torch.ones(2) for _ in weights]
+    members = [torch.optim.SGD([weight], lr=0.1) for weight in weights]
+    combined = CombinedOptimizer(members)
+    members[0].state["steps"] = 3  # pyright: ignore[reportArgumentType]
+    members[1].state[weights[1]] = {"before": gradients[1].clone(), "order": [0]}
+    _require_own_state(combined, gradients)
+    members[1].state[weights[1]]["before"] = gradients[1][:1]
+    with pytest.raises(TaskError, match=r"state\['before'\] is the gradient itself"):
+        _require_own_state(combined, gradients)
