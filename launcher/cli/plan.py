@@ -127,7 +127,8 @@ def _rank(requested: Sequence[RequestedCell], wide: set[str]) -> Ranking:
     """
     cells = [each for cell in requested for each in _with_micro_sizes(cell)]
     configs, cache, done = [cell.config for cell in cells], CallCache(), itertools.count(1)
-    require_equal_work(global_sizes(configs, cache))
+    in_tokens = any(config.batch.global_tokens is not None for config in configs)
+    require_equal_work(global_sizes(configs, cache), "batch.global_tokens" if in_tokens else "batch.global_size")
     with _progress() as report:
 
         def planned(number: int, _: RunPlan | UserError) -> None:

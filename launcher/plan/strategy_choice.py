@@ -70,8 +70,8 @@ class Ranking:
     notes: tuple[str, ...]
 
 
-def require_equal_work(global_sizes: Iterable[int]) -> None:
-    """Check that plans with these global batches can be ranked by the bytes of their steps.
+def require_equal_work(global_sizes: Iterable[int], key: str = "batch.global_size") -> None:
+    """Check that plans with these global batches, values of ``key``, can be ranked by the bytes of their steps.
 
     Raises:
         ConfigError: they differ.
@@ -79,9 +79,9 @@ def require_equal_work(global_sizes: Iterable[int]) -> None:
     sizes = sorted({*global_sizes})
     if len(sizes) > 1:
         raise ConfigError(
-            "batch.global_size", first_names([str(size) for size in sizes], _SHOWN_VALUES),
+            key, first_names([str(size) for size in sizes], _SHOWN_VALUES),
             "differs between the cells, so that their steps do not compare.",
-            "Set batch.global_size=N, and leave out batch.micro_size or batch.accumulation, which then follows.",
+            f"Set {key}=N, and leave out batch.micro_size or batch.accumulation, which then follows.",
         )  # fmt: skip
 
 

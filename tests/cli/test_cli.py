@@ -261,10 +261,11 @@ def test_a_sweep_under_torchrun_is_refused_with_the_whole_command(monkeypatch: p
         with_config("train", arguments, lambda *_: 1, cells=lambda *_: ())
 
 
-def test_cells_that_do_not_compare_are_refused_before_any_is_traced(launch: Launch) -> None:
-    done = launch("plan", "-m", "batch.global_size=64,128")
+@pytest.mark.parametrize("key", ["batch.global_size", "batch.global_tokens"])
+def test_cells_that_do_not_compare_are_refused_before_any_is_traced(key: str, launch: Launch) -> None:
+    done = launch("plan", "-m", f"{key}=8192,16384")
     assert done.returncode == 2
-    assert done.stderr.startswith("launch: error: batch.global_size=64, 128: differs between the cells"), done.stderr
+    assert done.stderr.startswith(f"launch: error: {key}=8192, 16384: differs between the cells"), done.stderr
     assert done.stdout == ""
 
 
