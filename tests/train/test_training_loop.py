@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from launcher.config.schema import StrategyKind
-from launcher.errors import TaskError
+from launcher.errors import OutOfMemory, TaskError
 from launcher.loss import Loss
 from launcher.train.trainer import train
 from launcher.train.training_loop import MAX_STRAGGLER_LINES, TrainingLoop
@@ -54,6 +54,8 @@ class Epochs:
         return [*torch.ones(2, 3)]
 
     def loss(self, model: Any, batch: Tensor) -> Loss:
+        if self.kind == "memory" and not model.training:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
         return Loss(model(batch).square().sum(), len(batch))
 
 
@@ -81,6 +83,16 @@ def test_what_is_due_at_the_end_of_an_epoch(
     train(plan, lambda: False)
     assert [line["step"] for line in records(tmp_path) if "eval/loss" in line] == due
     assert sorted(int(path.name[-6:]) for path in (tmp_path / "checkpoints").glob("step_*")) == saved
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("on_oom", ["stop", "shrink"])
+def test_an_evaluation_out_of_memory_names_the_size_of_evaluations(on_oom: str, tmp_path: Path) -> None:
+    words = (*EPOCH, "train.steps=4", f"batch.on_oom={on_oom}")
+    plan = make_plan(*words, samples=SAMPLES, run_dir=str(tmp_path))
+    task = dataclasses.replace(plan.task, target=f"{__name__}.Epochs", params={"kind": "memory"})
+    with pytest.raises(OutOfMemory, match=r"(?s)held-out data was evaluated.*train\.eval_micro_size"):
+        train(dataclasses.replace(plan, task=task), lambda: False)
 
 
 def loop_and_result(news: Any, samples: int = 8, window: int = 1) -> tuple[Any, Any]:
