@@ -19,10 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
+from launcher.config.schema import StrategyKind
 from launcher.errors import CollectiveInLoss, TaskError
 from launcher.loss import Loss
 from launcher.quantities import first_names
@@ -92,7 +92,9 @@ class GradientWatch(LossWatch):
 
     def __init__(self, parts: EngineParts) -> None:
         self._parallel, self._left, self._tells = parts.parallel, _LOOKS_AT_GRADIENTS, parts.world.rank == 0
-        self._model = parts.parallel.module
+        # FSDP has parameters of its own; and to read an attribute of one that it has gathered counts as a use
+        replicated = parts.plan.strategy.kind in (StrategyKind.single, StrategyKind.ddp)
+        self._parameters = [*parts.parallel.module.named_parameters()] if replicated else []
         self._gradients: list[tuple[Tensor | None, int]] = []
         self._written: dict[str, int] = {}
         self._first: set[str] = set()  # parameters that the first forward pass has written
@@ -176,9 +178,9 @@ class GradientWatch(LossWatch):
         self._hooks = []
 
     def _watch_hooks(self) -> None:
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._parameters:
             for accumulated, hooks in enumerate((parameter._backward_hooks, parameter._post_accumulate_grad_hooks)):
-                if hooks and not isinstance(parameter, DTensor):
+                if hooks:
                     self._hooks.append((hooks, {**hooks}))
                     watch = self._watched_after if accumulated else self._watched
                     hooks.update({
