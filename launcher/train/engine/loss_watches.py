@@ -165,7 +165,7 @@ class GradientWatch(LossWatch):
         Raises:
             TaskError: it has changed them.
         """
-        if not self._same():
+        if self._gradients and not self._same():  # none are noted before a window that starts again
             raise TaskError(
                 "The loop changes the gradients of the model's parameters after engine.backward(): it calls backward() "
                 "or zero_grad() itself.\n  Pass all terms to one engine.backward(), as one total or a list of Loss; "
@@ -204,7 +204,9 @@ class GradientWatch(LossWatch):
             self._hooked[name] = "(register_post_accumulate_grad_hook) changes the sum of the window so far"
 
     def _same(self) -> bool:
-        return all(a is b and m == n for (a, m), (b, n) in zip(self._gradients, self._now(), strict=True))
+        """Return whether the gradients are those noted last, which are let go: their memory may be freed."""
+        before, self._gradients = self._gradients, []
+        return all(a is b and m == n for (a, m), (b, n) in zip(before, self._now(), strict=True))
 
     def _now(self) -> list[tuple[Tensor | None, int]]:
         return [(each, 0 if each is None else times_written(each)) for each in self._parallel.partial_gradients()]
