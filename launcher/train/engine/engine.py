@@ -331,7 +331,7 @@ class Engine:
                         if self._finished:
                             return
                 finally:
-                    if self._feed is feed:  # otherwise another loop has begun its windows
+                    if self._feed is feed:  # no other loop over windows has started since
                         current.close_batches()
                     feed.close()
 
