@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 
@@ -86,8 +87,8 @@ class TwoPoints(Optimizer):
             group["train_mode"] = training
 
 
-class ReadsNumbers(Optimizer):
-    """Divides by the norm of the whole gradient, read as a number."""
+class EachParameter(Optimizer):
+    """Optimizer that changes each parameter with a gradient in the same way. Subclasses say how."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -97,19 +98,21 @@ class ReadsNumbers(Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    parameter.sub_(parameter.grad, alpha=group["lr"] / (1 + parameter.grad.norm().item()))
+                    self.change(parameter, parameter.grad, group["lr"])
+
+    def change(self, parameter: Tensor, gradient: Tensor, lr: float) -> None: ...
 
 
-class KeepsGradient(Optimizer):
+class ReadsNumbers(EachParameter):
+    """Divides by the norm of the whole gradient, read as a number."""
+
+    def change(self, parameter: Tensor, gradient: Tensor, lr: float) -> None:
+        parameter.sub_(gradient, alpha=lr / (1 + gradient.norm().item()))
+
+
+class KeepsGradient(EachParameter):
     """Extrapolates from the gradient before, which it keeps without a copy."""
 
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] # noqa: ARG002
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                before = self.state[parameter].get("before", parameter.grad)
-                parameter.sub_(2 * parameter.grad - before, alpha=group["lr"])
-                self.state[parameter]["before"] = parameter.grad
+    def change(self, parameter: Tensor, gradient: Tensor, lr: float) -> None:
+        parameter.sub_(2 * gradient - self.state[parameter].get("before", gradient), alpha=lr)
+        self.state[parameter]["before"] = gradient

@@ -26,24 +26,17 @@ from launcher.train.engine import carried_state
 from launcher.train.engine.carried_state import MAX_READ, LeftOut
 from launcher.train.world import World
 from tests.infra.checkpoints import tensors
-from tests.train.checkpoint.stateful_optimizers import Remembers, TwoPoints
+from tests.train.checkpoint.stateful_optimizers import EachParameter, Remembers, TwoPoints
 from tests.train.checkpoint.test_load_changed import DATA, Notes, engine_of
 
 STEPS = 6
 
 
-class Langevin(Optimizer):
+class Langevin(EachParameter):
     """Without state; it adds noise that the learning rate does not scale."""
 
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] # noqa: ARG002
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.sub_(group["lr"] * parameter.grad).add_(torch.randn_like(parameter), alpha=0.01)
+    def change(self, parameter: Tensor, gradient: Tensor, lr: float) -> None:
+        parameter.sub_(lr * gradient).add_(torch.randn_like(parameter), alpha=0.01)
 
 
 class ThawsLate:
