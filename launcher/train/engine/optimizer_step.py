@@ -7,9 +7,11 @@ window's number of items. Example: C = 8, N = 16, a sum over the ranks: the fact
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -308,7 +310,7 @@ def sharded_step(optimizer: Optimizer, strategy: StrategyKind) -> Iterator[None]
         else:
             yield
     except Exception as error:
-        if is_out_of_memory(error) or isinstance(error, TaskError):
+        if is_out_of_memory(error) or (isinstance(error, TaskError) and not _comes_from_step(error, optimizer)):
             raise
         names = ", ".join(type(each).__name__ for each in members_of(optimizer))
         what = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
@@ -316,6 +318,12 @@ def sharded_step(optimizer: Optimizer, strategy: StrategyKind) -> Iterator[None]
     if reads.found and not reads.sums:
         why = "reads numbers of sharded tensors (item(), float() or a condition), and gets those of this rank's shard"
         raise TaskError(_text(", ".join(others), strategy, why))
+
+
+def _comes_from_step(error: Exception, optimizer: Optimizer) -> bool:
+    """Return whether the optimizer's own step raised the error, not a hook of the user's before or after it."""
+    steps = [inspect.unwrap(type(each).step).__code__ for each in members_of(optimizer)]
+    return any(frame.f_code in steps for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _require_own_state(optimizer: Optimizer, gradients: Sequence[Tensor]) -> None:
