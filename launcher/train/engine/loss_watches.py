@@ -100,11 +100,11 @@ class GradientWatch(LossWatch):
         self._first: set[str] = set()  # parameters that the first forward pass has written
         self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []  # of parameters, and a copy without the watch
         self._hooked: dict[str, str] = {}  # what a hook does, by the parameter
-        self._parts = parts.world.size
+        self._ranks = parts.world.size
 
     def before_loss(self, number: int, count: int) -> None:
         """Note gradients and parameters before the loss of the window's micro-batch ``number`` is computed."""
-        self._several = count * self._parts > 1
+        self._several = count * self._ranks > 1
         self._number, self._gradients, self._written = number, self._now(), self._parallel.written()
 
     def before_backward(self, losses: Sequence[Loss], micro: MicroBatch, count: int) -> None:  # noqa: ARG002
@@ -190,11 +190,15 @@ class GradientWatch(LossWatch):
 
     def _watched(self, name: str, hook: Callable[[Tensor], Tensor | None], gradient: Tensor) -> Tensor | None:
         """Run a hook, and note if it does not multiply a larger gradient in the same way."""
+        if gradient.layout != torch.strided:
+            return hook(gradient)
+        before, larger = gradient._version, gradient * _LARGER  # a hook may write what it is given
         found = hook(gradient)
-        if found is not None:
-            larger = hook(gradient * _LARGER)
-            if larger is not None and not torch.allclose(larger, found * _LARGER, rtol=1e-3, equal_nan=True):
-                self._hooked[name] = "clamps the gradient, or changes it in another way than by a factor"
+        if found is None and gradient._version == before:  # it only looks, and a second time would count
+            return None
+        result, again = gradient if found is None else found, hook(larger)
+        if not torch.allclose(larger if again is None else again, result * _LARGER, rtol=1e-3, equal_nan=True):
+            self._hooked[name] = "clamps the gradient, or changes it in another way than by a factor"
         return found
 
     def _watched_after(self, name: str, hook: Callable[[Tensor], None], parameter: Tensor) -> None:

@@ -134,6 +134,14 @@ def with_hook(register: str, hook: Callable[[Any], Any], *options: str) -> tuple
     return engine, whole
 
 
+def halve(gradient: Any) -> None:
+    gradient.mul_(0.5)
+
+
+def clamp(gradient: Any) -> None:
+    gradient.clamp_(-1, 1)
+
+
 def halve_sum(parameter: Any) -> None:
     parameter.grad.data.mul_(0.5)
 
@@ -143,6 +151,7 @@ def halve_sum(parameter: Any) -> None:
     [
         ("register_hook", lambda gradient: gradient.clamp(-1, 1), "clamps the gradient"),
         ("register_hook", lambda gradient: gradient / gradient.norm(), "clamps the gradient"),
+        ("register_hook", clamp, "clamps the gradient"),
         ("register_post_accumulate_grad_hook", halve_sum, "changes the sum of the window so far"),
     ],
 )
@@ -159,6 +168,8 @@ def test_a_hook_whose_result_depends_on_the_division_is_refused(
     [
         ("register_hook", lambda gradient: gradient * torch.tensor([0.0, 1, 0.3, 1]), MANY),
         ("register_hook", lambda _: None, MANY),
+        ("register_hook", halve, MANY),
+        ("register_hook", lambda gradient: gradient.mul_(0.5), MANY),
         ("register_post_accumulate_grad_hook", lambda _: None, MANY),
         ("register_post_accumulate_grad_hook", halve_sum, ("batch.micro_size=8", "batch.global_size=8")),
     ],
